@@ -80,9 +80,8 @@ def main() -> int:
         driver = {cpu_driver.PROGRAM: str(binaries / cpu_driver.PROGRAM)}
         other = {"kubelet": cpu_driver.KUBELET, "disks": {**disks, **driver}, "rom": str(fetch(rom()))}
         statuses.append(in_cluster({**given, **other}, [*STAGES[CLAIMS], *options.pytest]))
-    ran = [
-        status for status in statuses if status != NO_TESTS
-    ]  # a word after -k may be one of the other cluster's tests
+    # a word after -k may be one of the other cluster's tests
+    ran = [status for status in statuses if status != NO_TESTS]
     return max(ran, default=NO_TESTS)
 
 

@@ -29,8 +29,7 @@ def objects(reserved: str = "") -> list[Object]:
     host name is not its node's.
     """
     found: list[Object] = list(yaml.safe_load_all(MANIFEST.read_text()))
-    [daemon] = [each for each in found if each["kind"] == "DaemonSet"]
-    [container] = daemon["spec"]["template"]["spec"]["containers"]
+    container = container_of(found)
     container["args"] += [f"--hostname-override={NODE}", *([f"--reserved-cpus={reserved}"] if reserved else [])]
     server = {"KUBERNETES_SERVICE_HOST": ADDRESS, "KUBERNETES_SERVICE_PORT": "6443"}
     container["env"] = [{"name": name, "value": value} for name, value in server.items()]
@@ -39,10 +38,16 @@ def objects(reserved: str = "") -> list[Object]:
 
 def image() -> str:
     """Return the image's reference."""
-    [daemon] = [each for each in objects() if each["kind"] == "DaemonSet"]
-    [container] = daemon["spec"]["template"]["spec"]["containers"]
-    reference: str = container["image"]
+    reference: str = container_of(objects())["image"]
     return reference
+
+
+def container_of(found: list[Object]) -> Object:
+    """Return the one container of the objects' DaemonSet."""
+    [daemon] = [each for each in found if each["kind"] == "DaemonSet"]
+    [container] = daemon["spec"]["template"]["spec"]["containers"]
+    out: Object = container
+    return out
 
 
 def claimed(node: JoinedNode) -> Mapping[str, CpuSet]:

@@ -85,9 +85,8 @@ class Deployed:
     def end(self, seconds: float = 120) -> Object:
         """Delete its kustomization, and return how its container terminated: the last status that was to be seen."""
         seen: list[Object] = []
-        argv = [str(self.kubectl.program), f"--kubeconfig={self.kubectl.configuration}"]
         watch = ["get", "pod", "-n", "instances", self.name, "--watch", "--output-watch-events", "-o", "json"]
-        with subprocess.Popen([*argv, *watch], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(self.kubectl.argv(*watch), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             reader = threading.Thread(target=lambda text: seen.extend(documents(text)), args=(process.stdout,))
             reader.start()

@@ -46,10 +46,15 @@ class Kubectl:
     program: Path
     configuration: Path
 
+    def argv(self, *arguments: str) -> list[str]:
+        """Return the command line with *arguments*."""
+        return [str(self.program), f"--kubeconfig={self.configuration}", *arguments]
+
     def run(self, *arguments: str, given: str | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run it with *given* on its standard input, and return what it has printed and its status."""
-        argv = [str(self.program), f"--kubeconfig={self.configuration}", *arguments]
-        return subprocess.run(argv, check=False, capture_output=True, text=True, input=given or "", timeout=timeout)
+        return subprocess.run(
+            self.argv(*arguments), check=False, capture_output=True, text=True, input=given or "", timeout=timeout
+        )
 
     def __call__(self, *arguments: str, given: str | None = None, timeout: float = 300) -> str:
         """Return its output. Raises :class:`KubectlError`."""

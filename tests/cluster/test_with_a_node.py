@@ -79,7 +79,7 @@ def test_an_instance_as_it_stands(kubectl: Kubectl, node: JoinedNode, cluster: P
 def attached(it: Deployed) -> Iterator[Path]:
     """Hold ``kubectl attach``, and yield the file that has what it prints."""
     file = it.node.results / "attached"
-    argv = [str(it.kubectl.program), f"--kubeconfig={it.kubectl.configuration}", "attach", "-n", "instances", it.name]
+    argv = it.kubectl.argv("attach", "-n", "instances", it.name)
     with file.open("wb") as output, subprocess.Popen(argv, stdout=output, stdin=subprocess.DEVNULL) as process:
         try:
             yield file
@@ -89,7 +89,7 @@ def attached(it: Deployed) -> Iterator[Path]:
 
 def typed_at_the_console(it: Deployed) -> None:
     """Type at the guest's console on a terminal, whose echo is the guest's, and leave it by the detach key."""
-    argv = [str(it.kubectl.program), f"--kubeconfig={it.kubectl.configuration}", "exec", "-it", "-n", "instances"]
+    argv = it.kubectl.argv("exec", "-it", "-n", "instances")
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [*argv, it.name, "--", RUNNER, "console"], stdin=theirs, stdout=theirs, stderr=theirs
@@ -153,7 +153,7 @@ def test_a_drain_waits_for_the_instance(kubectl: Kubectl, node: JoinedNode, star
         assert held.returncode != 0
         assert "Cannot evict pod as it would violate the pod's disruption budget" in held.stderr
         it.holds()
-        argv = [str(kubectl.program), f"--kubeconfig={kubectl.configuration}", *drain, "--timeout=240s"]
+        argv = kubectl.argv(*drain, "--timeout=240s")
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as waiting:
             time.sleep(6)
             assert waiting.poll() is None
