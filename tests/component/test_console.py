@@ -227,8 +227,11 @@ async def test_a_second_runner_does_no_harm_to_the_first(fake_host: FakeHost) ->
     state = fake_host.root / "state"
 
     async def act() -> None:
+        async with attached(fake_host, READ) as client:
+            await client.until(b"guest: runs")  # the only line that the log gets
         before = {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()}
-        assert {"ready", "receipt.json"} <= set(before)
+        assert {"ready", "receipt.json", "console.log"} <= set(before)
+        assert before["console.log"] == b"guest: runs\r\n"
         result = await fake_host.run(fake_host.plan())
         assert isinstance(result, RunnerError)
         assert "another runner uses it; give each instance a --state-dir of its own" in explain(result)

@@ -53,10 +53,15 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
         waiting = [os.getpid()]  # a subreaper: orphans below it become its children
         while waiting:
             for thread in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-                for child in map(int, thread.read_text().split()):
+                for child in map(int, text_of(thread).split()):
                     waiting.append(child)
-                    found.add(f"process {child} {Path(f'/proc/{child}/comm').read_text().strip()}")
+                    found.add(f"process {child} {text_of(Path(f'/proc/{child}/comm')).strip()}")
         return found
+
+    def text_of(path: Path) -> str:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return path.read_text()
+        return ""  # it has just ended
 
     before = ours()
     yield

@@ -658,15 +658,15 @@ for request in requests():
         os._exit(0)
     if command == "cont":
         runs()
-        if not behaviour["silent"]:
-            console.sendall(b"guest: runs\r\n")
-        if behaviour["ticks"] is not None:
-            threading.Thread(target=tick, daemon=True).start()
         if behaviour["agent"] is not None:
             agent = socket.socket(fileno=fd_of("agent"))
             threading.Thread(target=serve_agent, args=(agent,), daemon=True).start()
             event("VSERPORT_CHANGE", id="other", open=False)
             event("VSERPORT_CHANGE", id="agent", open=behaviour["console"] != "plays")
+        if not behaviour["silent"]:  # last: tests wait for this, and then have the agent open its port
+            console.sendall(b"guest: runs\r\n")
+        if behaviour["ticks"] is not None:
+            threading.Thread(target=tick, daemon=True).start()
         if behaviour["at_cont"] == "ask to stop":
             os.kill(os.getppid(), signal.SIGTERM)
         do(behaviour["at_cont"])
