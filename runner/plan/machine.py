@@ -125,7 +125,7 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
         if spec.cpu.accel == "kvm":
             problems.refuse(
                 "cpu.accel",
-                f"cannot use /dev/kvm: {kvm.error}",
+                f"no KVM ({kvm.error})",
                 LET_IN if kvm_denied(kvm) else 'give the pod the device, or ask for "tcg"',
             )
         else:

@@ -65,7 +65,7 @@ def test_with_runc_a_device_node_is_the_machines_and_its_mode_for_others_counts(
     assert running.wait() == 30, running.output
     assert re.search(rf"^ +0 +{pod.first_id} +{IDS}$", running.output, re.MULTILINE), running.output
     assert (
-        f"cpu.accel: cannot use {KVM}: {KVM}: Permission denied; let every user open it, on the node, by a rule of udev"
+        f"cpu.accel: no KVM ({KVM}: Permission denied); let every user open it, on the node, by a rule of udev"
         in running.output
     )
     assert (

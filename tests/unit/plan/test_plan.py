@@ -495,7 +495,7 @@ def test_all_descriptors_are_passed_on() -> None:
         (
             KERNEL + '[cpu]\naccel = "kvm"\n',
             {"kvm": Kvm("no such device")},
-            "cpu.accel: cannot use /dev/kvm: no such device",
+            "cpu.accel: no KVM (no such device)",
         ),
         (KERNEL + '[instance]\nuser = "bob"\n', {}, "instance.user: user 'bob' does not exist here"),
         (
