@@ -22,7 +22,6 @@ from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.standin_kubelet import (
     MIB,
     PROJECT,
-    PYCACHE,
     Container,
     Kubelet,
     Mount,
@@ -121,16 +120,13 @@ class Controller:
             ),
             *("--kubelet-dir", str(kubelet.directory), *more),
         )
-        self.environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(PYCACHE)}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it and wait until it answers."""
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log, env=self.environment
-            )
+            self.process = subprocess.Popen(self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log)
         # The first one of a node compiles all that it imports, which takes a minute where two nodes are emulated at once.
         until(self.answers, "the controller to answer", 4 * SECONDS)
 

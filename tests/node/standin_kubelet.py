@@ -29,7 +29,6 @@ from tests.node.cgroups import ROOT, SECONDS, Cgroup
 
 PROJECT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-PYCACHE = Path(tempfile.gettempdir()) / "pycache"
 """The directory of all containers' compiled modules: the checkout is read-only, and compiling is most of a start here."""
 
 
@@ -263,7 +262,6 @@ class Kubelet:
     def __enter__(self) -> Self:
         self.directory.mkdir(parents=True)
         self.scratch.mkdir()
-        PYCACHE.mkdir(exist_ok=True)
         # The containers' files, and the upper layers of their roots, must not be on the lower layer.
         subprocess.run(["mount", "-t", "tmpfs", "containers", str(self.scratch)], check=True)
         Cgroup(ROOT).delegate()
@@ -528,7 +526,7 @@ def oci_config(
     privileged = container.privileged
     default = () if container.drop_all else DEFAULT_CAPABILITIES
     bounding = ALL_CAPABILITIES if privileged else (*default, *container.capabilities)
-    project = {"PYTHONPATH": "/project", "PYTHONPYCACHEPREFIX": str(PYCACHE)} if container.image is None else {}
+    project = {"PYTHONPATH": "/project"} if container.image is None else {}
     kept = [] if container.uid else list(bounding)
     cgroupfs = container.cgroupfs or ("rw" if privileged else "ro")
     resources: dict[str, Any] = {
@@ -640,7 +638,6 @@ def mounts(pod: Pod, container: Container, cgroupfs: str) -> list[dict[str, Any]
             {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=755"]},
             {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", "mode=1777"]},  # noqa: S108
             {"destination": "/project", "type": "bind", "source": str(PROJECT), "options": ["rbind", "ro"]},
-            {"destination": str(PYCACHE), "type": "bind", "source": str(PYCACHE), "options": ["rbind", "rw"]},
         ]
     mapped = {} if pod.host_users else {"uidMappings": pod.id_mappings, "gidMappings": pod.id_mappings}
     out += [

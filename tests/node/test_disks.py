@@ -23,7 +23,7 @@ from tests.node.instances import (
     start_instance,
     threads_of,
 )
-from tests.node.standin_kubelet import PROJECT, PYCACHE, Kubelet
+from tests.node.standin_kubelet import PROJECT, Kubelet
 
 pytestmark = pytest.mark.usefixtures("rom")
 MIB = 1 << 20
@@ -110,7 +110,7 @@ def test_disks_in_a_pod(
 
     # On the node, where there is no receipt, it is recognised by its name.
     inspect = (sys.executable, "-m", "runner", "inspect", "--kubelet-dir", str(kubelet.directory), "--json")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     seen = subprocess.run(inspect, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment).stdout
     assert '"role": "iothread"' in seen, seen
 

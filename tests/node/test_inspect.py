@@ -21,7 +21,7 @@ from runner.kernel import cgroup
 from tests.node.cgroups import Cgroup, task
 from tests.node.instances import ARRANGED, TREE, Controller, Instance, spec_text, start_instance
 from tests.node.recorded import kept_off
-from tests.node.standin_kubelet import MIB, PROJECT, PYCACHE, Container, Kubelet, Pod
+from tests.node.standin_kubelet import MIB, PROJECT, Container, Kubelet, Pod
 
 pytestmark = pytest.mark.usefixtures("rom")
 INSPECT = (sys.executable, "-m", "runner", "inspect")
@@ -47,7 +47,7 @@ class Node:
     def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
         """Run the program on the node."""
         argv = (*INSPECT, "--kubelet-dir", str(self.kubelet.directory), "--pod-logs-dir", str(self.pod_logs), *more)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         return subprocess.run(argv, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment)
 
     def verdicts(self) -> dict[str, tuple[str, str]]:

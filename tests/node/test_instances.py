@@ -219,7 +219,6 @@ def short_lived_controllers(controller: Controller) -> Iterator[ShortLivedContro
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=controller.environment,
             text=True,
         ) as process,
     ):

@@ -22,12 +22,12 @@ from runner.kernel.tracefs import tracefs_reached
 from tests.node.cgroups import PARTITIONED
 from tests.node.instances import Instance, NodeFixture, until
 from tests.node.recorded import kept_off, recorded
-from tests.node.standin_kubelet import PROJECT, PYCACHE
+from tests.node.standin_kubelet import PROJECT
 from tests.support.exposition import figures
 
 pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.timeout(900)]
 TRACE = (sys.executable, "-m", "runner", "inspect", "--trace")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 BUSY = """
 import sys, time
 end = time.process_time() + float(sys.argv[1])

@@ -16,7 +16,7 @@ from pathlib import Path
 from runner.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, Cgroup
 from tests.node.containerd.cri import Cri, Message
-from tests.node.standin_kubelet import OOM_SCORE_ADJ, PROJECT, PYCACHE, Container, Kubelet, Pod, Running
+from tests.node.standin_kubelet import OOM_SCORE_ADJ, PROJECT, Container, Kubelet, Pod, Running
 
 POD_IP = "pod-ip"
 """A placeholder for the pod's address in a container's command and environment."""
@@ -226,5 +226,5 @@ def inspect(kubelet: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=PROJECT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPYCACHEPREFIX": str(PYCACHE)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -19,7 +19,7 @@ import pytest
 from runner.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, cgroup_of
 from tests.node.instances import ROM, SOCKETS, TREE, Thread, members_of, threads_of, until
-from tests.node.standin_kubelet import PROJECT, PYCACHE
+from tests.node.standin_kubelet import PROJECT
 
 UNITS = PROJECT / "examples/host/systemd"
 CONTROLLER, INSTANCE = "instance-cgroup-controller.service", "instance-runner@web.service"
@@ -63,8 +63,8 @@ def installed() -> Iterator[None]:
     """Install the programs and the units, as the README describes, and stop and remove what was installed."""
     path = os.pathsep.join([str(PROJECT), *filter(None, sys.path)])
     scripts = {
-        "instance-runner": f"exec env PYTHONPATH={path} PYTHONPYCACHEPREFIX={PYCACHE} {sys.executable} -m runner",
-        "instance-cgroup-controller": f"exec env PYTHONPATH={path} PYTHONPYCACHEPREFIX={PYCACHE} {sys.executable} "
+        "instance-runner": f"exec env PYTHONPATH={path} {sys.executable} -m runner",
+        "instance-cgroup-controller": f"exec env PYTHONPATH={path} {sys.executable} "
         "-c 'import sys; from runner.controller.main import main; sys.exit(main())'",
     }
     files = {
