@@ -1,6 +1,6 @@
 """Run the manifests of examples/kubernetes in a real cluster: a control plane on this machine and the emulated node.
 
-Usage: tests/cluster/run --bin DIR | --download VERSION [--only STAGE] [-- pytest arguments]
+Usage: tests/cluster/run --bin DIR | --download VERSION [--only STAGE] [--emulator FILE] [-- pytest arguments]
 
 DIR holds kubelet, kube-apiserver, kube-controller-manager, kube-scheduler and kubectl of one version, and, if they shall run too,
 generic-device-plugin and dracpu. etcd, containerd 2 and the CNI plugins are Debian forky's, fetched once. The control plane runs
@@ -49,6 +49,9 @@ def main() -> int:
     source.add_argument("--bin", type=Path, metavar="DIR", help="the programs of Kubernetes")
     source.add_argument("--download", metavar="VERSION", help="the official ones of a version, such as v1.36.2")
     parser.add_argument("--only", choices=STAGES, help="only this stage")
+    parser.add_argument(
+        "--emulator", type=Path, metavar="FILE", help="the QEMU that emulates the node, instead of Debian's newest"
+    )
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     try:
@@ -56,6 +59,7 @@ def main() -> int:
         stages = stages_of(options.only, binaries)
         version = one_version(binaries, [*PROGRAMS, *([KUBELET] if stages != ["without-node"] else [])])
         given: dict[str, object] = {"binaries": str(binaries), "etcd": str(fetch(artefacts.etcd())), "kubelet": {}}
+        given["emulator"] = str(options.emulator.resolve()) if options.emulator else None
         disks: dict[str, str] = {}
         os.environ["RUNNER_KUBERNETES"] = version
         if stages != ["without-node"]:

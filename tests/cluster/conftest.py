@@ -30,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="a cluster is missing: tests/cluster/run --bin DIR makes one"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure when it happens: the rest takes half an hour."""
+    if report.failed:
+        print(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(scope="session")
 def given() -> Given:
     """Return the files that tests/cluster/run has found, made or built."""

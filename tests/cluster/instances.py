@@ -21,7 +21,8 @@ from tests.cluster.node_side import KUBELET_DIRECTORY
 SOON, GUEST_SECONDS, POD_SECONDS = 60, 600, 240
 """Seconds: for an object; for the demo guest, an emulated machine's guest, to boot; for a pod to start."""
 IN_ORDER = {0, 13}
-"""Exit codes of an instance that was ended in order; 13 where its guest had not booted yet, and did not power itself down."""
+"""Exit codes of an instance that was ended in order; 13 where its guest had not booted yet, or takes longer than its grace to power
+itself down, as Debian does in an emulated machine."""
 RUNNER, CONTROLLER = "instance-runner", "instance-cgroup-controller"
 STATE = KUBELET_DIRECTORY / "cpu_manager_state"
 

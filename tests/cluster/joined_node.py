@@ -53,6 +53,7 @@ class Machine:
 
     run: Path
     disks: Mapping[str, str]
+    emulator: str | None
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,6 +70,7 @@ class Machine:
             sys.executable,
             "-m",
             "tests.cluster.joined_node",
+            *([f"--emulator={self.emulator}"] if self.emulator else []),
             str(self.run),
             *disks,
         ]
@@ -105,6 +107,17 @@ class JoinedNode:
         until(lambda: not self.ready, "the node to be missed", READY_WITHIN)
         self.machine.on()
         until(lambda: self.ready, "the node to be Ready again", UP_WITHIN + READY_WITHIN)
+
+    def restart_unit(self, unit: str) -> None:
+        """Restart a systemd unit, and wait until the kubelet knows its pods; for the API the node is Ready all the time."""
+        self("systemctl", "restart", unit)
+        until(self.knows_its_pods, "the kubelet to know its pods", READY_WITHIN)
+
+    def knows_its_pods(self) -> bool:
+        """Tell whether the kubelet, which answers, has all pods that the API has for it."""
+        known = json.loads(self.kubectl("get", "--raw", f"/api/v1/nodes/{self.name}/proxy/pods"))["items"] or []
+        bound = self.kubectl.items("pods", "-A", f"--field-selector=spec.nodeName={self.name}")
+        return {each["metadata"]["uid"] for each in bound} <= {each["metadata"]["uid"] for each in known}
 
     def execute(self, *argv: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command in the node, and return its status and output."""
@@ -149,7 +162,7 @@ def joined_node(given: Mapping[str, Any], control: ControlPlane) -> Iterator[Joi
     }
     exports = "".join(f"export {name}={value}\n" for name, value in variables.items())
     (run / "job").write_text(f"cd /project\n{exports}exec python3 -m tests.cluster.node_side\n")
-    node = JoinedNode(control.kubectl, run, Machine(run, given["disks"]))
+    node = JoinedNode(control.kubectl, run, Machine(run, given["disks"], given["emulator"]))
     try:
         node.machine.on()
         try:
@@ -181,6 +194,7 @@ def answers() -> bool:
 def main() -> int:
     """Boot the node of a directory with disks, and return when it has ended."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--emulator", type=Path)
     parser.add_argument("run", type=Path)
     parser.add_argument("disks", nargs="*")
     options = parser.parse_args()
@@ -198,6 +212,7 @@ def main() -> int:
         devices=True,
         writable={VM_DISK: options.run / VM_DISK},
         tap=TAP,
+        emulator=options.emulator,
         boot_seconds=UP_WITHIN,
         job_seconds=LASTS,
     )

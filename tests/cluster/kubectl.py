@@ -51,9 +51,18 @@ class Kubectl:
         return [str(self.program), f"--kubeconfig={self.configuration}", *arguments]
 
     def run(self, *arguments: str, given: str | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run it with *given* on its standard input, and return what it has printed and its status."""
+        """Run it with *given* on its standard input, and return what it has printed and its status.
+
+        A log may have an event in the middle of a character of the guest's: what is no UTF-8 is replaced.
+        """
         return subprocess.run(
-            self.argv(*arguments), check=False, capture_output=True, text=True, input=given or "", timeout=timeout
+            self.argv(*arguments),
+            check=False,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            input=given or "",
+            timeout=timeout,
         )
 
     def __call__(self, *arguments: str, given: str | None = None, timeout: float = 300) -> str:

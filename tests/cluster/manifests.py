@@ -11,17 +11,10 @@ from typing import Any
 import yaml
 
 from tests.cluster.kubectl import Object
-from tests.emulated_node.artefacts import PROJECT
+from tests.images.manifests import EXAMPLES
 
 Patch = dict[str, Any]
-EXAMPLES = PROJECT / "examples" / "kubernetes"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKdGZ0b2ZnR0b2ZnR0b2ZnR0b2ZnR0b2ZnR0b2Zn nobody@nowhere\n"
-DIRECTORIES = sorted(
-    str(file.parent.relative_to(EXAMPLES))
-    for file in EXAMPLES.rglob("kustomization.yaml")
-    if "kind: Component" not in file.read_text()
-)
-"""Every kustomization that can be applied."""
 
 
 def copied(place: Path, *, volume_on: str = "node") -> Path:

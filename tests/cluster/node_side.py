@@ -12,6 +12,7 @@ import shutil
 import signal
 import socketserver
 import subprocess
+import tempfile
 import threading
 import traceback
 from pathlib import Path
@@ -86,8 +87,23 @@ def start_containerd() -> Containerd:
         images[cpu_driver.image()] = Image({"Cmd": [f"/{cpu_driver.PROGRAM}"]}, {cpu_driver.PROGRAM: program})
     containerd.take(images)
     for file, name in mounted.items():
-        mount_image(name, containerd.unpacked(file))
+        put_image(name, containerd.unpacked(file))
     return containerd
+
+
+def put_image(name: str, place: Path) -> None:
+    """Put the root file system of an image into the directory of an unpacked layer.
+
+    Instances' are copied, because containerd maps the users of a layer's own file system for a pod with a user namespace, and of
+    none that is mounted there; the controller's is mounted, which takes no time.
+    """
+    if DISKS[name] == "controller":
+        mount_image(name, place)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        mount_image(name, Path(directory))
+        subprocess.run(["cp", "--archive", f"{directory}/.", place], check=True)
+        subprocess.run(["umount", directory], check=True)
 
 
 def given(name: str) -> bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import time
@@ -33,9 +34,11 @@ from tests.cluster.instances import (
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.kubectl import Kubectl, Object, until
 from tests.cluster.manifests import Patch, of_kind, patched
-from tests.cluster.node_side import KUBELET_DIRECTORY, NEXT, RESERVED
+from tests.cluster.node_side import HUGE_PAGES, KUBELET_DIRECTORY, NEXT, RESERVED
+from tests.images.manifests import EXAMPLES
 
 pytestmark = pytest.mark.timeout(1800)
+MEMORY_STATE = KUBELET_DIRECTORY / "memory_manager_state"
 
 
 def test_controller_and_device_plugin_become_ready(kubectl: Kubectl, node: JoinedNode, cluster: Path) -> None:
@@ -43,6 +46,8 @@ def test_controller_and_device_plugin_become_ready(kubectl: Kubectl, node: Joine
     assert cluster.is_dir()
     allocatable = kubectl.json("get", "node", node.name)["status"]["allocatable"]
     assert (allocatable["squat.ai/vm"], allocatable["cpu"]) == ("110", "10")
+    columns = "custom-columns=NAME:.metadata.name,VM:.status.allocatable.squat\\.ai/vm"
+    assert kubectl("get", "nodes", "-o", columns).splitlines()[1].split() == [node.name, "110"]
     log = kubectl("logs", "-n", "instance-runner", f"daemonset/{CONTROLLER}")
     assert "ready socket=" in log
     assert kubectl.items("events", "-A", "--field-selector=type=Warning,involvedObject.kind=DaemonSet") == []
@@ -131,12 +136,66 @@ def test_the_node_is_worked_on_under_a_running_instance(kubectl: Kubectl, node: 
     kubectl("delete", "pod", "-n", "instance-runner", f"-l=app.kubernetes.io/name={CONTROLLER}")
     ready()
     for unit in ("kubelet.service", "instance-runner-containerd.service"):
-        node("systemctl", "restart", unit)
+        node.restart_unit(unit)
         until(lambda: node.ready, "the node to be Ready", POD_SECONDS)
         time.sleep(10)
         until(lambda: node.ready, "the node to be Ready", POD_SECONDS)
         ready()
     assert it.end()["exitCode"] in IN_ORDER
+
+
+def test_a_new_runner_under_its_guest(kubectl: Kubectl, node: JoinedNode, start: Any, tmp_path: Path) -> None:
+    """By the commands of the README; the program is that of the pod's image."""
+    [packages] = re.findall(r"^\$ new=(\S+)$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    it = start("instance", "instance")
+    it.up()
+
+    def piped(*argv: str, given: bytes = b"") -> bytes:
+        command = kubectl.argv("exec", "-i", "-n", "instances", it.name, "--", *argv)
+        return subprocess.run(command, check=True, input=given, stdout=subprocess.PIPE, timeout=POD_SECONDS).stdout
+
+    program = piped("tar", "-C", packages, "-c", ".")
+    subprocess.run(["tar", "-x", "-C", tmp_path], check=True, input=program)
+    lines = "find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
+    digest = subprocess.check_output(["sh", "-c", lines], cwd=tmp_path, text=True).split()[0]
+    place = "/run/instance-runner/0.2.0"
+    piped("sh", "-c", 'mkdir -p "$0" && tar -x --no-same-owner -C "$0"', place, given=program)
+    refused = kubectl.run("exec", "-n", "instances", it.name, "--", RUNNER, "ctl", "qemu-update", "--check")
+    assert refused.returncode == 30
+    assert "the machine was not started for it" in refused.stdout + refused.stderr
+    shown = it.execute(RUNNER, "ctl", "upgrade", "--from", place, "--digest", f"sha256:{digest}")
+    assert re.fullmatch(rf"generation +1\nprogram +sha256:{digest}\n", shown)
+    it.logged("the runner is renewed generation=1", SOON)
+    it.holds()
+    assert json.loads(it.execute(RUNNER, "ctl", "--json", "status"))["runner"]["generation"] == 1
+    of_node = ("-l", "app.kubernetes.io/name=instance", "--field-selector", f"spec.nodeName={node.name}")
+    assert kubectl("get", "pods", "-n", "instances", *of_node, "-o", "name").split() == [f"pod/{it.name}"]
+    assert it.pod["status"]["phase"] == "Running", "what was copied into it is not too much for its volume"
+    assert it.end()["exitCode"] in IN_ORDER
+
+
+def test_a_kubelet_that_cannot_resize_it_changes_nothing(kubectl: Kubectl, start: Any) -> None:
+    """Exclusive CPUs cannot be resized by 1.36 without its gate, as the README says, and the pod's status says so."""
+    it = start("instance", "instance")
+    it.up()
+    cpus = it.cpus
+    resources = {"requests": {"cpu": "5"}, "limits": {"cpu": "5"}}
+    patch = {"spec": {"containers": [{"name": "instance", "resources": resources}]}}
+    kubectl("patch", "pod", "-n", "instances", it.name, "--subresource", "resize", "--patch", json.dumps(patch))
+
+    def condition() -> Object:
+        conditions = it.pod["status"]["conditions"]
+        return next((each for each in conditions if each["type"] == "PodResizePending"), {})
+
+    found = until(condition, "the kubelet to refuse it", POD_SECONDS)
+    assert found["reason"] == "Infeasible"
+    assert 'Resize is infeasible for Guaranteed Pods alongside CPU Manager policy "static"' in found["message"]
+    assert it.cpus == cpus
+    assert re.search("^unused CPUs +none$", it.execute(RUNNER, "ctl", "cpus"), re.MULTILINE)
+    it.holds()
+    kinds, label = "pod,job,pdb,configmap,secret", ("-n", "instances", "-l", "app.kubernetes.io/instance=instance")
+    kubectl("delete", kinds, *label, "--timeout=120s")
+    assert kubectl.items(kinds, *label) == []
 
 
 def test_a_drain_waits_for_the_instance(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:
@@ -331,7 +390,7 @@ def test_ten_pods_that_arrive_at_once_are_all_predicted(kubectl: Kubectl, node: 
 STRICT: Patch = {"topologyManagerPolicy": "single-numa-node", "topologyManagerScope": "pod"}
 WHOLE_CORES: Patch = {"cpuManagerPolicyOptions": {"full-pcpus-only": "true"}}
 REJECTIONS: dict[str, tuple[Patch, list[Object], Object]] = {
-    "TopologyAffinityError": (STRICT, [pause("before", 4)], pause("too-much", 6)),
+    "TopologyAffinityError": (STRICT, [], pause("too-much", 8)),
     "SMTAlignmentError": (WHOLE_CORES, [], pause("too-much", 3)),
     # more memory than a NUMA node has, where another pod has bound its memory to one of them
     "UnexpectedAdmissionError": ({}, [pause("before", 1)], pause("too-much", 1, "4Gi")),
@@ -346,13 +405,13 @@ def test_a_pod_is_rejected_with_the_words_that_plan_has_said(
     policies, before, too_much = REJECTIONS[reason]
     assert cluster.is_dir()
     with reconfigured(node, policies):
-        for pod in before:
-            kubectl.apply(pod)
-        until(lambda: len(exclusive_cpus(node)) == len(before), "their CPUs", POD_SECONDS)
-        [expected] = planned(node, kubectl, [too_much])
-        assert (expected["outcome"], expected["reason"]) == ("rejected", reason)
-        kubectl.apply(too_much)
         try:
+            for pod in before:
+                kubectl.apply(pod)
+            until(lambda: len(exclusive_cpus(node)) == len(before), "their CPUs", POD_SECONDS)
+            [expected] = planned(node, kubectl, [too_much])
+            assert (expected["outcome"], expected["reason"]) == ("rejected", reason)
+            kubectl.apply(too_much)
             until(lambda: (kubectl.pod("too-much") or {})["status"]["phase"] == "Failed", "its rejection", POD_SECONDS)
             found = kubectl.pod("too-much")
             assert found is not None
@@ -361,7 +420,7 @@ def test_a_pod_is_rejected_with_the_words_that_plan_has_said(
             assert reason in dict(kubectl.events("too-much"))
         finally:
             names = [each["metadata"]["name"] for each in (*before, too_much)]
-            kubectl("delete", "pods", "-n", "instances", *names, "--timeout=120s")
+            kubectl("delete", "pods", "-n", "instances", *names, "--ignore-not-found", "--timeout=120s")
 
 
 @contextmanager
@@ -371,19 +430,66 @@ def reconfigured(node: JoinedNode, policies: Patch) -> Iterator[None]:
     original = node.read(str(file))
 
     def restart(text: str) -> None:
-        node("systemctl", "stop", "kubelet.service")
-        (node.results / "config.yaml").write_text(text)
-        node("cp", "/results/config.yaml", str(file))
-        node("rm", "-f", str(STATE), str(KUBELET_DIRECTORY / "memory_manager_state"))
-        node("systemctl", "start", "kubelet.service")
-        until(lambda: node.execute("test", "-e", str(STATE)).returncode == 0, "the kubelet's state", POD_SECONDS)
-        until(lambda: node.ready, "the node to be Ready", POD_SECONDS)
+        with stopped_kubelet(node, STATE, MEMORY_STATE):
+            (node.results / "config.yaml").write_text(text)
+            node("cp", "/results/config.yaml", str(file))
 
     restart(json.dumps(json.loads(original) | policies))
     try:
         yield
     finally:
         restart(original)
+
+
+@contextmanager
+def stopped_kubelet(node: JoinedNode, *forgotten: Path) -> Iterator[None]:
+    """Hold the kubelet stopped; afterwards it starts without the files *forgotten*, and the node is Ready."""
+    node("systemctl", "stop", "kubelet.service")
+    yield
+    node("rm", "-f", *map(str, forgotten))
+    node("systemctl", "start", "kubelet.service")
+    for file in forgotten:
+        until(lambda: node.execute("test", "-e", str(file)).returncode == 0, "the kubelet's state", POD_SECONDS)  # noqa: B023
+    until(lambda: node.ready, "the node to be Ready", POD_SECONDS)
+
+
+def test_a_node_gets_another_number_of_huge_pages(kubectl: Kubectl, node: JoinedNode, cluster: Path) -> None:
+    """As the README says: the kubelet starts with it only where its Memory Manager's state was removed."""
+    assert cluster.is_dir()
+    file = "/sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages"
+    log = node.results / "kubelet.log"
+    fewer = HUGE_PAGES - 4
+
+    def reserve(pages: int) -> None:
+        node("sh", "-c", f"echo {pages} >{file}")
+        assert int(node.read(file)) == pages
+
+    def counted(pages: int) -> bool:
+        allocatable = kubectl.json("get", "node", node.name)["status"]["allocatable"]
+        return bool(allocatable["hugepages-2Mi"] == f"{2 * pages}Mi")
+
+    assert counted(2 * HUGE_PAGES)
+    kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s")
+    reserve(fewer)
+    try:
+        before = log.stat().st_size
+        node("systemctl", "restart", "kubelet.service")
+        until(
+            lambda: (
+                "[memorymanager] the expected machine state is different from the real one"
+                in log.read_bytes()[before:].decode(errors="replace")
+            ),
+            "the kubelet's refusal",
+            POD_SECONDS,
+        )
+        with stopped_kubelet(node, MEMORY_STATE):
+            pass
+        until(lambda: counted(HUGE_PAGES + fewer), "the huge pages to be counted", POD_SECONDS)
+    finally:
+        with stopped_kubelet(node, MEMORY_STATE):
+            reserve(HUGE_PAGES)
+        kubectl("uncordon", node.name)
+    until(lambda: counted(2 * HUGE_PAGES), "the huge pages to be counted", POD_SECONDS)
 
 
 def test_a_node_that_was_switched_off_starts_its_instance_again(kubectl: Kubectl, node: JoinedNode, start: Any) -> None:

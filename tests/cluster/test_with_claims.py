@@ -222,7 +222,7 @@ def test_two_instances_have_the_cpus_of_their_claims(
     restart(kubectl, ("-n", cpu_driver.NAMESPACE, f"-l=app.kubernetes.io/name={cpu_driver.NAME}"), DRIVER)
     hold()
     for unit in ("kubelet.service", "instance-runner-containerd.service"):
-        node("systemctl", "restart", unit)
+        node.restart_unit(unit)
         until(lambda: node.ready, "the node to be Ready", POD_SECONDS)
         kubectl("rollout", "status", *DRIVER, f"--timeout={POD_SECONDS}s")
         hold()

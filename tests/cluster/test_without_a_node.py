@@ -10,10 +10,11 @@ import pytest
 
 from tests.cluster.control_plane import SILENT_SECONDS, UNREACHABLE_SECONDS, ControlPlane, FakeNode
 from tests.cluster.kubectl import Kubectl, Object, until
-from tests.cluster.manifests import DIRECTORIES, copied, of_kind
+from tests.cluster.manifests import copied, of_kind
+from tests.images.manifests import DIRECTORIES, INSTANCES
 
-INSTANCES = [name for name in DIRECTORIES if name in {"instance", "job"} or name.startswith("overlays/")]
-SOON = 30
+SOON, GONE_WITHIN = 30, 120
+"""Seconds for what the control plane does at once, and for all of a namespace to be deleted."""
 GPU_NODE = {
     "cpu": "128",
     "memory": "512Gi",
@@ -36,6 +37,10 @@ def cluster(kubectl: Kubectl, examples: Path) -> Iterator[Path]:
     assert warnings(kubectl, "apply", "-k", str(examples / "cluster")) == []
     yield examples
     kubectl("delete", "-k", str(examples / "cluster"), "--wait=false")
+    namespaces = ("instance-runner", "instances")
+    for namespace in namespaces:  # no kubelet ends these pods, and the next tests make the same namespaces
+        kubectl("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0")
+    until(lambda: not kubectl("get", "namespaces", *namespaces, "--ignore-not-found"), "the end of both", GONE_WITHIN)
 
 
 @pytest.fixture
@@ -167,7 +172,11 @@ def test_a_drain_waits_for_each_instance_and_goes_on_when_it_was_deleted(
 
 
 def test_a_node_that_does_not_answer_keeps_its_instances_and_no_others(kubectl: Kubectl, cluster: Path) -> None:
-    """Others are deleted after the cluster's default, which is short here; instances stay until they are removed by hand."""
+    """Others are deleted after the cluster's default, which is short here; instances stay until they are removed by hand.
+
+    A second node answers, and takes no pods: where none answers, the node lifecycle controller deletes nothing (*full
+    disruption*: ``ComputeZoneState`` of ``node_lifecycle_controller.go``).
+    """
     container = {"name": "other", "image": "other"}
     other: Object = {
         "apiVersion": "v1",
@@ -175,7 +184,7 @@ def test_a_node_that_does_not_answer_keeps_its_instances_and_no_others(kubectl: 
         "metadata": {"name": "other", "namespace": "instances"},
         "spec": {"containers": [container]},
     }
-    with FakeNode(kubectl, "lost", GPU_NODE) as node:
+    with FakeNode(kubectl, "answers", {**GPU_NODE, "pods": "0"}), FakeNode(kubectl, "lost", GPU_NODE) as node:
         kubectl("apply", "-k", str(cluster / "instance"))
         kubectl.apply(other)
         for pod in ("instance", "other"):

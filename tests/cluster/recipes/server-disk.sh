@@ -4,8 +4,8 @@
 set -euo pipefail
 
 packages=(linux-image-cloud-amd64 initramfs-tools zstd systemd-sysv dbus libpam-systemd udev netplan.io iproute2 cloud-init
-  openssh-server sudo qemu-guest-agent systemd-boot-efi)
-boot=mnt/boot-files
+  openssh-server sudo qemu-guest-agent systemd-boot-efi e2fsprogs cloud-guest-utils fdisk)
+boot=efi-system-partition
 
 # An initramfs with what finds the disk, and nothing else: each byte of it is read by the firmware.
 mkdir -p initramfs/conf.d
@@ -20,7 +20,7 @@ mmdebstrap --variant=minbase --include="$(IFS=,; echo "${packages[*]}")" \
   --essential-hook='mkdir -p "$1/etc/initramfs-tools/conf.d" && cp initramfs/modules "$1/etc/initramfs-tools/" &&
     cp initramfs/conf.d/server "$1/etc/initramfs-tools/conf.d/"' \
   --customize-hook='echo "LABEL=root / ext4 defaults 0 1" >"$1/etc/fstab"' \
-  --customize-hook='rm -f "$1"/etc/ssh/ssh_host_* "$1/etc/machine-id" && rm -rf "$1/var/lib/apt/lists"' \
+  --customize-hook='rm -f "$1"/etc/ssh/ssh_host_* && rm -rf "$1/var/lib/apt/lists" && : >"$1/etc/machine-id"' \
   trixie root.tar http://deb.debian.org/debian
 mkdir root
 tar -C root -xf root.tar --exclude='./dev/*' --numeric-owner
