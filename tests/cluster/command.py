@@ -2,11 +2,11 @@
 
 Usage: tests/cluster/run --bin DIR | --download VERSION [--only STAGE] [--emulator FILE] [-- pytest arguments]
 
-DIR holds kubelet, kube-apiserver, kube-controller-manager, kube-scheduler and kubectl of one version, and, if they shall run too,
-generic-device-plugin and dracpu. etcd, containerd 2 and the CNI plugins are Debian forky's, fetched once. The control plane runs
-in a network namespace of its own; the emulated node, with systemd, is its only machine. Stages: without-node (every object applied, pods on
-Node objects that have no machine), which takes a minute; with-node, which takes half an hour without KVM; with-claims, another
-cluster, in which the DRA driver dracpu gives pods their CPUs, and the kubelet none.
+DIR holds kubelet, kube-apiserver, kube-controller-manager and kube-scheduler of one version, kubectl if this machine has none that
+fits, and, if they shall run too, generic-device-plugin and dracpu. etcd, containerd 2 and the CNI plugins are Debian forky's,
+fetched once. The control plane runs in a network namespace of its own; the emulated node, with systemd, is its only machine.
+Stages: without-node (every object applied, pods on Node objects that have no machine), which takes two minutes; with-node, which
+takes an hour without KVM; with-claims, another cluster, in which the DRA driver dracpu gives pods their CPUs, and the kubelet none.
 It needs root on Debian or Ubuntu, the packages that tests/run installs, openssl, dosfstools, mtools, fdisk, and 10 GiB of memory.
 """
 
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -30,7 +31,9 @@ from tests.emulated_node.cache import EmulatedNodeError, directory, fetch, say
 from tests.images import built
 from tests.images.command import write_manifests
 
-KUBELET, DEVICE_PLUGIN = "kubelet", "generic-device-plugin"
+KUBELET, KUBECTL, DEVICE_PLUGIN = "kubelet", "kubectl", "generic-device-plugin"
+KUBECTL_SKEW = 1
+"""Minor versions between kubectl and the API server that Kubernetes supports (https://kubernetes.io/releases/version-skew-policy)."""
 CLAIMS = "with-claims"
 STAGES = {
     "without-node": ["tests/cluster/test_without_a_node.py"],
@@ -59,6 +62,7 @@ def main() -> int:
         stages = stages_of(options.only, binaries)
         version = one_version(binaries, [*PROGRAMS, *([KUBELET] if stages != ["without-node"] else [])])
         given: dict[str, object] = {"binaries": str(binaries), "etcd": str(fetch(artefacts.etcd())), "kubelet": {}}
+        given[KUBECTL] = str(kubectl_for(binaries, version))
         given["emulator"] = str(options.emulator.resolve()) if options.emulator else None
         disks: dict[str, str] = {}
         os.environ["RUNNER_KUBERNETES"] = version
@@ -118,13 +122,31 @@ def one_version(binaries: Path, wanted: list[str]) -> str:
     return next(iter(versions.values()))
 
 
+def kubectl_for(binaries: Path, version: str) -> Path:
+    """Return the kubectl in *binaries*, or else this machine's. Raises :class:`EmulatedNodeError` if neither fits *version*."""
+    found = shutil.which(KUBECTL, path=str(binaries)) or shutil.which(KUBECTL)
+    if found is None:
+        raise EmulatedNodeError(f"cannot make a cluster: neither {binaries} nor this machine has {KUBECTL}")
+    client = version_of(Path(found))
+    if abs(minor_of(client) - minor_of(version)) > KUBECTL_SKEW:
+        raise EmulatedNodeError(
+            f"cannot make a cluster of {version}: {found} is {client}; put another one into {binaries}"
+        )
+    return Path(found)
+
+
+def minor_of(version: str) -> int:
+    """Return the minor version of one such as ``v1.36.2``."""
+    return int(version.split(".")[1])
+
+
 def version_of(program: Path) -> str:
     """Return what a program of Kubernetes says of itself, such as ``v1.36.2``."""
-    arguments = ["version", "--client", "-o", "json"] if program.name == "kubectl" else ["--version"]
+    arguments = ["version", "--client", "-o", "json"] if program.name == KUBECTL else ["--version"]
     done = subprocess.run([program, *arguments], check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise EmulatedNodeError(f"{program} does not run: {done.stderr.strip()}")
-    if program.name == "kubectl":
+    if program.name == KUBECTL:
         return str(json.loads(done.stdout)["clientVersion"]["gitVersion"])
     return done.stdout.split()[-1]
 
@@ -138,7 +160,7 @@ def downloaded(version: str) -> Path:
         raise EmulatedNodeError("cannot make a cluster: the emulated node is an x86-64 machine")
     place = directory() / f"kubernetes-{version}"
     place.mkdir(parents=True, exist_ok=True)
-    for program in (*PROGRAMS, KUBELET):
+    for program in (*PROGRAMS, KUBELET, KUBECTL):
         file, url = place / program, RELEASES.format(version=version, program=program)
         if file.exists():
             continue

@@ -60,7 +60,8 @@ def network() -> str:
 def control(given: Given, network: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     print(f"the API server is at {network}")
     place = tmp_path_factory.mktemp("control-plane")
-    with control_plane(Path(given["binaries"]), Path(given["etcd"]), place) as control:
+    binaries, client, etcd = (Path(given[name]) for name in ("binaries", "kubectl", "etcd"))
+    with control_plane(binaries, client, etcd, place) as control:
         print(f"the control plane was ready after {control.ready_after:.1f} s")
         yield control
 

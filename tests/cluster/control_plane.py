@@ -35,7 +35,7 @@ UNREACHABLE_SECONDS = 5
 HEARTBEAT_SECONDS = 5
 SILENT_SECONDS = 30
 """Seconds without a node's heartbeat until it counts as unreachable; by default 50."""
-PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KUBELET_API = {
     "apiVersion": "rbac.authorization.k8s.io/v1",
     "kind": "ClusterRoleBinding",
@@ -118,8 +118,8 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def control_plane(binaries: Path, etcd: Path, directory: Path) -> Iterator[ControlPlane]:
-    """Hold a control plane of the programs in *binaries*, which is ready; its files are in *directory*."""
+def control_plane(binaries: Path, client: Path, etcd: Path, directory: Path) -> Iterator[ControlPlane]:
+    """Hold a control plane of the programs in *binaries*, which is ready; *client* is kubectl, and its files are in *directory*."""
     pki = directory / "pki"
     pki.mkdir(parents=True)
     it = make_certificates(pki)
@@ -148,22 +148,22 @@ def control_plane(binaries: Path, etcd: Path, directory: Path) -> Iterator[Contr
 
         start("etcd", etcd, "http://127.0.0.1:2381/health", *_etcd(it, directory / "etcd"))
         start("apiserver", binaries / "kube-apiserver", "https://127.0.0.1:6443/readyz", *_api_server(it))
-        client = [f"--{each}kubeconfig={{}}" for each in ("", "authentication-", "authorization-")]
+        files = [f"--{each}kubeconfig={{}}" for each in ("", "authentication-", "authorization-")]
         start(
             "controller-manager",
             binaries / "kube-controller-manager",
             "https://127.0.0.1:10257/healthz",
-            *(each.format(it["controller-manager.conf"]) for each in client),
+            *(each.format(it["controller-manager.conf"]) for each in files),
             *_controller_manager(it, directory),
         )
         start(
             "scheduler",
             binaries / "kube-scheduler",
             "https://127.0.0.1:10259/readyz",
-            *(each.format(it["scheduler.conf"]) for each in client),
+            *(each.format(it["scheduler.conf"]) for each in files),
             *("--bind-address=127.0.0.1", "--leader-elect=false"),
         )
-        kubectl = Kubectl(binaries / "kubectl", pki / "admin.conf")
+        kubectl = Kubectl(client, pki / "admin.conf")
         kubectl.apply(KUBELET_API)
         end = time.monotonic() + STARTS_WITHIN
         while kubectl.run("get", "serviceaccount", "default").returncode != 0:
