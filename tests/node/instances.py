@@ -127,7 +127,7 @@ class Controller:
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log)
-        # The first one of a node compiles all that it imports, which takes a minute where two nodes are emulated at once.
+        # It imports for up to a minute where the node has to compile what it imports, and others load the machine.
         until(self.answers, "the controller to answer", 4 * SECONDS)
 
     def answers(self) -> bool:

@@ -190,8 +190,9 @@ class ShortLivedControllers:
         self.controller, self.process = controller, process
         self.ready: list[float] = []
 
-    def start_and_kill(self, seconds: float | None = None) -> None:
-        """Start one and kill it after *seconds* or, without, as soon as it answers."""
+    @contextlib.contextmanager
+    def one(self, seconds: float | None = None) -> Iterator[None]:
+        """Hold one from the moment at which it answers or, with *seconds*, so long after its start; it is killed afterwards."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(file=self.process.stdin, flush=True)
@@ -202,8 +203,16 @@ class ShortLivedControllers:
             self.ready.append(time.monotonic() - begun)
         else:
             time.sleep(seconds)  # the moment is what is tested: any
-        os.kill(pid, signal.SIGKILL)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGKILL)
         assert self.process.stdout.readline() == "ended\n"
+
+    def start_and_kill(self, seconds: float | None = None) -> None:
+        """Start one and kill it after *seconds* or, without, as soon as it answers."""
+        with self.one(seconds):
+            pass
 
 
 @contextlib.contextmanager
@@ -269,7 +278,8 @@ def test_the_controller_is_killed_while_an_instance_registers_and_deregisters(fl
             for extra in LATER:  # the runner asks every 0.25 s
                 if time.monotonic() < patience:
                     controllers.start_and_kill(controllers.ready[-1] + extra)
-        c.up()
+            with controllers.one():  # a fresh process imports for many seconds on an emulated CPU that others load
+                c.up()
         fleet.placed()
         with short_lived_controllers(fleet.node_fixture.controller) as controllers:
             c.running.kill()
