@@ -96,7 +96,7 @@ def test_a_renewed_runner_goes_on_with_everything(start: RenewableStarter, made:
     unchanged = {"restarts", "placement", "networks", "disks", "free_slots", "ready", "guest"}
     assert {key: after[key] for key in unchanged} == {key: status[key] for key in unchanged}
     assert Path(f"/proc/{run.pid}/comm").read_text() == "instance-runner\n"
-    assert run.descriptors() <= descriptors, "a client of before may still have been hanging up"
+    until(lambda: run.descriptors() <= descriptors, "its last client to be closed, and no descriptor besides")
     assert 'instance_runner_renewals_total{outcome="renewed"} 1.0' in run.metrics().stdout
 
     type_in(run, "still here\r\n")
@@ -127,7 +127,7 @@ def test_many_renewals_lose_nothing_and_grow_nothing(start: RenewableStarter, ma
     assert len(ticks) > 100
     assert ticks == [f"tick {number}" for number in range(len(ticks))]
     assert run.children() == children
-    assert run.descriptors() <= descriptors, "a client of before may still have been hanging up"
+    until(lambda: run.descriptors() <= descriptors, "its last client to be closed, and no descriptor besides")
     assert run.rss() < memory * 1.05
     assert run.stop() == 0
 
@@ -273,7 +273,7 @@ def test_a_program_that_fails_at_any_step_gives_way_to_the_one_before(
     ended = run.upgrade(program)
     assert ended.returncode == 0, ended.stderr
     assert run.status()["runner"]["generation"] == 1
-    assert run.descriptors() <= descriptors, "a client of before may still have been hanging up"
+    until(lambda: run.descriptors() <= descriptors, "its last client to be closed, and no descriptor besides")
     ticks = [line for line in run.console.splitlines()[:-1] if line.startswith("tick ")]
     assert ticks == [f"tick {number}" for number in range(len(ticks))]
     assert run.stop() == 0
