@@ -10,6 +10,7 @@ alternatives can be tried.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from runner.kubelet.cpu_assignment import CpuTopology
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
 from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
 from runner.kubelet.general_filter import Insufficient, NodeAllocatable, PreemptionError, insufficient, preempted
-from runner.kubelet.memory_manager import MemoryManager, check_reservation
+from runner.kubelet.memory_manager import MemoryManager, check_reservation, requested_memory
 from runner.kubelet.pod import MEMORY, Container, Pod
 from runner.kubelet.quirks import (
     AllocationError,
@@ -49,6 +50,13 @@ from runner.values import frozen
 
 REJECTION = "TopologyAffinityError"
 REJECTION_MESSAGE = "Resources cannot be allocated with Topology locality"
+POD_LEVEL_REJECTION_MESSAGES = {
+    Scope.CONTAINER: (
+        "Pod Scope pod with pod-level resources failed admission with a container-level topology manager"
+    ),
+    Scope.POD: "Pod Scope pod with pod-level resources failed admission under pod-scope topology manager",
+}
+"""The messages of ``PodLevelTopologyAffinityError``, by the Topology Manager's scope."""
 UNSUPPORTED = "PodLevelResourcesNotSupported"
 UNSUPPORTED_MESSAGE = "PodLevelResources feature gate is disabled"
 NO_AFFINITY = Hint(None, preferred=False)
@@ -82,7 +90,7 @@ class KubeletConfiguration:
     pod_level_resources: bool = True
     """The feature gate ``PodLevelResources``, on since 1.34."""
     pod_level_resource_managers: bool = False
-    """The feature gate ``PodLevelResourceManagers``, alpha in 1.36. What it changes is not modelled."""
+    """The feature gate ``PodLevelResourceManagers``, alpha in 1.36; it needs *pod_level_resources*."""
 
 
 @frozen
@@ -129,10 +137,20 @@ class Kubelet:
     def seen_by_managers(self, pod: Pod) -> Pod:
         """Return *pod* as the static policies see it (``policy_static.go`` of both managers, ``Allocate``).
 
-        1.33 takes no notice of pod-level resources, 1.34 and 1.35 only where their gate is on.
+        1.33 takes no notice of pod-level resources, 1.34 and 1.35 only where their gate is on. Without the gate
+        ``PodLevelResourceManagers`` they assign nothing to such a pod, with it by these resources.
         """
         noticed = self.minor >= 36 or (self.minor >= 34 and self.pod_level_resources)  # noqa: PLR2004 - versions
-        return pod if noticed else attrs.evolve(pod, pod_level_resources=False)
+        if not noticed:
+            return attrs.evolve(pod, pod_level_resources=False)
+        gates = self.pod_level_resources and self.pod_level_resource_managers
+        managed = pod.pod_level_resources and gates and self.minor >= 36  # noqa: PLR2004 - a version
+        return attrs.evolve(pod, pod_level_managed=managed)
+
+    def manages_as_whole(self, pod: Pod) -> bool:
+        """Whether *pod*, as seen by the managers, gets its resources as a whole (``podScope.Admit``)."""
+        manager = self.topology_manager
+        return pod.pod_level_managed and manager.scope is Scope.POD and manager.policy is not Policy.NONE
 
     @property
     def empty_node(self) -> SimulatedNode:
@@ -169,7 +187,8 @@ class Kubelet:
         if self.memory_manager:
             booking = self.memory_manager
             memory = booking.hints(node.memory, pod, container) if container else booking.pod_hints(node.memory, pod)
-        if memory == {} and Quirk.EMPTY_MEMORY_HINTS not in self.quirks:
+        nowhere = memory == {} and requested_memory(pod, container)
+        if nowhere and Quirk.EMPTY_MEMORY_HINTS not in self.quirks:
             memory = {MEMORY: HintList()}
         return {"device": device or None, "cpu": cpu, "memory": memory}
 
@@ -369,6 +388,7 @@ class SimulatedNode:
             attempt.run()
             ended = self._filter(pod)
             self._check_features(pod)
+            attempt.start()
         except _RejectedError as error:
             rejection = error
         except AllocationError as error:
@@ -443,6 +463,10 @@ class _Attempt:
         manager = self.node.kubelet.topology_manager
         together = manager.scope is Scope.POD and manager.policy is not Policy.NONE
         affinity = self._merged(None) if together else NO_AFFINITY
+        if self.node.kubelet.manages_as_whole(self.pod):
+            self.affinity = {container.name: affinity for container in self.pod.containers}
+            self._allocate_pod(affinity)
+            return
         for container in self.pod.containers:
             if manager.policy is not Policy.NONE:
                 if not together:
@@ -457,8 +481,34 @@ class _Attempt:
         merged = kubelet.topology_manager.merge(hints.values())
         self.steps.append(Step(container.name if container else None, hints, merged))
         if not merged.admitted:
-            raise _RejectedError(REJECTION, REJECTION_MESSAGE)
+            messages = POD_LEVEL_REJECTION_MESSAGES if self.pod.pod_level_managed else {}
+            scope = kubelet.topology_manager.scope
+            raise _RejectedError(REJECTION, messages.get(scope, REJECTION_MESSAGE))
         return merged.hint
+
+    def start(self) -> None:
+        """Give the containers the devices that they do not have yet (``GetDeviceRunContainerOptions``).
+
+        The Device Manager assigns nothing in ``AllocatePod``, and makes up for it when a container starts. A container that
+        gets none then does not start, and its pod stays admitted.
+        """
+        for container in self.pod.containers:
+            affinity = self.affinity.get(container.name, NO_AFFINITY).mask
+            with contextlib.suppress(AllocationError):
+                devices = self.node.kubelet.device_manager.allocate(self.node.devices, self.pod, container, affinity)
+                self.node = attrs.evolve(self.node, devices=devices)
+
+    def _allocate_pod(self, affinity: Hint) -> None:
+        """Let the managers assign resources to the pod as a whole (``admitUsingPodResources``)."""
+        kubelet, pod = self.node.kubelet, self.pod
+        if kubelet.cpu_manager:
+            self.node = self.node.with_cpus_back()
+            cpus = kubelet.cpu_manager.allocate_pod(self.node.cpus, pod, affinity.mask)
+            self.node = attrs.evolve(self.node, cpus=cpus)
+        if kubelet.memory_manager:
+            self.node = self.node.with_memory_back()
+            memory = kubelet.memory_manager.allocate_pod(self.node.memory, pod, affinity)
+            self.node = attrs.evolve(self.node, memory=memory)
 
     def _allocate(self, container: Container, affinity: Hint) -> None:
         """Let each manager assign resources to *container*; if one fails, those that others have assigned stay assigned."""

@@ -16,8 +16,8 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.kubelet.cpu_assignment import CpuTopology, ceil_div, take_distributed, take_packed
 from runner.kubelet.numa_masks import Places, containing, mask_of, numa_nodes_of, of_size, reaching, touching
-from runner.kubelet.pod import Container, ContainerKind, Pod, peak
-from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk, parse_bool
+from runner.kubelet.pod import CPU, Container, ContainerKind, Pod, peak
+from runner.kubelet.quirks import AllocationError, EmptyPodSharedPoolError, KubeletConfigError, Quirk, parse_bool
 from runner.kubelet.state import CpuState, without_pod
 from runner.kubelet.topology_manager import HintList, ProviderHints
 from runner.values import frozen
@@ -192,6 +192,8 @@ class CpuManager:
         count = exclusive_cpus_of_pod(pod)
         if count == 0:
             return None
+        if pod.pod_level_managed and without_shared_cpus(pod):
+            return {"cpu": HintList()}
         assigned = CpuSet()
         for container in pod.containers:
             cpus = state.assignments.get(pod.pod_uid, {}).get(container.name)
@@ -268,6 +270,45 @@ class CpuManager:
             reusable={pod.pod_uid: reusable},
         )
 
+    def allocate_pod(self, state: CpuState, pod: Pod, affinity: int | None) -> CpuState:
+        """Assign CPUs to *pod* as a whole, and divide them among its containers (``AllocatePod``).
+
+        The kubelet does not look for an earlier assignment: a pod that it admits a second time, after a restart, gets
+        other CPUs, and those that it had belong to no set from then on. Only the sum is checked for whole cores, so
+        containers of one pod may share a core. Raises :class:`AllocationError` in the kubelet's words.
+        """
+        count = exclusive_cpus_of_pod(pod)
+        if count == 0:
+            return state
+        if problem := without_shared_cpus(pod):
+            raise EmptyPodSharedPoolError(problem)
+        if self.options.full_pcpus_only:
+            self._check_whole_cores(state, count)
+        cpus = self._choose(state, count, affinity, CpuSet())
+        return attrs.evolve(
+            state,
+            shared_pool=state.shared_pool - cpus,
+            assignments={**state.assignments, pod.pod_uid: self._divided(pod, cpus)},
+            pod_assignments={**state.pod_assignments, pod.pod_uid: cpus},
+        )
+
+    def _divided(self, pod: Pod, cpus: CpuSet) -> dict[str, CpuSet]:
+        """Divide *cpus* among the containers of *pod*: exclusive ones, and what is left for all others together.
+
+        An init container has all CPUs that the sidecars before it leave: it ends before the next container starts.
+        """
+        given: dict[str, CpuSet] = {}
+        left = cpus
+        for container in pod.containers:
+            count = exclusive_cpus(pod, container)
+            if count:
+                given[container.name] = self.take(left, count)
+                if container.kind is not ContainerKind.INIT:
+                    left -= given[container.name]
+            elif container.kind is ContainerKind.INIT:
+                given[container.name] = left
+        return {container.name: given.get(container.name, left) for container in pod.containers}
+
     def _check_whole_cores(self, state: CpuState, count: int) -> None:
         per_core = self.topology.cpus_per_core
         if count % per_core:
@@ -300,22 +341,55 @@ class CpuManager:
         return CpuSet(cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ()))
 
     def without(self, state: CpuState, pod_uid: str) -> CpuState:
-        """Take back the CPUs of pod *pod_uid* (``RemoveContainer`` for each container)."""
+        """Take back the CPUs of pod *pod_uid* (``RemoveContainer`` for each container).
+
+        Those of a pod as a whole come back with its last container.
+        """
+        released = state.pod_assignments.get(pod_uid, state.assigned_to(pod_uid))
         return attrs.evolve(
             state,
-            shared_pool=state.shared_pool | state.assigned_to(pod_uid),
+            shared_pool=state.shared_pool | released,
             assignments=without_pod(pod_uid, state.assignments),
             pod_assignments=without_pod(pod_uid, state.pod_assignments),
         )
 
 
 def exclusive_cpus(pod: Pod, container: Container) -> int:
-    """Return the number of exclusive CPUs for *container* (``guaranteedCPUs``): 0 unless Guaranteed with whole CPUs."""
-    if not pod.guaranteed or pod.pod_level_resources or container.millicpus % 1000:
+    """Return the number of exclusive CPUs for *container* (``guaranteedCPUs``): 0 unless Guaranteed with whole CPUs.
+
+    In a pod with pod-level resources the container itself must have requests that equal its limits.
+    """
+    managed = not pod.pod_level_resources or (pod.pod_level_managed and container.guaranteed)
+    if not pod.guaranteed or not managed or container.millicpus % 1000:
         return 0
     return container.millicpus // 1000
 
 
 def exclusive_cpus_of_pod(pod: Pod) -> int:
-    """Return the largest number of exclusive CPUs that *pod* uses at one time (``podGuaranteedCPUs``)."""
+    """Return the largest number of exclusive CPUs that *pod* uses at one time (``podGuaranteedCPUs``).
+
+    It is the pod-level request where the managers take notice of it: 0 unless it is of whole CPUs, whatever the containers
+    request.
+    """
+    if pod.pod_level_managed:
+        millicpus = pod.pod_level_requests.get(CPU, 0)
+        return millicpus // 1000 if pod.guaranteed and millicpus % 1000 == 0 else 0
     return peak(pod, lambda container: exclusive_cpus(pod, container))
+
+
+def without_shared_cpus(pod: Pod) -> str:
+    """Return the kubelet's words if no CPUs are left for containers without exclusive ones (``validatePodScopeResources``)."""
+    total = exclusive_cpus_of_pod(pod)
+    taken = 0
+    shared = False
+    for container in pod.containers:
+        count = exclusive_cpus(pod, container)
+        if container.kind is ContainerKind.INIT:
+            if count == 0 and taken >= total:
+                return "pod rejected, pod has shared init containers but no cpus available for them"
+        else:
+            taken += count
+            shared = shared or count == 0
+    if shared and taken >= total:
+        return "pod rejected, sum of exclusive container cpu requests equals pod budget, leaving no cpus for shared containers"
+    return ""

@@ -15,7 +15,7 @@ from runner.cpuset import CpuSet
 from runner.kubelet.admission import UNSUPPORTED, Admission, Outcome, SimulatedNode, Step
 from runner.kubelet.cpu_manager import CpuManager, exclusive_cpus, exclusive_cpus_of_pod
 from runner.kubelet.device_manager import peak_devices
-from runner.kubelet.memory_manager import peak_memory
+from runner.kubelet.memory_manager import requested_memory
 from runner.kubelet.numa_masks import numa_nodes_of
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Pod, format_bytes
 from runner.kubelet.topology_manager import Hint, HintList, Policy
@@ -235,11 +235,7 @@ def _asked(pod: Pod, admission: Admission) -> Iterable[tuple[str | None, int, Ma
 
 def _memory(pod: Pod, name: str | None) -> Mapping[str, int]:
     """Return the bytes by resource that the Memory Manager books for container *name*, or for the whole *pod* (``None``)."""
-    if not pod.guaranteed or pod.pod_level_resources:
-        return {}
-    if name is None:
-        return peak_memory(pod)
-    return next(container.memory for container in pod.containers if container.name == name)
+    return requested_memory(pod, next((container for container in pod.containers if container.name == name), None))
 
 
 def _cpus_free(manager: CpuManager, available: CpuSet) -> dict[int, int]:

@@ -222,7 +222,12 @@ def _container(name: str, resources: _Resources, kind: ContainerKind) -> Contain
     }
     requests = _rounded(resources.requests)
     memory = {key: amount for key, amount in requests.items() if key == MEMORY or key.startswith(HUGEPAGES_PREFIX)}
-    return Container(name, requests.get(CPU, 0), memory, kind, devices, requests.get(EPHEMERAL_STORAGE, 0))
+    guaranteed = all(
+        resources.requests.get(each) and resources.requests[each] == resources.limits.get(each)
+        for each in QOS_RESOURCES
+    )
+    storage = requests.get(EPHEMERAL_STORAGE, 0)
+    return Container(name, requests.get(CPU, 0), memory, kind, devices, storage, guaranteed)
 
 
 def _rounded(amounts: Mapping[str, Fraction]) -> dict[str, int]:

@@ -29,8 +29,8 @@ from runner.kubelet.numa_masks import (
     reaching,
     within,
 )
-from runner.kubelet.pod import MEMORY, Container, ContainerKind, Pod, format_bytes, peak
-from runner.kubelet.quirks import AllocationError, KubeletConfigError
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, Container, ContainerKind, Pod, format_bytes, peak
+from runner.kubelet.quirks import AllocationError, EmptyPodSharedPoolError, KubeletConfigError
 from runner.kubelet.state import Block, MemoryState, MemoryTable, NumaMemory, without_pod
 from runner.kubelet.topology_manager import Hint, HintList, ProviderHints
 from runner.values import frozen
@@ -88,7 +88,7 @@ class MemoryManager:
         The free memory of one NUMA node of a group depends on the order of pods, so only the sum of the group is compared.
         """
         expected = dict(self.initial.numa_nodes)
-        for pod_uid in sorted({*state.assignments, *state.pod_assignments}):
+        for pod_uid in sorted(state.assignments):
             for name, blocks in state.booked_for(pod_uid).items():
                 for block in blocks:
                     if not expected.keys() >= set(block.numa_nodes):
@@ -109,16 +109,21 @@ class MemoryManager:
         """Return the hints for *container* (``GetTopologyHints``); ``None`` if nothing is booked for it."""
         if not _booked(pod):
             return None
+        requests = requested_memory(pod, container)
         blocks = state.assignments.get(pod.pod_uid, {}).get(container.name)
         if blocks is not None:
-            return _hints_again(blocks, container.memory)
-        return self._named_hints(state, pod, container.memory)
+            return _hints_again(blocks, requests)
+        return self._named_hints(state, pod, requests)
 
     def pod_hints(self, state: MemoryState, pod: Pod) -> ProviderHints:
         """Return the hints for all containers of *pod* together (``GetPodTopologyHints``)."""
         if not _booked(pod):
             return None
         requests = peak_memory(pod)
+        if pod.pod_level_managed and without_shared_memory(pod):
+            return dict.fromkeys(requests, HintList())
+        if not requests:
+            return None
         for container in pod.containers:
             blocks = state.assignments.get(pod.pod_uid, {}).get(container.name)
             if blocks is not None:
@@ -158,16 +163,20 @@ class MemoryManager:
         """Book the memory of *container* on the NUMA nodes of *affinity*, or on more if it must be (``Allocate``).
 
         *affinity* without a mask is no preference. Raises :class:`AllocationError` in the kubelet's words.
+
+        A container of a pod with pod-level resources may have nothing to book. The kubelet still looks for NUMA nodes: it
+        finds none where *affinity* has no mask, and refuses a mask of several with other pods' memory on one of them.
         """
         if not _booked(pod):
             return state
+        requests = requested_memory(pod, container)
         containers = state.assignments.get(pod.pod_uid, {})
         blocks = containers.get(container.name)
         if blocks is not None:
             return attrs.evolve(state, reusable=_reusable_after(state, pod, container, blocks))
-        mask = self._mask_for(state, pod, container.memory, affinity)
+        mask = self._mask_for(state, pod, requests, affinity)
         numa_nodes = numa_nodes_of(mask)
-        blocks = tuple(Block(numa_nodes, resource, amount) for resource, amount in container.memory.items())
+        blocks = tuple(Block(numa_nodes, resource, amount) for resource, amount in requests.items())
         booked = dict(state.numa_nodes)
         for block in blocks:
             again = state.reusable_by(pod, block.resource).get(mask, 0)
@@ -181,10 +190,34 @@ class MemoryManager:
             reusable=_reusable_after(state, pod, container, blocks),
         )
 
+    def allocate_pod(self, state: MemoryState, pod: Pod, affinity: Hint) -> MemoryState:
+        """Book the memory of *pod* as a whole, and divide it among its containers (``AllocatePod``).
+
+        Nothing is booked for the containers: their blocks are parts of the pod's. As with CPUs, a pod that is admitted a
+        second time is booked again. Raises :class:`AllocationError` in the kubelet's words.
+        """
+        if not _booked(pod):
+            return state
+        requests = peak_memory(pod)
+        if problem := without_shared_memory(pod):
+            raise EmptyPodSharedPoolError(problem)
+        numa_nodes = numa_nodes_of(self._mask_for(state, pod, requests, affinity))
+        booked = dict(state.numa_nodes)
+        for block in _blocks(numa_nodes, requests):
+            _book(booked, block)
+        divided = {name: _blocks(numa_nodes, part) for name, part in _divided(pod, requests).items()}
+        return attrs.evolve(
+            state,
+            numa_nodes=booked,
+            assignments={**state.assignments, pod.pod_uid: divided},
+            pod_assignments={**state.pod_assignments, pod.pod_uid: _blocks(numa_nodes, requests)},
+        )
+
     def _mask_for(self, state: MemoryState, pod: Pod, requests: Mapping[str, int], affinity: Hint) -> int:
         mask, preferred = affinity.mask, affinity.preferred
         if mask is None:
-            best = _best(self.numa_hints(state, pod, requests))
+            # Without requests no resource has a hint.
+            best = _best(self.numa_hints(state, pod, requests)) if requests else None
             if best is None:
                 raise AllocationError(
                     "[memorymanager] failed to get the default NUMA affinity,"
@@ -219,7 +252,12 @@ class MemoryManager:
 
 
 def peak_memory(pod: Pod) -> dict[str, int]:
-    """Return the peak of each resource that an app container of *pod* asks for (``getPodRequestedResources``)."""
+    """Return the peak of each resource that an app container of *pod* asks for (``getPodRequestedResources``).
+
+    It is the pod-level request where the managers take notice of it.
+    """
+    if pod.pod_level_managed:
+        return {name: amount for name, amount in pod.pod_level_requests.items() if _is_memory(name) and amount}
     apps = [container for container in pod.containers if container.kind is ContainerKind.APP]
     resources = dict.fromkeys(resource for container in apps for resource in container.memory)
     return {resource: _peak_of(pod, resource) for resource in resources}
@@ -229,8 +267,72 @@ def _peak_of(pod: Pod, resource: str) -> int:
     return peak(pod, lambda container: container.memory.get(resource, 0))
 
 
+def requested_memory(pod: Pod, container: Container | None) -> Mapping[str, int]:
+    """Return the bytes by resource to book for *container* of *pod* (``getContainerRequestedResources``), or the pod (``None``).
+
+    In a pod with pod-level resources it is nothing for a container without requests that equal its limits.
+    """
+    if not _booked(pod):
+        return {}
+    if container is None:
+        return peak_memory(pod)
+    return {} if pod.pod_level_managed and not container.guaranteed else container.memory
+
+
+def _is_memory(resource: str) -> bool:
+    return resource == MEMORY or resource.startswith(HUGEPAGES_PREFIX)
+
+
 def _booked(pod: Pod) -> bool:
-    return pod.guaranteed and not pod.pod_level_resources
+    return pod.guaranteed and (not pod.pod_level_resources or pod.pod_level_managed)
+
+
+def without_shared_memory(pod: Pod) -> str:
+    """Return the kubelet's words if nothing is left for containers without own memory (``validatePodScopeResources``).
+
+    A resource of which the other containers have all is enough, such as huge pages. Of several the kubelet names any.
+    """
+    total = peak_memory(pod)
+    taken = dict.fromkeys(total, 0)
+    shared = False
+
+    def exhausted() -> str | None:
+        return next((resource for resource, amount in total.items() if taken[resource] >= amount), None)
+
+    for container in pod.containers:
+        requests = requested_memory(pod, container)
+        if container.kind is ContainerKind.INIT:
+            if not requests and (resource := exhausted()):
+                return f"pod rejected, pod has shared init containers but no {resource} available for them"
+            continue
+        shared = shared or not requests
+        for resource, amount in requests.items():
+            taken[resource] = taken.get(resource, 0) + amount
+    if shared and (resource := exhausted()):
+        return (
+            f"pod rejected, sum of exclusive container {resource} requests equals pod budget, leaving no memory for shared"
+            " containers"
+        )
+    return ""
+
+
+def _divided(pod: Pod, total: Mapping[str, int]) -> dict[str, Mapping[str, int]]:
+    """Divide *total* among the containers of *pod* (``AllocatePod``): their requests, and the rest for all others together."""
+    given: dict[str, Mapping[str, int]] = {}
+    left = dict(total)
+    for container in pod.containers:
+        requests = requested_memory(pod, container)
+        if requests:
+            given[container.name] = requests
+            if container.kind is not ContainerKind.INIT:
+                left = {resource: amount - requests.get(resource, 0) for resource, amount in left.items()}
+        elif container.kind is ContainerKind.INIT:
+            given[container.name] = left
+    return {container.name: given.get(container.name, left) for container in pod.containers}
+
+
+def _blocks(numa_nodes: tuple[int, ...], amounts: Mapping[str, int]) -> tuple[Block, ...]:
+    return tuple(Block(numa_nodes, resource, amount) for resource, amount in amounts.items() if amount)
 
 
 def _hints_again(blocks: Iterable[Block], requests: Mapping[str, int]) -> ProviderHints:

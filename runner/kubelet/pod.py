@@ -86,6 +86,11 @@ class Container:
     """Resource of a device plugin → number of devices."""
     ephemeral_storage: int = 0
     """Bytes."""
+    guaranteed: bool = True
+    """Whether it requests CPUs and memory, and both equal its limits (``IsContainerEquivalentQOSGuaranteed``).
+
+    Decides only in a pod with :attr:`Pod.pod_level_managed`: every container of another Guaranteed pod is like that.
+    """
 
     @property
     def requests(self) -> Mapping[str, int]:
@@ -110,12 +115,15 @@ class Pod:
     """In the order in which they are admitted: init containers and sidecars first."""
     qos: QosClass = QosClass.GUARANTEED
     pod_level_resources: bool = False
-    """Whether ``spec.resources`` names a resource; the static policies then assign nothing, unless the kubelet is an older
-    one (:meth:`~runner.kubelet.admission.Kubelet.seen_by_managers`). The gate ``PodLevelResourceManagers`` is off."""
+    """Whether ``spec.resources`` names a resource; the static policies then assign nothing, unless *pod_level_managed*, or
+    the kubelet is an older one (:meth:`~runner.kubelet.admission.Kubelet.seen_by_managers`)."""
     pod_level_requests: Mapping[str, int] = attrs.field(factory=dict)
     """``spec.resources.requests``, in the units of :attr:`Container.requests`; they count instead of the containers'."""
     overhead: Mapping[str, int] = attrs.field(factory=dict)
     """``spec.overhead`` of its RuntimeClass, in the same units."""
+    pod_level_managed: bool = False
+    """Whether the managers take notice of its pod-level resources (gate ``PodLevelResourceManagers``). It is no property of
+    the manifest: :meth:`~runner.kubelet.admission.Kubelet.seen_by_managers` sets it."""
     priority: int | None = None
     """``spec.priority``."""
     static: bool = False

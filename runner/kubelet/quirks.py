@@ -49,6 +49,12 @@ class AllocationError(Exception):
     """``status.reason`` of the rejected pod."""
 
 
+class EmptyPodSharedPoolError(AllocationError):
+    """Pod-level resources of which nothing is left for the containers without exclusive ones."""
+
+    reason = "EmptyPodSharedPoolError"
+
+
 class KubeletConfigError(RefusedError):
     """The kubelet would not start with this configuration; the text is the kubelet's own."""
 

@@ -189,6 +189,20 @@ def test_defaults_of_pod_level_resources(
     assert (manifest.pod.pod_level_requests, manifest.qos) == (requests, qos)
 
 
+def test_containers_whose_requests_equal_their_limits() -> None:
+    whole = limits(cpu=2, memory="1Gi")["resources"]["limits"]
+    for resources, guaranteed in (
+        ({"limits": whole}, True),
+        ({"limits": whole, "requests": {"cpu": "2000m"}}, True),
+        ({"limits": whole, "requests": {"cpu": 1}}, False),
+        ({"requests": whole}, False),
+        ({"limits": {"cpu": 2}}, False),
+        ({"limits": {**whole, "memory": 0}}, False),
+        ({}, False),
+    ):
+        assert read(pod({"resources": resources})).pod.containers[0].guaranteed == guaranteed, resources
+
+
 def test_empty_pod_level_resources_decide_about_the_qos_class_alone() -> None:
     manifest = read(pod(limits(cpu=2, memory="1Gi"), resources={}))
     assert (manifest.qos, manifest.pod.pod_level_resources) == (QosClass.BEST_EFFORT, False)

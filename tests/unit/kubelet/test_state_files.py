@@ -446,11 +446,15 @@ def test_pod_entries_are_the_pods_until_it_ends() -> None:
     running = kubelet()
     whole = {"uid-1": {"memoryBlocks": MEMORY["entries"]["uid-1"]["vm"]}}
     cpus = parse_cpu_state(document(defaultCpuSet="0,4-7", entries={A: {}}, podEntries={A: {"cpuSet": "1-3"}}))
-    memory = parse_memory_state(json.dumps({**MEMORY, "entries": {}, "podEntries": whole}).encode())
+    parts: dict[str, dict[str, list[object]]] = {"uid-1": {"vm": []}}
+    memory = parse_memory_state(json.dumps({**MEMORY, "entries": parts, "podEntries": whole}).encode())
     restored = running.restored(cpus, memory)
     assert str(restored.available) == "4-7"
     assert restored.without(A).cpus.shared_pool == CpuSet.parse("0-7")
     assert restored.without("uid-1").memory.numa_nodes == running.empty_node.memory.numa_nodes
+    # Without a container that has a part of it the kubelet does not count it when it starts.
+    with pytest.raises(KubeletConfigError, match="the expected machine state is different from the real one"):
+        running.restored(cpus, attrs.evolve(memory, assignments={}))
 
 
 def test_states_of_another_machine_are_refused_with_the_kubelet_s_message() -> None:

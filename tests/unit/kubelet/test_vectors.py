@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,11 +13,12 @@ from runner.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.kubelet.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, SimulatedNode
 from runner.kubelet.cpu_assignment import CpuTopology, take_distributed, take_packed
-from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
+from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus
 from runner.kubelet.numa_masks import mask_of, numa_nodes_of
 from runner.kubelet.pod import Container, ContainerKind, Pod, parse_quantity
-from runner.kubelet.quirks import AllocationError, Quirk
+from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk
 from runner.kubelet.state import Block
+from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.kubelet.topology_manager import Hint, HintList, Policy, TopologyManager
 
 Document = dict[str, Any]
@@ -139,25 +141,35 @@ def kubelet(case: Document, topology: CpuTopology, quirks: frozenset[Quirk]) -> 
             topology_manager_policy=case["policy"],
             topology_manager_scope=case["scope"],
             topology_manager_policy_options=case.get("topologyPolicyOptions", {}),
+            pod_level_resource_managers=case.get("podLevelResourceManagers", False),
         ),
         quirks=quirks,
     )
 
 
-def container(name: str, requests: Document, kind: ContainerKind) -> Container:
-    """Build a container without devices; fractions are rounded up as ``MilliValue`` and ``Value`` do."""
-    amounts = {resource: parse_quantity(amount) for resource, amount in requests.items()}
-    memory = {name: math.ceil(amount) for name, amount in amounts.items() if name.startswith(("memory", "hugepages-"))}
-    return Container(name, math.ceil(amounts.get("cpu", 0) * 1000), memory, kind)
+def amounts(document: Document) -> dict[str, int]:
+    """Read quantities in thousandths of CPUs and bytes; fractions are rounded up as ``MilliValue`` and ``Value`` do."""
+    return {
+        name: math.ceil(parse_quantity(amount) * (1000 if name == "cpu" else 1)) for name, amount in document.items()
+    }
+
+
+def container(document: Document) -> Container:
+    """Build a container without devices; its limits are its requests where *document* has none."""
+    requests = amounts(document["requests"])
+    limits = amounts(document["limits"]) if "limits" in document else requests
+    memory = {name: amount for name, amount in requests.items() if name.startswith(("memory", "hugepages-"))}
+    kind = ContainerKind.INIT if document.get("init") else ContainerKind.APP
+    kind = ContainerKind.SIDECAR if document.get("sidecar") else kind
+    guaranteed = all(requests.get(name) and requests[name] == limits.get(name) for name in ("cpu", "memory"))
+    return Container(document["name"], requests.get("cpu", 0), memory, kind, guaranteed=guaranteed)
 
 
 def pod(step: Document) -> Pod:
     """Build the pod of a step; init containers come first, whatever the order they are listed in."""
-    containers = [
-        container(each["name"], each["requests"], ContainerKind.INIT if each.get("init") else ContainerKind.APP)
-        for each in step["containers"]
-    ]
-    return Pod(step["pod"], tuple(sorted(containers, key=lambda each: each.kind is ContainerKind.APP)))
+    containers = sorted(map(container, step["containers"]), key=lambda each: each.kind is ContainerKind.APP)
+    level = amounts(step.get("resources", {}))
+    return Pod(step["pod"], tuple(containers), pod_level_resources=bool(level), pod_level_requests=level)
 
 
 def blocks(listed: Iterable[Block]) -> list[Document]:
@@ -204,6 +216,12 @@ def answer(admission: Admission) -> Document:
         }
     if not admission.admitted:
         found |= {"reason": admission.reason, "message": admission.message}
+    if admission.node.kubelet.pod_level_resource_managers:
+        uid = admission.pod.pod_uid
+        if uid in admission.node.cpus.pod_assignments:
+            found["podCpus"] = str(admission.node.cpus.pod_assignments[uid])
+        if uid in admission.node.memory.pod_assignments:
+            found["podMemory"] = blocks(admission.node.memory.pod_assignments[uid])
     return found
 
 
@@ -274,3 +292,82 @@ def test_nodes_admit_as_the_kubelet_does(vectors: Vectors, cpu_topology: Topolog
         node = kubelet(case, topology, ALL_QUIRKS).empty_node
         assert str(node.available) == result["allocatableCPUs"], case
         assert simulated(case, topology, ALL_QUIRKS) == list(map(comparable, result["steps"])), case
+
+
+# --- pod-level resources (gate PodLevelResourceManagers) --------------------------------------------------------------
+
+
+def isolation(admission: Admission) -> Document:
+    """Return whose CPUs each container runs on (``GetResourceIsolationLevel``)."""
+    seen = admission.node.kubelet.seen_by_managers(admission.pod)
+    held = {each.name: "container" if exclusive_cpus(seen, each) else "pod" for each in seen.containers}
+    return {name: level if name in admission.cpus else "host" for name, level in held.items()}
+
+
+def pod_level_state(node: SimulatedNode) -> Document:
+    """Return the state of *node* with what pods have as a whole, and whether a kubelet would start with it again."""
+    found = state(node) | {
+        "podCpuAssignments": {uid: str(cpus) for uid, cpus in node.cpus.pod_assignments.items()},
+        "podMemoryAssignments": {uid: blocks(listed) for uid, listed in node.memory.pod_assignments.items()},
+    }
+    if not node.kubelet.memory_manager:
+        for key in ("memoryAssignments", "podMemoryAssignments", "machineState"):
+            del found[key]
+    return found | {"restart": restart(node)}
+
+
+def restart(node: SimulatedNode) -> Document:
+    """Return the errors of both managers when they start again with the state of *node*."""
+
+    def refusal(start: Callable[[], None]) -> str | None:
+        try:
+            start()
+        except KubeletConfigError as error:
+            return str(error)
+        return None
+
+    cpu, memory = node.kubelet.cpu_manager, node.kubelet.memory_manager
+    return {
+        "cpu": refusal(lambda: cpu.validate(node.cpus)) if cpu else None,
+        "memory": refusal(lambda: memory.validate(node.memory)) if memory else None,
+    }
+
+
+def same_states(node: SimulatedNode, files: Document) -> bool:
+    """Tell whether the kubelet's own *files* hold the state of *node*."""
+    cpus = parse_cpu_state(files["cpu_manager_state"].encode())
+    same = (cpus.shared_pool, cpus.assignments, cpus.pod_assignments) == (
+        node.cpus.shared_pool,
+        node.cpus.assignments,
+        node.cpus.pod_assignments,
+    )
+    if "memory_manager_state" not in files:
+        return same
+    memory = parse_memory_state(files["memory_manager_state"].encode())
+    read = SimulatedNode(node.kubelet, cpus, memory)
+    return same and comparable(pod_level_state(read)) == comparable(pod_level_state(node))
+
+
+def test_pods_with_resources_of_their_own_are_admitted_as_the_kubelet_does(
+    our_vectors: Vectors, cpu_topology: Topologies
+) -> None:
+    seen = Counter[str]()
+    for case, result in our_vectors("pod_level"):
+        node = kubelet(case, cpu_topology(case["cpus"]), ALL_QUIRKS).empty_node
+        for step, expected in zip(case["steps"], result["steps"], strict=True):
+            if step["op"] == "admit":
+                admission = node.admit(pod(step))
+                node = admission.node
+                found = answer(admission) | {"isolation": isolation(admission)}
+                seen[admission.reason or "admitted"] += "resources" in step
+            elif step["op"] == "remove_pod":
+                node = node.without(step["pod"])
+                found = {"op": "remove_pod", "pod": step["pod"], "defaultCpuSet": str(node.shared_pool)}
+            else:
+                found = pod_level_state(node)
+                assert same_states(node, expected["files"]), case
+            wanted = comparable(expected)
+            assert comparable({key: value for key, value in found.items() if key in wanted}) == wanted, case
+    assert all(
+        seen[each] for each in ("admitted", "TopologyAffinityError", "EmptyPodSharedPoolError", "SMTAlignmentError")
+    )
