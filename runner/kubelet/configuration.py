@@ -31,6 +31,8 @@ DEFAULT_MAX_PODS = 110
 """``maxPods`` if the file has none."""
 POD_LEVEL_RESOURCES_SINCE = 34
 """Minor version since which the feature gate ``PodLevelResources`` is on."""
+POD_LEVEL_MANAGERS_SINCE = 36
+"""Minor version since which there is the feature gate ``PodLevelResourceManagers``."""
 DEFAULT_EVICTION = "100Mi"
 """``evictionHard["memory.available"]`` if the file has no ``evictionHard``."""
 
@@ -123,6 +125,7 @@ def parse_kubelet_configuration(
     cpu_options = _strings(document.get("cpuManagerPolicyOptions", {}))
     topology_options = _strings(document.get("topologyManagerPolicyOptions", {}))
     _check_words(words)
+    _check_gates(gates, minor)
     reserved_cpus = _reserved_cpus(document, words["reservedSystemCPUs"], hardware)
     _check_options("Topology", topology_options, gates, minor)
     cpu_policy = words["cpuManagerPolicy"] or "none"
@@ -183,6 +186,18 @@ def _check_words(words: Mapping[str, str]) -> None:
         raise KubeletConfigError(
             f'invalid configuration: topologyManagerScope (--topology-manager-scope) "{scope}" must be one of: "container", or "pod"'
         )
+
+
+def _check_gates(gates: Mapping[str, bool], minor: int) -> None:
+    """Check the gate ``PodLevelResourceManagers`` (``SetFromMap`` of ``component-base/featuregate``)."""
+    gate = "PodLevelResourceManagers"
+    reason = ""
+    if gate in gates and minor < POD_LEVEL_MANAGERS_SINCE:
+        reason = f"unrecognized feature gate: {gate}"
+    elif gates.get(gate) and not gates.get("PodLevelResources", True):
+        reason = f"{gate} is enabled, but depends on features that are disabled: [PodLevelResources]"
+    if reason:
+        raise KubeletConfigError(f"failed to set feature gates from initial flags-based config: {reason}")
 
 
 def _check_options(manager: str, options: Iterable[str], gates: Mapping[str, bool], minor: int) -> None:
@@ -304,7 +319,10 @@ def _notes(
             " gives them, of which nothing is known here"
         )
     if gates.get("PodLevelResourceManagers"):
-        yield "featureGates.PodLevelResourceManagers changes what pods with spec.resources get; that is not known here"
+        yield (
+            "featureGates.PodLevelResourceManagers is alpha, and planned as kubelet 1.36.2 has it; what 1.37 changes is not"
+            " known here"
+        )
 
 
 def changed(document: Value, settings: Mapping[str, str]) -> Value:

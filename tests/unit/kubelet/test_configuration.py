@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -320,9 +321,17 @@ def test_a_misspelled_key_is_noted() -> None:
     )
 
 
-def test_a_gate_with_unknown_effect_is_noted() -> None:
-    (note,) = notes(cpuManagerPolicy="static", featureGates={"PodLevelResourceManagers": True})
-    assert note.startswith("featureGates.PodLevelResourceManagers changes")
+def test_the_gate_of_pod_level_resource_managers() -> None:
+    gates = {"PodLevelResourceManagers": True}
+    assert read(featureGates=gates).pod_level_resource_managers
+    (note,) = notes(cpuManagerPolicy="static", featureGates=gates)
+    assert note.startswith("featureGates.PodLevelResourceManagers is alpha, and planned as kubelet 1.36.2 has it")
+    start = "^failed to set feature gates from initial flags-based config: "
+    with pytest.raises(KubeletConfigError, match=f"{start}unrecognized feature gate: PodLevelResourceManagers$"):
+        read(35, featureGates={"PodLevelResourceManagers": False})
+    disabled = "PodLevelResourceManagers is enabled, but depends on features that are disabled: [PodLevelResources]"
+    with pytest.raises(KubeletConfigError, match=f"{start}{re.escape(disabled)}$"):
+        read(featureGates={**gates, "PodLevelResources": False})
 
 
 def test_changes() -> None:
