@@ -187,7 +187,8 @@ def _alternatives(node: SimulatedNode, pod: Pod) -> Iterable[Alternative]:
         if policy is not manager.policy:
             kubelet = attrs.evolve(node.kubelet, topology_manager=attrs.evolve(manager, policy=policy))
             admission = attrs.evolve(node, kubelet=kubelet).admit(pod)
-            cpus = admission.cpus if admission.admitted else {}
+            own = {container.name for container in pod.containers if exclusive_cpus(pod, container)}
+            cpus = {name: cpus for name, cpus in admission.cpus.items() if name in own} if admission.admitted else {}
             yield Alternative(policy, admission.outcome, admission.reason, cpus)
 
 

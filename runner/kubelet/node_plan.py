@@ -11,10 +11,12 @@ import attrs
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware, hugepages_resource
 from runner.kubelet.admission import UNSUPPORTED, Admission, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.kubelet.cpu_manager import exclusive_cpus, exclusive_cpus_of_pod, without_shared_cpus
 from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.explanation import Explanation, explain
 from runner.kubelet.general_filter import NodeAllocatable
 from runner.kubelet.manifests import Manifest
+from runner.kubelet.memory_manager import requested_memory, without_shared_memory
 from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Container, ContainerKind, Pod, format_bytes
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState
@@ -27,6 +29,10 @@ OWN_RESOURCES = (
     " limits"
 )
 """The remedy for a pod whose pod-level resources keep it in the shared pool."""
+OWN_CONTAINER = (
+    "give the instance's container whole CPUs and memory with requests equal to limits, beside spec.resources"
+)
+"""The remedy for a pod with pod-level resources on a kubelet with the gate ``PodLevelResourceManagers``."""
 KnownPods = Literal["all", "exclusive", "none"]
 """The pods on the node before that are known: all, those with exclusive CPUs or memory (the state files), or none."""
 
@@ -62,6 +68,10 @@ class ContainerPlan:
     """The Topology Manager's merged hint; ``None`` with policy ``none``."""
     placement: Pinning | None
     """The pinning of an instance with as many vCPUs as *cpus*; ``None`` for init containers and sidecars."""
+    pod_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """The CPUs of its pod on which it runs with the pod's other containers without *cpus*; empty for the shared pool."""
+    shares_memory: bool = False
+    """Whether *memory* is that of its pod, which it shares with the pod's other containers without memory of their own."""
 
 
 @frozen
@@ -72,11 +82,15 @@ class PodPlan:
     explanation: Explanation
     containers: tuple[ContainerPlan, ...]
     notes: tuple[str, ...]
+    whole_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """The exclusive CPUs of the pod as a whole (scope ``pod``, gate ``PodLevelResourceManagers``), which its containers share."""
+    whole_memory: tuple[Block, ...] = ()
+    """The memory of the pod as a whole; that of its containers is part of it."""
 
     @property
     def cpus(self) -> CpuSet:
         """All exclusive CPUs of the pod."""
-        return CpuSet(cpu for container in self.containers for cpu in container.cpus)
+        return self.whole_cpus | CpuSet(cpu for container in self.containers for cpu in container.cpus)
 
 
 @frozen
@@ -273,8 +287,10 @@ def fit_of(count: int | Literal["all"], cpus: CpuSet | None, plan: NodePlan, *, 
         (container, pod.manifest.name) for pod in plan.pods for container in pod.containers if container.placement
     ]
     if not containers:
-        together = any(pod.manifest.pod.pod_level_resources for pod in plan.pods)
-        remedy = f"; {OWN_RESOURCES}" if together else ""
+        kubelet = plan.after.kubelet
+        together = [pod.manifest.pod for pod in plan.pods if pod.manifest.pod.pod_level_resources]
+        managed = any(kubelet.seen_by_managers(pod).pod_level_managed for pod in together)
+        remedy = f"; {OWN_CONTAINER if managed else OWN_RESOURCES}" if together else ""
         return Fit(0 if count == "all" else count, error=f"no container gets exclusive CPUs{remedy}")
     best, pod = max(containers, key=lambda each: len(each[0].cpus))
     vcpus = all_cpus(plan.hardware, best.cpus, spare=spare) if count == "all" else count
@@ -293,23 +309,29 @@ def _pod(
     manifest: Manifest, explanation: Explanation, hardware: Hardware, configuration: KubeletConfiguration
 ) -> PodPlan:
     admission = explanation.admission
-    containers = tuple(_containers(explanation, hardware)) if admission.admitted else ()
     pod = manifest.pod
     notes = (*manifest.notes, *_unknown_devices(admission.node, pod), *_too_big(pod, hardware, configuration))
-    return PodPlan(manifest, explanation, containers, (*notes, *_of_other_kinds(pod, admission)))
+    notes = (*notes, *_of_other_kinds(pod, admission))
+    if not admission.admitted:
+        return PodPlan(manifest, explanation, (), notes)
+    state = admission.node
+    return PodPlan(
+        manifest,
+        explanation,
+        tuple(_containers(explanation, hardware)),
+        notes,
+        state.cpus.pod_assignments.get(pod.pod_uid, CpuSet()),
+        state.memory.pod_assignments.get(pod.pod_uid, ()),
+    )
 
 
 def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
     """Yield what else decides about *pod* than the managers and the resources that are compared."""
     kubelet = admission.node.kubelet
-    managed = pod.pod_level_resources and kubelet.pod_level_resource_managers and pod.guaranteed
-    if managed:
-        yield (
-            "it has pod-level resources (spec.resources), for which the feature gate PodLevelResourceManagers makes the static"
-            " CPU and Memory Managers assign CPUs and memory to the pod as a whole: that is not known here, so it is planned as"
-            " if it got none, and what is planned after it may be wrong"
-        )
-    elif kubelet.seen_by_managers(pod).pod_level_resources:
+    seen = kubelet.seen_by_managers(pod)
+    if seen.pod_level_managed:
+        yield from _of_pod_level(seen, admission)
+    elif seen.pod_level_resources:
         yield (
             "it has pod-level resources (spec.resources): the static CPU and Memory Managers assign nothing to such a pod,"
             " whatever its containers request (the feature gate PodLevelResourceManagers, alpha in 1.36, is off by"
@@ -323,20 +345,104 @@ def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
         yield "an API server with this gate off, too, removes spec.resources before the kubelet sees the pod"
 
 
+def _of_pod_level(pod: Pod, admission: Admission) -> Iterator[str]:
+    """Yield what the gate ``PodLevelResourceManagers`` does to *pod*, which has pod-level resources and is seen so."""
+    kubelet = admission.node.kubelet
+    together = kubelet.manages_as_whole(pod)
+    if together and not exclusive_cpus_of_pod(pod) and kubelet.cpu_manager and pod.guaranteed:
+        yield (
+            f"its pod-level request (spec.resources) is {format_amount(CPU, pod.pod_level_requests.get(CPU, 0))}, which is not"
+            " a whole number: with topologyManagerScope pod none of its containers gets exclusive CPUs, whatever they request"
+        )
+    if together and pod.guaranteed:
+        yield from _exhausted(pod, kubelet)
+    if not together and not admission.admitted and (rejected := _nothing_to_book(pod, admission)):
+        yield (
+            f"container {rejected!r} has no memory of its own, since it lacks requests of CPU and memory that equal limits;"
+            " this kubelet's Memory Manager rejects its pod where the Topology Manager names no NUMA nodes for it (policies"
+            " none and single-numa-node), or one on which memory is booked already; use topologyManagerScope pod with another"
+            " policy than none, or give each container such requests"
+        )
+    if together and any(container.devices for container in pod.containers):
+        yield "its devices are assigned when its containers start, not at its admission: too few do not reject it"
+    unused = admission.node.cpus.pod_assignments.get(pod.pod_uid, CpuSet())
+    lasting = [each.name for each in pod.containers if each.kind is not ContainerKind.INIT]
+    unused -= CpuSet(cpu for name in lasting for cpu in admission.cpus.get(name, ()))
+    if admission.admitted and unused:
+        yield (
+            f"CPUs {unused} are the pod's and no container's: each container has its own, and spec.resources has more than they"
+            " have together"
+        )
+    if together and admission.admitted:
+        yield from _after_restart(admission)
+
+
+def _exhausted(pod: Pod, kubelet: Kubelet) -> Iterator[str]:
+    """Yield the resources of *pod* that leave nothing for its containers on the pod's shared CPUs and memory."""
+    problems = (
+        (kubelet.cpu_manager and exclusive_cpus_of_pod(pod) and without_shared_cpus(pod)),
+        (kubelet.memory_manager and without_shared_memory(pod)),
+    )
+    for problem in problems:
+        if problem:
+            yield (
+                f"{problem}: raise it in spec.resources above what the containers with requests equal to limits have together;"
+                " what is left over is for the other containers, and must not be nothing for any resource, such as huge pages"
+            )
+
+
+def _nothing_to_book(pod: Pod, admission: Admission) -> str:
+    """Return the name of the container that was rejected although nothing would be booked for it; empty for none."""
+    kubelet = admission.node.kubelet
+    reached = next((each for each in pod.containers if each.name not in admission.memory), None)
+    failed = "[memorymanager] " in admission.message and kubelet.memory_manager
+    return reached.name if failed and reached and not requested_memory(pod, reached) else ""
+
+
+def _after_restart(admission: Admission) -> Iterator[str]:
+    """Yield what happens to the pod when the kubelet restarts, and admits it again (``HandlePodAdditions``).
+
+    By then the Memory Manager has forgotten its init containers (``AddContainer``).
+    """
+    pod, node = admission.pod, admission.node
+    ended = {container.name for container in pod.containers if container.kind is ContainerKind.INIT}
+    memory = {name: blocks for name, blocks in admission.memory.items() if name not in ended}
+    booked = attrs.evolve(node.memory, assignments={**node.memory.assignments, pod.pod_uid: memory})
+    again = attrs.evolve(node, memory=booked).admit(pod)
+    if not again.admitted:
+        yield (
+            f"if this kubelet is restarted, it admits the pod again and rejects it ({again.reason or again.outcome.value}):"
+            " 1.36 does not recognise a pod that has resources as a whole"
+        )
+    elif again.node.cpus.pod_assignments != node.cpus.pod_assignments:
+        yield (
+            "if this kubelet is restarted, it admits the pod again and gives it other CPUs"
+            f" ({again.node.cpus.pod_assignments[pod.pod_uid]}); those of before are in no set then, and the restart"
+            " after that fails"
+        )
+
+
 def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[ContainerPlan]:
     admission = explanation.admission
-    own = admission.cpus
+    uid = admission.pod.pod_uid
+    pod = admission.node.kubelet.seen_by_managers(admission.pod)
     state = admission.node.cpus
-    others = state.exclusive() - state.assigned_to(admission.pod.pod_uid)
+    others = state.exclusive() - state.assigned_to(uid)
+    whole = state.pod_assignments.get(uid, CpuSet())
     for container in admission.pod.containers:
-        cpus = own.get(container.name, CpuSet())
+        held = admission.cpus.get(container.name, CpuSet())
+        cpus = held if exclusive_cpus(pod, container) else CpuSet()
+        beside = others | (whole - cpus)
+        memory = admission.memory.get(container.name, ())
         yield ContainerPlan(
             container,
             cpus,
-            admission.memory.get(container.name, ()),
+            memory,
             admission.devices.get(container.name, {}),
             admission.affinity.get(container.name),
-            place(len(cpus), cpus, hardware, others=others) if cpus and container.kind is ContainerKind.APP else None,
+            place(len(cpus), cpus, hardware, others=beside) if cpus and container.kind is ContainerKind.APP else None,
+            held - cpus,
+            bool(memory) and not requested_memory(pod, container),
         )
 
 
@@ -369,10 +475,11 @@ def _of_states(plan: NodePlan) -> Iterator[str]:
         for admission in [pod.explanation.admission]
     ):
         yield "the pods that the kubelet ends for a critical one can be others, which are not known here: --running"
-    if before.cpus.pod_assignments:
+    if before.cpus.pod_assignments and not before.kubelet.pod_level_resource_managers:
         yield (
-            f"{_pods(before.cpus.pod_assignments)} in cpu_manager_state with CPUs of the pod as a whole"
-            " (PodLevelResourceManagers): these CPUs are taken as the pod's until it ends"
+            f"{_pods(before.cpus.pod_assignments)} in cpu_manager_state with CPUs of the pod as a whole, which only a kubelet"
+            " with the feature gate PodLevelResourceManagers writes: without it, as configured here, the kubelet does not start"
+            " with this file; these CPUs are taken as the pod's until it ends"
         )
     if before.cpus.unattributed:
         yield (

@@ -46,29 +46,56 @@ def owners_of(plan: NodePlan) -> tuple[Owner, ...]:
     signs = itertools.chain(string.ascii_uppercase, itertools.repeat(MORE))
     owners = []
     for pod in plan.pods:
+        if pod.whole_cpus:
+            names = {each.container.name: _named(each.container.name, each.container.kind) for each in pod.containers}
+            held = plan.after.cpus.assignments.get(pod.manifest.pod.pod_uid, {})
+            owners += [
+                Owner(next(signs), escaped(name), cpus)
+                for name, cpus in _parts(pod.manifest.name, pod.whole_cpus, {names[name]: held[name] for name in names})
+            ]
+            continue
         several = sum(1 for container in pod.containers if container.cpus) > 1
         for container in pod.containers:
-            held = plan.after.cpus.assignments.get(pod.manifest.pod.pod_uid, {}).get(container.container.name)
-            if held:
-                kind = container.container.kind
+            cpus = plan.after.cpus.assignments.get(pod.manifest.pod.pod_uid, {}).get(container.container.name)
+            if cpus:
                 name = f"{pod.manifest.name}/{container.container.name}" if several else pod.manifest.name
-                name += "" if kind is ContainerKind.APP else f" ({kind.value})"
-                owners.append(Owner(next(signs), escaped(name), held))
+                owners.append(Owner(next(signs), escaped(_named(name, container.container.kind)), cpus))
     signs = itertools.chain(string.ascii_lowercase, itertools.repeat(MORE))
     state = plan.after.cpus
     for pod_uid, containers in sorted(state.assignments.items()):
-        if pod_uid not in planned:
+        if pod_uid not in planned | state.pod_assignments.keys():
             owners += [
                 Owner(next(signs), escaped(f"{pod_uid}/{name}"), cpus, planned=False)
                 for name, cpus in sorted(containers.items())
             ]
     for pod_uid in sorted(state.pod_assignments.keys() - planned):
-        own = CpuSet(cpu for cpus in state.assignments.get(pod_uid, {}).values() for cpu in cpus)
-        if shared := state.pod_assignments[pod_uid] - own:
-            owners.append(Owner(next(signs), escaped(pod_uid), shared, planned=False))
+        owners += [
+            Owner(next(signs), escaped(name), cpus, planned=False)
+            for name, cpus in _parts(pod_uid, state.pod_assignments[pod_uid], state.assignments.get(pod_uid, {}))
+        ]
     if state.unattributed:
         owners.append(Owner(next(signs), "unknown pods", state.unattributed, planned=False))
     return tuple(owners)
+
+
+def _named(name: str, kind: ContainerKind) -> str:
+    return name if kind is ContainerKind.APP else f"{name} ({kind.value})"
+
+
+def _parts(pod: str, whole: CpuSet, held: Mapping[str, CpuSet]) -> Iterator[tuple[str, CpuSet]]:
+    """Yield the parts of the CPUs that *pod* has as a *whole*, with the containers that run on each of them.
+
+    *held* are the CPUs by container. An init container has CPUs of later ones as well: the largest part comes first, so that
+    smaller ones are drawn over it. CPUs of no container come last.
+    """
+    parts: dict[CpuSet, list[str]] = {}
+    for name, cpus in held.items():
+        parts.setdefault(cpus, []).append(name)
+    for cpus, names in sorted(parts.items(), key=lambda item: (-len(item[0]), list(item[0]))):
+        if cpus:
+            yield (pod if len(parts) == 1 and len(names) == 1 else f"{pod}/{', '.join(names)}"), cpus
+    if rest := whole - CpuSet(cpu for cpus in held.values() for cpu in cpus):
+        yield f"{pod} (no container)" if held else pod, rest
 
 
 def reserved_of(plan: NodePlan) -> CpuSet:

@@ -14,6 +14,7 @@ from xml.sax.saxutils import escape
 from runner.cpuset import CpuSet
 from runner.errors import escaped
 from runner.kubelet.node_plan import NodePlan, PodPlan
+from runner.kubelet.pod import ContainerKind
 from runner.kubelet.report.picture import (
     Owner,
     cores_by_cache,
@@ -30,7 +31,7 @@ from runner.kubelet.report.picture import (
     title_of,
 )
 from runner.kubelet.report.text import hardware_line, kubelet_line
-from runner.kubelet.state import MemoryTable
+from runner.kubelet.state import Block, MemoryTable
 from runner.values import frozen
 
 MOST_NUMBERED = 256
@@ -220,12 +221,29 @@ def _numa_node(plan: NodePlan, numa_node: int, body: _Box, inside: int, styles: 
 def _shares(plan: NodePlan, numa_node: int, resource: str, styles: Mapping[int, _Style]) -> list[tuple[_Style, int]]:
     """Return the containers of the plan with exclusive CPUs and the bytes of *resource* that they have on *numa_node* alone."""
     return [
-        (styles[min(container.cpus)], block.size)
+        (styles[min(cpus)], block.size)
         for pod in plan.pods
-        for container in pod.containers
-        for block in container.memory
-        if container.cpus and block.resource == resource and tuple(block.numa_nodes) == (numa_node,)
+        for cpus, memory in _memory_by_cpus(pod)
+        for block in memory
+        if block.resource == resource and tuple(block.numa_nodes) == (numa_node,)
     ]
+
+
+def _memory_by_cpus(pod: PodPlan) -> Iterator[tuple[CpuSet, Iterable[Block]]]:
+    """Yield CPUs of containers of *pod* with the memory that goes with them, each block once.
+
+    In a pod with memory as a whole the containers without memory of their own share one part of it, and an init container
+    uses what later ones get.
+    """
+    shared = False
+    for container in pod.containers:
+        cpus = container.cpus or container.pod_cpus
+        again = pod.whole_memory and (
+            container.container.kind is ContainerKind.INIT or (container.shares_memory and shared)
+        )
+        if cpus and not again:
+            yield cpus, container.memory
+            shared = shared or container.shares_memory
 
 
 def _bar(y: int, width: int, table: MemoryTable, shares: Iterable[tuple[_Style, int]]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from runner.cpuset import CpuSet
@@ -185,6 +185,12 @@ def _remains(plan: NodePlan) -> str:
 def _pod_lines(pod: PodPlan, width: int) -> Iterator[str]:
     explanation = pod.explanation
     yield from _wrapped("pod", f"{pod.manifest.name} ({pod.manifest.qos.value}): {_decision(pod)}", width)
+    if pod.whole_cpus or pod.whole_memory:
+        parts = [
+            f"exclusive CPUs {pod.whole_cpus}" if pod.whole_cpus else "the shared pool",
+            *map(_block, pod.whole_memory),
+        ]
+        yield from _wrapped("  whole", "; ".join(parts), width)
     for container in pod.containers:
         yield from _container_lines(container, width)
     for reason in pod.manifest.why:
@@ -228,7 +234,11 @@ def _too_little_left(missing: Insufficient) -> str:
 def _container_lines(container: ContainerPlan, width: int) -> Iterator[str]:
     kind = container.container.kind
     parts = [f"exclusive CPUs {container.cpus}" if container.cpus else "the shared pool"]
-    parts += [_block(block) for block in container.memory if block.size]
+    if container.pod_cpus:
+        # An init container has them alone: it ends before the next one starts.
+        parts = [f"the pod's {'' if kind is ContainerKind.INIT else 'shared '}CPUs {container.pod_cpus}"]
+    shared = "the pod's " if container.shares_memory else ""
+    parts += [f"{shared}{_block(block)}" for block in container.memory if block.size]
     parts += [_devices(resource, places) for resource, places in container.devices.items()]
     if container.affinity is not None and (container.cpus or container.memory or container.devices):
         parts.append(f"affinity {_affinity(container.affinity)}")
@@ -452,6 +462,8 @@ def _pod_json(pod: PodPlan) -> dict[str, Any]:
         "outcome": admission.outcome.value,
         "reason": admission.reason,
         "message": admission.message,
+        "pod_cpus": str(pod.whole_cpus),
+        "pod_memory": _memory_json(pod.whole_memory),
         "containers": [_container_json(container) for container in pod.containers],
         "merges": [
             {
@@ -503,14 +515,17 @@ def _container_json(container: ContainerPlan) -> dict[str, Any]:
         "name": container.container.name,
         "kind": container.container.kind.value,
         "cpus": str(container.cpus),
-        "memory": [
-            {"resource": block.resource, "bytes": block.size, "numa_nodes": list(block.numa_nodes)}
-            for block in container.memory
-        ],
+        "pod_cpus": str(container.pod_cpus),
+        "memory": _memory_json(container.memory),
+        "shares_memory": container.shares_memory,
         "devices": _devices_json(container.devices),
         "affinity": None if container.affinity is None else _hint_json(container.affinity),
         "placement": _placement_json(container.placement),
     }
+
+
+def _memory_json(memory: Iterable[Block]) -> list[dict[str, Any]]:
+    return [{"resource": block.resource, "bytes": block.size, "numa_nodes": list(block.numa_nodes)} for block in memory]
 
 
 def _placement_json(placement: Pinning | None) -> dict[str, Any] | None:
