@@ -17,7 +17,7 @@ from runner.kubelet.admission import Kubelet, KubeletConfiguration, SimulatedNod
 from runner.kubelet.device_manager import Devices
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.kubelet.quirks import Quirk
-from runner.kubelet.state import Block
+from runner.kubelet.state import Block, CpuState
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 MIB, GIB = 1 << 20, 1 << 30
@@ -198,6 +198,15 @@ def test_only_the_pods_sum_must_be_of_whole_cores() -> None:
     assert strict.admit(whole(5, 8, own("a", 4), METRICS)).reason == "SMTAlignmentError"
     each = node(cpu_manager_policy_options=options, topology_manager_scope="container")
     assert each.admit(pod).reason == "SMTAlignmentError"
+
+
+def test_only_the_cpus_of_the_pod_as_a_whole_come_back() -> None:
+    # With unequal cores a container may have been given CPUs that are not its pod's (kubernetes#140495).
+    manager = node().kubelet.cpu_manager
+    assert manager
+    state = CpuState("static", CpuSet.parse("0,5"), {"p": {"vm": CpuSet.parse("1-3")}}, {"p": CpuSet.parse("1-2")})
+    after = manager.without(state, "p")
+    assert (str(after.shared_pool), after.assignments, after.pod_assignments) == ("0-2,5", {}, {})
 
 
 # --- faults of 1.36 ---------------------------------------------------------------------------------------------------
