@@ -393,6 +393,10 @@ def test_a_pod_with_sidecars_on_its_own_shared_cpus() -> None:
     plan = planned(EPYC, whole(metrics={}), **MANAGED)
     assert plan.fits
     text = shown(plan)
+    [sample] = re.findall(
+        r"^```\n(  whole .*?)^```", (ROOT / "examples/plan/README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert set(sample.splitlines()) <= set(text.splitlines())
     assert (
         """
 pod         whole (Guaranteed): admitted
