@@ -246,7 +246,7 @@ def test_the_controller_is_killed_again_and_again_under_three_instances(
         untouched(*(instance.group for instance in three)),
         short_lived_controllers(fleet.node_fixture.controller) as controllers,
     ):
-        for number in range(times(20)):
+        for number in range(times(10)):
             if number % 10 == 0:
                 controllers.start_and_kill()
             else:
