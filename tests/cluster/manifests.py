@@ -30,7 +30,7 @@ def copied(place: Path, *, volume_on: str = "node") -> Path:
 def patched(examples: Path, directory: str, pod: str, spec: Object) -> str:
     """Write, beside *examples*, a kustomization of *directory* with another *spec* of its *pod*, and return its directory."""
     place = examples / f"patched-{pod}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     patch = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod, "namespace": "instances"}, "spec": spec}
     kustomization = {"resources": [f"../{directory}"], "patches": [{"patch": json.dumps(patch)}]}
     (place / "kustomization.yaml").write_text(json.dumps(kustomization))

@@ -423,6 +423,41 @@ def test_a_pod_is_rejected_with_the_words_that_plan_has_said(
             kubectl("delete", "pods", "-n", "instances", *names, "--ignore-not-found", "--timeout=120s")
 
 
+SHARING: Object = {
+    "resources": {"requests": {"cpu": "5", "memory": "2400Mi"}, "limits": {"cpu": "5", "memory": "2400Mi"}},
+    "initContainers": [{"name": "sidecar", "image": "localhost/pause:1", "restartPolicy": "Always"}],
+}
+"""A pod with resources of its own, and a sidecar without any: a CPU and memory more than the instance's container has."""
+MANAGED: Patch = {"featureGates": {"PodLevelResourceManagers": True}}
+SCOPES: dict[str, Patch] = {
+    "pod": MANAGED,
+    # the static Memory Manager rejects such pods in this scope as soon as memory of one NUMA node is booked
+    "container": {**MANAGED, "topologyManagerScope": "container", "memoryManagerPolicy": "None", "reservedMemory": []},
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_an_instance_beside_a_sidecar_in_a_pod_with_resources_of_its_own(
+    scope: str, kubectl: Kubectl, node: JoinedNode, cluster: Path, start: Any
+) -> None:
+    """The sidecar shares what the pod has left, or is in the node's shared pool: predicted, registered and placed."""
+    place = patched(cluster, "instance", "instance", SHARING)
+    with reconfigured(node, SCOPES[scope]):
+        [expected] = planned(node, kubectl, of_kind("Pod", kubectl("kustomize", str(cluster / place))))
+        assert expected["outcome"] == "admitted"
+        parts = {each["name"]: each for each in expected["containers"]}
+        it = start(place, "instance")
+        it.up()
+        given = json.loads(node.read(str(STATE)))["entries"][it.pod["metadata"]["uid"]]
+        assert CpuSet.parse(given["instance"]) == CpuSet.parse(parts["instance"]["cpus"])
+        assert len(CpuSet.parse(given["instance"])) == 4
+        assert given.get("sidecar", "") == parts["sidecar"]["pod_cpus"]
+        assert bool(parts["sidecar"]["pod_cpus"]) == (scope == "pod")
+        it.holds()
+        assert "guarantee enforced" in it.log()
+        assert it.end()["exitCode"] in IN_ORDER
+
+
 @contextmanager
 def reconfigured(node: JoinedNode, policies: Patch) -> Iterator[None]:
     """Hold the kubelet with other policies: its state files are removed, as its own documentation says."""
