@@ -29,7 +29,6 @@ from tests.node.cgroups import ROOT, SECONDS, Cgroup
 
 PROJECT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-"""The directory of all containers' compiled modules: the checkout is read-only, and compiling is most of a start here."""
 
 
 def capabilities(names: str) -> tuple[str, ...]:
