@@ -13,24 +13,34 @@ import pytest
 
 from tests.emulated_node import artefacts, command
 from tests.emulated_node.artefacts import PROJECT
+from tests.support.fresh_node import HUNG
 
 QEMU = f"""#!{sys.executable} -I
 import os, signal, socket, sys, time
 options = list(zip(sys.argv, sys.argv[1:]))
 def chardev(name):
-    fd = next(value for option, value in options if option == "-chardev" and value.startswith(f"socket,id={{name}},"))
-    return socket.socket(fileno=int(fd.rsplit("=", 1)[1]))
+    value = next(value for option, value in options if option == "-chardev" and value.startswith(f"socket,id={{name}},"))
+    given = dict(each.split("=", 1) for each in value.split(",")[1:])
+    return socket.socket(fileno=int(given["fd"])), given.get("logfile")
 word = next(value for option, value in options if option == "-append").rsplit("node.word=", 1)[1]
-console = next(value for option, value in options if option == "-chardev" and value.startswith("file,"))
-results = os.path.dirname(console.rsplit("path=", 1)[1])
-open(f"{{results}}/console.log", "w").write("the kernel's last line\\n")
-events, terminal = chardev("events"), chardev("terminal")
+(events, _), (terminal, _), (console, log), (monitor, _) = map(chardev, ("events", "terminal", "console", "monitor"))
+results = os.path.dirname(log)
+log = open(log, "a", buffering=1)
+log.write("the kernel's last line\\n")
 def send(event):
     events.sendall(f"{{event}}\\n".encode())
 def report(tests, skipped=0):
     open(f"{{results}}/junit.xml", "w").write(
         f'<testsuites><testsuite tests="{{tests}}" skipped="{{skipped}}"/></testsuites>'
     )
+def hang():
+    open(f"{{results}}/passed", "w").write("test_one\\n")
+    while commands := monitor.recv(1 << 16):
+        if b"info registers -a" in commands:
+            monitor.sendall(b"the registers")
+        if b"chardev-send-break console" in commands:
+            log.write(f"SysRq {{console.recv(1).decode()}}\\n")
+second = os.path.exists(f"{{results}}/before.console.log")
 exec(os.environ["QEMU_DOES"])
 """
 CASES = {
@@ -77,21 +87,12 @@ def tools(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "RUNNER_NODE_CACHE": str(cache)}
 
 
-@pytest.mark.parametrize(("does", "status", "output"), CASES.values(), ids=CASES)
-def test_the_status_is_that_of_the_tests(
-    tmp_path: Path, tools: dict[str, str], does: str, status: int, output: str
-) -> None:
-    boot_timeout = "60" if "up {word}" in does else "1"
-    done = subprocess.run(
+def run(place: Path, tools: dict[str, str], does: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests in a node whose QEMU *does* something else, with its results in *place*."""
+    return subprocess.run(
         [
             *(sys.executable, "-m", "tests.emulated_node.command"),
-            *("--accel", "tcg", "--emulator", str(tmp_path / "qemu")),
-            "--results",
-            str(tmp_path / "results"),
-            "--boot-timeout",
-            boot_timeout,
-            "--timeout",
-            "1",
+            *("--accel", "tcg", "--emulator", str(place / "qemu"), "--results", str(place / "results"), *options),
         ],
         cwd=PROJECT,
         env={**tools, "QEMU_DOES": does},
@@ -102,10 +103,49 @@ def test_the_status_is_that_of_the_tests(
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.parametrize(("does", "status", "output"), CASES.values(), ids=CASES)
+def test_the_status_is_that_of_the_tests(
+    tmp_path: Path, tools: dict[str, str], does: str, status: int, output: str
+) -> None:
+    boot_timeout = "60" if "up {word}" in does else "1"
+    done = run(tmp_path, tools, does, "--boot-timeout", boot_timeout, "--timeout", "1")
     assert done.returncode == status, done.stdout
     assert output in done.stdout
     if status == 0:
         assert (tmp_path / "results/guest-kernel").read_bytes() == b"a kernel"
+
+
+SILENT = """
+send(f"up {word}")
+if second:
+    report(1)
+    send(f"done {word} {second_status}")
+hang()
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_node_that_falls_silent_is_examined_and_booted_once_more(
+    tmp_path: Path, tools: dict[str, str], status: int
+) -> None:
+    does = f"second_status = {status}\n{SILENT}"
+    done = run(tmp_path, tools, does, "--boot-timeout", "60", "--timeout", "60", "--alive-within", "1")
+    assert done.returncode == status, done.stdout
+    hung, _, again = done.stdout.partition("the node hung after 1 tests that have passed, once more")
+    assert "up after" in hung
+    assert "up after" in again
+    assert "SysRq 9\nSysRq w\nSysRq l\n" in again
+    assert (tmp_path / "results/registers.txt").read_text() == "the registers"
+
+
+def test_a_run_that_hangs_ends_itself_and_the_node_is_booted_once_more(tmp_path: Path, tools: dict[str, str]) -> None:
+    does = f"send(f'up {{word}}'); send(f'done {{word}} {HUNG}')"
+    done = run(tmp_path, tools, does, "--boot-timeout", "60", "--timeout", "60")
+    assert done.returncode == HUNG
+    assert done.stdout.count("up after") == 2
+    assert "the node hung after 0 tests that have passed; its last output" in done.stdout
 
 
 def test_the_parts_together_are_every_file_once() -> None:

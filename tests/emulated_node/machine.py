@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from secrets import token_hex
 
@@ -48,16 +48,24 @@ TIMERS = {"kvm": ("no_timer_check",), "tcg": ("no_timer_check", "tsc=reliable")}
 """On a loaded machine one emulated boot in a few dozen panics in the kernel's check of the 8254 timer without the first option. All
 of TCG's time-stamp counters are one clock, but the kernel finds them apart, because the CPUs that it compares run one after the
 other; it takes seconds for that, and reads the time from the HPET then, which all CPUs wait for."""
+ALIVE_WITHIN = 300
+"""Seconds without a sign of life after which a node that was up counts as hung; it gives one every twenty."""
+QUIET = 3
+"""Seconds without more of it after which an answer is taken to be whole."""
 PORT = "virtserialport,chardev={0},name={0}"
 TRIAL_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The report of a node: the seconds until it was up, and the status of its job; ``None`` where it did not get so far."""
+    """The report of a node: the seconds until it was up, and the status of its job; ``None`` where it did not get so far.
+
+    *hung* tells that it gave no sign of life any more, and was ended.
+    """
 
     up_after: float | None
     status: int | None
+    hung: bool = False
 
 
 def newest_emulator() -> Sequence[str]:
@@ -143,7 +151,7 @@ def arguments(
     devices: bool,
     tap: str | None,
 ) -> list[str]:
-    """Return QEMU's command line but for the two descriptors (``terminal``, ``events``).
+    """Return QEMU's command line but for the character devices that are descriptors (:class:`Connections`).
 
     An interactive node's terminal is a console; otherwise it is a port, which is no tty, so that programs write logs.
     """
@@ -203,7 +211,7 @@ def arguments(
         *("-kernel", str(kernel), "-initrd", str(run / "initrd")),
         *("-append", " ".join(boot_options)),
         *(spares.iommu() if devices else ()),
-        *("-chardev", f"file,id=console,path={run / 'console.log'}", "-serial", "chardev:console"),
+        *("-serial", "chardev:console", "-mon", "chardev=monitor"),
         *("-device", "virtio-rng-pci"),
         *("-drive", f"if=none,id=root,file={image},format=raw,readonly=on", "-device", "virtio-blk-pci,drive=root"),
         *drives,
@@ -218,34 +226,63 @@ def arguments(
     ]
 
 
+@dataclass(frozen=True)
+class Connections:
+    """Our ends of the node's terminal, of its events, of its serial console, and of QEMU's monitor."""
+
+    terminal: socket.socket
+    events: socket.socket
+    console: socket.socket
+    monitor: socket.socket
+
+
 @contextlib.contextmanager
-def running(argv: list[str], log: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Run QEMU with a socket for the node's terminal and one for its events; it ends with the block.
+def running(argv: list[str], run: Path) -> Iterator[Connections]:
+    """Run QEMU with our connections to it, and its logs in *run*; it ends with the block.
 
     ``setpriv --pdeathsig`` ends it when this process is killed.
     """
-    terminal, node_terminal = socket.socketpair()
-    events, node_events = socket.socketpair()
-    with terminal, events, log.open("wb") as errors:
-        with node_terminal, node_events:
+    with contextlib.ExitStack() as ours, (run / "qemu.log").open("wb") as errors:
+        connections = {}
+        with contextlib.ExitStack() as its:
+            options, passed = [], []
+            for field in fields(Connections):
+                connection, end = socket.socketpair()
+                connections[field.name] = ours.enter_context(connection)
+                passed.append(its.enter_context(end).fileno())
+                log = f",logfile={run / 'console.log'}" if field.name == "console" else ""
+                options += ["-chardev", f"socket,id={field.name},fd={end.fileno()}{log}"]
             process = subprocess.Popen(
-                [
-                    *("setpriv", "--pdeathsig", "KILL"),
-                    *argv,
-                    *("-chardev", f"socket,id=terminal,fd={node_terminal.fileno()}"),
-                    *("-chardev", f"socket,id=events,fd={node_events.fileno()}"),
-                ],
-                pass_fds=(node_terminal.fileno(), node_events.fileno()),
+                ["setpriv", "--pdeathsig", "KILL", *argv, *options],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for us (or for the node's shell), not for QEMU
             )
         try:
-            yield terminal, events
+            yield Connections(**connections)
         finally:
             process.kill()
             process.wait()
+
+
+def examine(connections: Connections, run: Path) -> None:
+    """Have QEMU tell the registers of a node that hangs, and its kernel what blocks and what runs, by SysRq on its console."""
+    with contextlib.suppress(OSError), (run / "registers.txt").open("wb") as registers:
+        connections.monitor.sendall(b"info registers -a\n")
+        connections.monitor.settimeout(QUIET)
+        with contextlib.suppress(TimeoutError):
+            while data := connections.monitor.recv(65536):
+                registers.write(data)
+        for key in b"9wl":  # every message, blocked tasks, the CPUs' stacks (Documentation/admin-guide/sysrq.rst)
+            connections.monitor.sendall(b"chardev-send-break console\n")
+            time.sleep(1)
+            connections.console.sendall(bytes([key]))
+            connections.console.settimeout(QUIET)
+            with contextlib.suppress(TimeoutError):
+                while connections.console.recv(65536):  # which is logged by QEMU
+                    pass
 
 
 @contextlib.contextmanager
@@ -283,12 +320,14 @@ def boot(
     emulator: Path | None = None,
     boot_seconds: float,
     job_seconds: float,
+    alive_within: float = ALIVE_WITHIN,
 ) -> Outcome:
     """Boot the node, show the output of its job, and return its report.
 
     *run* is the directory the node sees as ``/results``; the scripts ``job`` and ``shell`` in it are run (``node-job``).
     *disks* are read-only ones, by the serial numbers the node sees, and it may write to the *writable* ones; *tap* is an
     interface that shall be its network.
+    After *alive_within* seconds without a sign of life the node counts as hung (:func:`examine`).
     The *emulator* is the newest QEMU if none is named, so that a node is the same on machines of any release.
     """
     image = cache.fetch(artefacts.root())
@@ -314,8 +353,8 @@ def boot(
     )
     started = time.monotonic()
     say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
-    with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:
-        listener = Listener(terminal, events, word)
+    with running(argv, run) as connections, contextlib.ExitStack() as stack:
+        listener = Listener(connections, word)
         up = listener.wait_for("up", started + boot_seconds)
         if up is None:
             return Outcome(None, None)
@@ -324,28 +363,41 @@ def boot(
         if interactive:
             stack.enter_context(raw_terminal())
             listener.take_keys()
+        listener.alive_within = alive_within if not interactive else None
         done = listener.wait_for("done", time.monotonic() + job_seconds if not interactive else float("inf"))
+        if listener.silent():
+            examine(connections, run)
         if done is not None:
             listener.wait_for("nothing more", time.monotonic() + 30)  # the rest of the terminal's output
-    return Outcome(up_after, None if done is None else int(done))
+    return Outcome(up_after, None if done is None else int(done), hung=done is None and listener.silent())
 
 
 class Listener:
-    """The node's terminal, which is shown as it comes, and its events, which count only with the word of this boot."""
+    """The node's terminal, which is shown as it comes, and its events, which count only with the word of this boot.
 
-    def __init__(self, terminal: socket.socket, events: socket.socket, word: str) -> None:
-        self.terminal, self.events, self.word = terminal, events, word
+    After *alive_within* seconds without an event, if it is given, the node counts as :meth:`silent`, and is not waited for.
+    """
+
+    def __init__(self, connections: Connections, word: str) -> None:
+        self.terminal, self.events, self.word = connections.terminal, connections.events, word
+        self.unread = (connections.console.fileno(), connections.monitor.fileno())
+        self.alive_within: float | None = None
+        self.last_event = time.monotonic()
         self.received = b""
         self.selector = selectors.DefaultSelector()
-        self.selector.register(terminal, selectors.EVENT_READ)
-        self.selector.register(events, selectors.EVENT_READ)
+        for connection in (connections.terminal, connections.events, connections.console, connections.monitor):
+            self.selector.register(connection, selectors.EVENT_READ)
+
+    def silent(self) -> bool:
+        """Tell whether the node should have given a sign of life, and has not."""
+        return self.alive_within is not None and time.monotonic() >= self.last_event + self.alive_within
 
     def take_keys(self) -> None:
         """Send the keys typed here to the node's terminal."""
         self.selector.register(0, selectors.EVENT_READ)
 
     def wait_for(self, event: str, until: float) -> str | None:
-        """Return the text after *event*, or ``None`` when the time is over or the node has ended."""
+        """Return the text after *event*, or ``None`` when the time is over, or the node is silent or has ended."""
         prefix = f"{event} {self.word}"
         while True:
             for line in self.lines():
@@ -353,7 +405,8 @@ class Listener:
                     return line.removeprefix(prefix).strip()
             if not {self.terminal.fileno(), self.events.fileno()} & {key.fd for key in self.registered()}:
                 return None
-            left = until - time.monotonic()
+            end = until if self.alive_within is None else min(until, self.last_event + self.alive_within)
+            left = end - time.monotonic()
             ready = self.selector.select(None if left == float("inf") else max(left, 0))
             if not ready:
                 return None
@@ -384,7 +437,8 @@ class Listener:
             if data:
                 if fd == self.events.fileno():
                     self.received += data
-                else:
+                    self.last_event = time.monotonic()
+                elif fd not in self.unread:
                     sys.stdout.buffer.write(data)
                     sys.stdout.buffer.flush()
                 return

@@ -19,8 +19,12 @@ class Retries:
         self._most = most
         self._failed: dict[pytest.Item, list[pytest.TestReport]] = {}
         self._passed_later: list[pytest.Item] = []
+        self._again = False
 
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        if self._again:
+            self._run_again(item)
+            return True
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         failed = any(report.failed for report in reports)
@@ -31,15 +35,22 @@ class Retries:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
+    def _run_again(self, item: pytest.Item) -> None:
+        reports = runtestprotocol(item, log=False, nextitem=None)
+        publish(item, reports)
+        if not any(report.failed for report in reports):
+            self._passed_later.append(item)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         result = yield
-        noise = len(self._failed) <= self._most
-        for item, reports in self._failed.items() if noise else list(self._failed.items())[: self._most]:
-            again = runtestprotocol(item, log=False, nextitem=None) if noise else reports
-            publish(item, again)
-            if not any(report.failed for report in again):
-                self._passed_later.append(item)
+        if len(self._failed) <= self._most:
+            self._again = True
+            for item in self._failed:  # by the hook, so that it has a time-out, too
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        else:
+            for item, reports in list(self._failed.items())[: self._most]:
+                publish(item, reports)
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -60,3 +60,22 @@ def test_without_retries_the_first_failure_counts(tmp_path: Path, retries: str) 
     status, out, order = run(tmp_path, retries, noisy=True, broken="False")
     assert (status, order) == (1, ["noisy", "other"])
     assert "1 passed, 1 error" in out
+
+
+HANGS = """
+import pathlib, pytest, time
+@pytest.mark.timeout(1)
+def test_it():
+    seen = pathlib.Path(__file__).with_name("seen")
+    if seen.exists():
+        time.sleep(60)
+    seen.touch()
+    assert False
+"""
+
+
+def test_the_second_attempt_has_a_time_out_too(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(HANGS)
+    done = run_beside_conftest(tmp_path, RUNNER_RETRIES="1")
+    assert done.returncode == 1
+    assert "Timeout (>1.0s) from pytest-timeout" in done.stdout
