@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.kernel import inotify
+from tests.node import forked_controllers
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.standin_kubelet import (
     MIB,
@@ -108,26 +108,20 @@ class Controller:
         self.directory = directory
         self.socket = directory / "controller.sock"
         self.log = directory.parent / "controller.log"
-        self.argv = (
-            *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
-            *(
-                "--root",
-                str(TREE.path),
-                "--socket",
-                str(self.socket),
-                "--state-dir",
-                str(directory.parent / "controller-state"),
-            ),
-            *("--kubelet-dir", str(kubelet.directory), *more),
+        self.arguments = (
+            *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory)),
+            *("--state-dir", str(directory.parent / "controller-state"), *more),
         )
-        self.process: subprocess.Popen[bytes] | None = None
+        self.prefix: tuple[str, ...] = ()
+        self.before = ""
+        self.process: forked_controllers.Process | None = None
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start it, by the command *prefix* or after the code *before*, and wait until it answers."""
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self.argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stderr=log)
-        # It imports for up to a minute where the node has to compile what it imports, and others load the machine.
+            self.process = forked_controllers.started(self.arguments, log, prefix=self.prefix, before=self.before)
+        # With a prefix it imports for up to a minute where the node has to compile what it imports, and others load the machine.
         until(self.answers, "the controller to answer", 4 * SECONDS)
 
     def answers(self) -> bool:
@@ -152,7 +146,7 @@ class Controller:
         """SIGKILL it."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(SECONDS)
             self.process = None
 
     def end(self) -> None:

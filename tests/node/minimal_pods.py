@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 from runner.cpuset import CpuSet
 from runner.kernel.cgroup import Cgroup
+from tests.node import forked_controllers
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
 PROJECT = Path(__file__).resolve().parents[2]
@@ -25,7 +27,6 @@ A, B, C = (
     "b41f38d8-2c21-4168-af77-6d0cc5482dcb",
 )
 ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
-COMMAND = (sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())")
 TIMEOUT = 60.0
 """Seconds for anything that must happen; emulated CPUs are slow."""
 
@@ -184,6 +185,8 @@ class Pod:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps(command), file=self.process.stdin, flush=True)
+        ready, _, _ = select.select([self.process.stdout], [], [], 2 * TIMEOUT)
+        assert ready, f"waited {2 * TIMEOUT} s for {command[0]}"
         line = self.process.stdout.readline()
         assert line, "the pod's process has ended"
         result: object = json.loads(line)
@@ -276,14 +279,14 @@ class Machine:
 
     @contextlib.contextmanager
     def controller(
-        self, *more: str, prefix: tuple[str, ...] = (), command: tuple[str, ...] = COMMAND
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """Run the controller, by the command *prefix*; it answers when the block begins."""
+        self, *more: str, prefix: tuple[str, ...] = (), before: str = ""
+    ) -> Iterator[forked_controllers.Process]:
+        """Run the controller, by the command *prefix* or after the code *before*; it answers when the block begins."""
         places = ("--root", str(self.root.path), "--socket", str(self.socket), "--kubelet-dir", str(self.kubelet))
         state = ("--state-dir", str(self.socket.parent / "state"))
         with (
             self.log.open("ab") as log,
-            subprocess.Popen([*prefix, *command, *places, *state, *more], cwd=PROJECT, stderr=log) as process,
+            forked_controllers.started((*places, *state, *more), log, prefix=prefix, before=before) as process,
         ):
             try:
                 until(lambda: self.answers() or process.poll() is not None)

@@ -179,8 +179,15 @@ class Running:
 
     @functools.cached_property
     def pid(self) -> int:
-        """Return the host's pid of its first process."""
-        return int(json.loads(self.command("state"))["pid"])
+        """Return the host's pid of its first process, which may write before the runtime knows of it."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                return int(json.loads(self.command("state"))["pid"])
+            except AssertionError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def command(self, *arguments: str) -> str:
         """Call the runtime with a command, its options, this container's name, and the other arguments; return its output."""
@@ -198,6 +205,11 @@ class Running:
     def kill(self, name: str = "TERM") -> None:
         """Signal its first process, as ``StopContainer`` does."""
         self.command("kill", name)
+
+    def delete(self) -> None:
+        """Kill what is left of it, and have the runtime forget it."""
+        argv = [*self.runtime, "delete", "--force", self.id]
+        subprocess.run(argv, capture_output=True, check=False, timeout=SECONDS)
 
     def execute(self, *command: str) -> str:
         """Run a command in it, as ``kubectl exec`` does, and return its output."""
@@ -429,7 +441,7 @@ class Kubelet:
         [container] = [each for each in self.pods[uid].containers if each.name == name]
         ended = self.running[uid][name]
         ended.wait()
-        subprocess.run([*ended.runtime, "delete", "--force", ended.id], capture_output=True, check=False)
+        ended.delete()
         self.running[uid][name] = self.start_container(self.pods[uid], container, self.running[uid]["POD"].pid)
         return self.running[uid][name]
 
@@ -483,7 +495,7 @@ class Kubelet:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     container.process.wait(max(0, end - time.monotonic()))
         for container in running.values():
-            subprocess.run([*container.runtime, "delete", "--force", container.id], capture_output=True, check=False)
+            container.delete()
         statuses = {name: container.wait() for name, container in running.items()}
         slice_ = self.pods[uid].cgroup_path
         if self.systemd:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,13 +12,12 @@ from tests.node.minimal_pods import children
 
 PARTITION_FILES = ("cpuset.cpus.exclusive", "cpuset.cpus.partition")
 SETTING_FILES = ("smp_affinity_list", "default_smp_affinity", "cpumask", "pm_qos_resume_latency_us")
-PROGRAM = """
-import os, signal, sys
+CODE = """
+import os, signal
 from pathlib import Path
-from runner.controller.main import main
-left, files, write = Path(sys.argv[1]), sys.argv[2].split(","), os.write
-def stopping(fd, data):  # in the partition writer, too, which is forked from this program
-    if left.exists() and os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) in files:
+left, files, write = Path({left!r}), {files!r}, os.write
+def stopping(fd, data):  # in the partition writer, too, which is forked from this process
+    if left.exists() and os.path.basename(os.readlink(f"/proc/self/fd/{{fd}}")) in files:
         if number := int(left.read_text()):
             left.write_text(str(number - 1))
         else:
@@ -27,7 +25,6 @@ def stopping(fd, data):  # in the partition writer, too, which is forked from th
             os.kill(os.getpid(), signal.SIGSTOP)
     return write(fd, data)
 os.write = stopping
-sys.exit(main(sys.argv[3:]))
 """
 
 
@@ -36,8 +33,8 @@ class Stop:
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self.left = directory / "writes-left"
-        self.command = (sys.executable, "-c", PROGRAM, str(self.left), ",".join(files))
-        """Begins the controller's command line; its options follow."""
+        self.code = CODE.format(left=str(self.left), files=tuple(files))
+        """For the controller to run before anything else."""
 
     def choose(self, number: int) -> None:
         """Choose the write number *number* from now on; 0 is the next one."""

@@ -147,10 +147,10 @@ def test_a_macvtap_is_opened_in_the_pods_cgroup_and_in_float_where_that_is_allow
 
 def restarted(controller: Controller, *more: str) -> None:
     controller.kill()
-    argv = controller.argv
-    controller.argv = (*argv, *more)
+    arguments = controller.arguments
+    controller.arguments = (*arguments, *more)
     controller.start()
-    controller.argv = argv
+    controller.arguments = arguments
 
 
 def test_a_tree_that_was_made_anew_is_noticed(controller: Controller, disk: str) -> None:
@@ -182,7 +182,7 @@ def test_the_capabilities_of_the_daemon_set_suffice_and_are_given_away(
     controller = Controller(kubelet, tmp_path / "sockets")
     # With SYS_ADMIN it starts in a cgroup namespace of its own, as a container does; without, it could not leave that.
     namespace = () if lacking else ("unshare", "--cgroup")
-    controller.argv = (*namespace, "setpriv", f"--bounding-set={given}", "--inh-caps=-all", *controller.argv)
+    controller.prefix = (*namespace, "setpriv", f"--bounding-set={given}", "--inh-caps=-all")
     try:
         controller.start()
         assert controller.process is not None

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from runner.inspect.observe import observe_node
 from runner.inspect.render import report_lines
 from runner.inspect.rules import judge
 from runner.kernel.cgroup import Cgroup as KernelCgroup
+from tests.node.forked_controllers import Process
 from tests.node.host_settings import (
     DEFAULT,
     WORK_QUEUES,
@@ -39,7 +39,7 @@ from tests.node.host_settings import (
 from tests.node.instances import TREE, NodeFixture
 from tests.node.minimal_pods import TIMEOUT, A, B, Machine, Pod, missing, result, until
 from tests.node.stopped_controller import SETTING_FILES, Stop, stopped
-from tests.support.soak import some
+from tests.support.soak import some, times
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 
@@ -142,7 +142,7 @@ def test_nothing_is_lost_when_everything_is_killed(machine: Machine, before: dic
         until(lambda: settings() == before)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(times(600))
 def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
     before: dict[str, str], machine: Machine, tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
     stop, records = Stop(tmp_path, SETTING_FILES), tmp_path / "state" / RECORDS
     changed = len(movable()) + 2 + len(machine.a)  # interrupts; their default, work queues; the latency of each CPU
     for number in some(range(2 * changed), 4):  # there and back
-        with machine.controller(command=stop.command) as process:
+        with machine.controller(before=stop.code) as process:
             until(lambda: settings() == before)
             records.unlink(missing_ok=True)
             killed_before_write(machine, process, stop, number)
@@ -161,22 +161,23 @@ def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
         until(lambda: settings() == before)
 
 
-def killed_before_write(machine: Machine, process: subprocess.Popen[bytes], stop: Stop, number: int) -> None:
+def killed_before_write(machine: Machine, process: Process, stop: Stop, number: int) -> None:
     """Let an instance come and go; kill it and its controller *process* before the write *number* of these."""
     machine.put_state({A: machine.a})
     stop.choose(number)
     with ThreadPoolExecutor(1) as pool:
         pod = machine.pod(A, machine.a)
         arrival = pool.submit(arrive, machine, pod)
-        until(lambda: stopped(process.pid) or arrival.done())
-        if not stopped(process.pid):
-            arrival.result()
-            until(lambda: stopped(process.pid) or kept_off(machine.a))
-        if not stopped(process.pid):
-            end(machine, pod)
-            until(lambda: stopped(process.pid))
-        kill(process)
-        arrival.exception()  # the pod's request has ended with the controller
+        try:
+            until(lambda: stopped(process.pid) or arrival.done())
+            if not stopped(process.pid):
+                arrival.result()
+                until(lambda: stopped(process.pid) or kept_off(machine.a))
+            if not stopped(process.pid):
+                end(machine, pod)
+                until(lambda: stopped(process.pid))
+        finally:
+            kill(process)  # with which the pod's request ends, for which the block waits
     if pod in machine.pods:
         end(machine, pod)
 
@@ -187,7 +188,7 @@ def arrive(machine: Machine, pod: Pod) -> None:
     tuned(machine, pod, {"latency": "low"})
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Process) -> None:
     process.kill()
     process.wait(TIMEOUT)
 

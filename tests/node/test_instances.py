@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
+from tests.node.forked_controllers import ForkedController
 from tests.node.instances import (
     FLOAT,
     TREE,
@@ -32,7 +31,7 @@ from tests.node.instances import (
     until,
     untouched,
 )
-from tests.node.standin_kubelet import PROJECT, Container, Pod
+from tests.node.standin_kubelet import Container, Pod
 from tests.support.soak import chance, times
 
 pytestmark = pytest.mark.usefixtures("rom", "shown")
@@ -169,45 +168,28 @@ def shown(fleet: Fleet) -> Iterator[None]:
 
 # -- the controller dies ---------------------------------------------------------------------------------------------
 
-FORKED = """
-import os, sys
-from runner.controller.main import main
-for _ in sys.stdin:
-    child = os.fork()
-    if not child:
-        os._exit(main(sys.argv[1:]))
-    print(child, flush=True)
-    os.waitpid(child, 0)
-    print("ended", flush=True)
-"""
-"""Starts controllers without the second that an emulated CPU takes to import one."""
-
 
 class ShortLivedControllers:
     """Controllers that are killed soon after their start."""
 
-    def __init__(self, controller: Controller, process: subprocess.Popen[str]) -> None:
-        self.controller, self.process = controller, process
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
         self.ready: list[float] = []
 
     @contextlib.contextmanager
     def one(self, seconds: float | None = None) -> Iterator[None]:
         """Hold one from the moment at which it answers or, with *seconds*, so long after its start; it is killed afterwards."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(file=self.process.stdin, flush=True)
-        pid = int(self.process.stdout.readline())
         begun = time.monotonic()
-        if seconds is None:
-            until(self.controller.listens, "the controller to answer")
-            self.ready.append(time.monotonic() - begun)
-        else:
-            time.sleep(seconds)  # the moment is what is tested: any
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGKILL)
-        assert self.process.stdout.readline() == "ended\n"
+        with self.controller.log.open("ab") as log, ForkedController(self.controller.arguments, log) as process:
+            try:
+                if seconds is None:
+                    until(self.controller.listens, "the controller to answer")
+                    self.ready.append(time.monotonic() - begun)
+                else:
+                    time.sleep(seconds)  # the moment is what is tested: any
+                yield
+            finally:
+                process.kill()
 
     def start_and_kill(self, seconds: float | None = None) -> None:
         """Start one and kill it after *seconds* or, without, as soon as it answers."""
@@ -219,19 +201,7 @@ class ShortLivedControllers:
 def short_lived_controllers(controller: Controller) -> Iterator[ShortLivedControllers]:
     """Replace the controller by short-lived ones until the block ends; then start it again."""
     controller.kill()
-    argv = [sys.executable, "-c", FORKED, *controller.argv[3:]]
-    with (
-        controller.log.open("ab") as log,
-        subprocess.Popen(
-            argv,
-            cwd=PROJECT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as process,
-    ):
-        yield ShortLivedControllers(controller, process)
+    yield ShortLivedControllers(controller)
     controller.start()
 
 

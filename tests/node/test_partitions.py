@@ -23,7 +23,7 @@ from tests.node import minimal_pods
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task
 from tests.node.host_settings import changes
 from tests.node.instances import TREE, Instance, NodeFixture, controller_of, uid_of, until
-from tests.node.minimal_pods import COMMAND, A, B, Machine, reason, result
+from tests.node.minimal_pods import A, B, Machine, reason, result
 from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Container, Kubelet, Pod
 from tests.node.stopped_controller import PARTITION_FILES, Stop, go_on, stopped, writer_of
@@ -198,7 +198,7 @@ def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, vic
 
 
 @PARTITIONS
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", some(["qemu", "runner"], 1))
 def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
     before: dict[str, str], node_fixture: NodeFixture, tmp_path: Path, victim: str
@@ -206,7 +206,7 @@ def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
     """Its life is repeated, and it is killed before another write of the controller's each time; QEMU while there is one."""
     stop, controller = Stop(tmp_path, PARTITION_FILES), node_fixture.controller
     controller.kill()
-    controller.argv = (*stop.command, *controller.argv[len(COMMAND) :])
+    controller.before = stop.code
     controller.start()
     assert controller.process is not None
     pids = (controller.process.pid, writer_of(controller.process.pid))
@@ -305,7 +305,7 @@ def all_given_back(machine: Machine, before: dict[str, str]) -> None:
 
 
 @PARTITIONS
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", some(["controller", "writer", "pod", "everything"], 2))
 def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
     before: dict[str, str], machine: Machine, tmp_path: Path, victim: str
@@ -333,7 +333,8 @@ def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
         until(lambda: machine.a <= machine.float_cgroup.effective_cpus(), "float to have the CPUs")
 
     for number in itertools.count():
-        with machine.controller(command=stop.command) as controller, ThreadPoolExecutor(1) as pool:
+        # The pod's thread ends with the controller, which may be stopped.
+        with ThreadPoolExecutor(1) as pool, machine.controller(before=stop.code) as controller:
             over()
             machine.put_state({A: machine.a, B: machine.b})
             pod = machine.pod(A, machine.a)
@@ -357,7 +358,7 @@ def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
 
 
 @PARTITIONS
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(times(300))
 def test_two_instances_start_and_end_against_each_other(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
 
