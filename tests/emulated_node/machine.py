@@ -366,6 +366,7 @@ def boot(
         listener.alive_within = alive_within if not interactive else None
         done = listener.wait_for("done", time.monotonic() + job_seconds if not interactive else float("inf"))
         if listener.silent():
+            say(f"no sign of life for {alive_within:g} s: what is known is in registers.txt and console.log of {run}")
             examine(connections, run)
         if done is not None:
             listener.wait_for("nothing more", time.monotonic() + 30)  # the rest of the terminal's output
