@@ -212,6 +212,7 @@ def main() -> int:
         devices=True,
         writable={VM_DISK: options.run / VM_DISK},
         tap=TAP,
+        hpet=True,
         emulator=options.emulator,
         boot_seconds=UP_WITHIN,
         job_seconds=LASTS,
