@@ -20,7 +20,6 @@ from runner.kernel.cgroup import Cgroup
 from tests.node import forked_controllers
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
-PROJECT = Path(__file__).resolve().parents[2]
 A, B, C = (
     "3ceda12c-3ee9-40fa-9f42-61428fe654a6",
     "416de7c2-21de-472d-817c-fa9d4306cb7d",
