@@ -47,6 +47,11 @@ HYPERTRANSPORT = 1012 * GIB
 """AMD's CPUs reserve the 12 GiB below 1 TiB; QEMU puts RAM that would reach it above (``hw/i386/pc.c``)."""
 EMULATED_BITS = 40
 """Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
+LEGACY_BITS, PSE36_BITS = 32, 36
+"""Bits of physical addresses of a CPU without 64-bit mode, and of one of them with PSE-36."""
+WITHOUT_PSE36 = frozenset({"486", "base", "coreduo", "n270", "pentium", "qemu32"})
+WITHOUT_LONG_MODE = WITHOUT_PSE36 | {"athlon", "kvm32", "pentium2", "pentium3"}
+"""QEMU's CPU models without 64-bit mode."""
 
 PORTS_ON_BRIDGE = 23
 """Devices behind the bridge of one NUMA node: with eight bridges each has 24 bus numbers (``plan/argv/qemu.py``)."""
@@ -357,7 +362,7 @@ class _DevicePlanner:
                 f"the devices' memory needs a window of {format_size(window)} above {format_size(size)} of "
                 f"RAM, which ends at {format_size(top)}; the guest's CPU has addresses of {bits} bits, up to "
                 f"{format_size(1 << bits)}",
-                "under KVM leave cpu.model out or add host-phys-bits=on to it, or pass fewer devices",
+                "under KVM leave cpu.model out or add host-phys-bits=on to it, without host-phys-bits-limit; or pass fewer devices",
             )
         return window
 
@@ -485,11 +490,43 @@ def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
 
 
 def guest_address_bits(accel: Accel, model: str | None, host: int) -> int:
-    """Return the number of bits of a physical address in the guest; 0 if it is not known. *host* is that of the host."""
-    if accel != "kvm":
-        return EMULATED_BITS
-    explicit = re.search(r",phys-bits=([0-9]+)", model or "", re.ASCII)
-    if explicit is not None:
-        return int(explicit[1])
-    whole = model is None or re.match(r"(host|max)\b", model) or ",host-phys-bits=on" in model
-    return host if whole else EMULATED_BITS
+    """Return the number of bits of a physical address in the guest; 0 if it is not known. *host* is that of the host.
+
+    QEMU's rules are those of ``target/i386/host-cpu.c`` (only under KVM) and ``x86_cpu_realizefn``: ``host-phys-bits``,
+    which the models ``host`` and ``max`` have, comes before ``phys-bits``, and ``host-phys-bits-limit`` counts only with it.
+    """
+    name, properties = _cpu_properties(model or ("host" if accel == "kvm" else "max"))
+    base = re.sub(r"-v[0-9]+$", "", name)
+    if not _is_on(properties.get("lm"), otherwise=base not in WITHOUT_LONG_MODE):
+        return PSE36_BITS if _is_on(properties.get("pse36"), otherwise=base not in WITHOUT_PSE36) else LEGACY_BITS
+    if accel == "kvm" and _is_on(properties.get("host-phys-bits"), otherwise=name in {"host", "max"}):
+        limit = _number(properties.get("host-phys-bits-limit"))
+        return min(filter(None, (host, limit)), default=0)
+    return _number(properties.get("phys-bits")) or EMULATED_BITS
+
+
+def _cpu_properties(model: str) -> tuple[str, dict[str, str]]:
+    """Return the name and the properties in QEMU's CPU *model* (``x86_cpu_parse_featurestr``).
+
+    The last value of a property counts, but one with ``+`` comes after all values, and one with ``-`` after those.
+    """
+    name, *words = model.split(",")
+    values: dict[str, str] = {}
+    signed: dict[str, dict[str, str]] = {"+": {}, "-": {}}
+    for word in filter(None, words):
+        key, _, value = word.lstrip("+-").partition("=")
+        found = signed.get(word[0], values)
+        found[key.replace("_", "-")] = {"+": "on", "-": "off"}.get(word[0], value or "on")
+    return name, values | signed["+"] | signed["-"]
+
+
+def _is_on(value: str | None, *, otherwise: bool) -> bool:
+    return otherwise if value is None else value in {"on", "yes", "true", "y"}
+
+
+def _number(value: str | None) -> int:
+    """Return the number in *value*, also in hexadecimal; 0 for none, and for what QEMU refuses itself."""
+    try:
+        return int(value or "0", 0)
+    except ValueError:
+        return 0

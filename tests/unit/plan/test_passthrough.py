@@ -663,7 +663,17 @@ def test_where_the_window_ends() -> None:
         ("kvm", "EPYC", 40),
         ("kvm", "EPYC,host-phys-bits=on", 46),
         ("kvm", "EPYC,phys-bits=48", 48),
+        ("kvm", "host,host-phys-bits-limit=39", 39),
+        ("kvm", "max,host-phys-bits-limit=60", 46),
+        ("kvm", "host,host-phys-bits-limit=0", 46),
+        ("kvm", "host,phys-bits=39", 46),
+        ("kvm", "host,-host-phys-bits,phys-bits=39", 39),
+        ("kvm", "host,host-phys-bits=off", 40),
+        ("kvm", "EPYC,host_phys_bits=on,host_phys_bits_limit=0x2a", 42),
+        ("kvm", "EPYC,host-phys-bits-limit=42", 40),
         ("tcg", None, 40),
+        ("tcg", "max,host-phys-bits=on", 40),
+        ("tcg", "max,phys-bits=46", 46),
     ],
 )
 def test_how_far_a_guest_can_address(accel: Accel, model: str | None, bits: int) -> None:
