@@ -128,7 +128,7 @@ class Kubelet:
             _cpu_manager(CpuTopology.of(hardware), configuration, known),
             _memory_manager(hardware, configuration),
             known,
-            DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices),
+            DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices, known),
             configuration.minor,
             configuration.pod_level_resources,
             configuration.pod_level_resource_managers,

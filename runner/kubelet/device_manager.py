@@ -13,7 +13,8 @@ import attrs
 
 from runner.kubelet.numa_masks import Places, containing, mask_of, of_size, reaching
 from runner.kubelet.pod import Container, ContainerKind, Pod, peak
-from runner.kubelet.quirks import AllocationError
+from runner.kubelet.quirks import AllocationError, Quirk
+from runner.kubelet.state import without_pod
 from runner.kubelet.topology_manager import HintList, ProviderHints
 from runner.values import frozen
 
@@ -26,7 +27,9 @@ class DeviceState:
     """The state of the Device Manager."""
 
     assignments: Mapping[str, Mapping[str, Devices]] = attrs.field(factory=dict)
-    """Pod UID → container → its devices."""
+    """Pod UID → container → its devices, those that it uses again after an init container included."""
+    held: Mapping[str, Devices] = attrs.field(factory=dict)
+    """Pod UID → devices of all its containers; a device that several of them use one after the other counts once."""
     reusable: Mapping[str, Devices] = attrs.field(factory=dict)
     """Pod UID → devices of its init containers that later containers may use again."""
 
@@ -38,13 +41,13 @@ class DeviceManager:
     numa_nodes: tuple[int, ...]
     """All NUMA nodes of the host."""
     devices: Devices = attrs.field(factory=dict)
+    quirks: frozenset[Quirk] = frozenset(Quirk)
 
     def free(self, state: DeviceState, resource: str) -> Counter[int | None]:
         """Return the number of free devices of *resource* by NUMA node."""
         free = Counter(self.devices.get(resource, {}))
-        for containers in state.assignments.values():
-            for given in containers.values():
-                free.subtract(given.get(resource, {}))
+        for held in state.held.values():
+            free.subtract(held.get(resource, {}))
         return free
 
     def hints(self, state: DeviceState, pod: Pod, container: Container) -> ProviderHints:
@@ -70,13 +73,19 @@ class DeviceManager:
     def _hints(
         self, resource: str, count: int, free: Counter[int | None], reusable: Mapping[int | None, int]
     ) -> HintList | None:
-        """Return a hint for every set of NUMA nodes with *count* devices (``generateDeviceTopologyHints``)."""
+        """Return a hint for every set of NUMA nodes with *count* devices (``generateDeviceTopologyHints``).
+
+        The sets are those of the NUMA nodes that have devices of *resource* (``deviceNUMANodes``), free or not, or with
+        :attr:`Quirk.DEVICE_HINTS_EVERYWHERE` of all NUMA nodes.
+        """
         everything = self.devices[resource]
-        if set(everything) == {None}:
+        with_devices = {each for each, number in everything.items() if number}
+        if with_devices <= {None}:
             return None
         if free.total() + sum(reusable.values()) < count:
             return HintList()
-        places = Places(self.numa_nodes)
+        everywhere = Quirk.DEVICE_HINTS_EVERYWHERE in self.quirks
+        places = Places(tuple(each for each in self.numa_nodes if everywhere or each in with_devices))
         required = places.place(mask_of(numa_node for numa_node in reusable if numa_node is not None))
         usable = [max(0, free[each]) + reusable.get(each, 0) for each in places.numa_nodes]
         fitting = reaching(usable, count) & containing(len(places), required) & ~1
@@ -99,52 +108,53 @@ class DeviceManager:
         containers = state.assignments.get(pod.pod_uid, {})
         if not container.devices or container.name in containers:
             return state
-        given = dict(containers)
         own: dict[str, Mapping[int | None, int]] = {}
+        held = dict(state.held.get(pod.pod_uid, {}))
         reusable = {resource: Counter(places) for resource, places in state.reusable.get(pod.pod_uid, {}).items()}
         for resource, count in container.devices.items():
             if resource in self.devices:
                 again = reusable.setdefault(resource, Counter())
-                own[resource] = self._choose(state, resource, count, again, affinity)
+                used_again = self._choose(again, count, None)
+                new = self._choose_free(state, resource, count - used_again.total(), affinity)
+                own[resource] = used_again + new
+                held[resource] = Counter(held.get(resource, {})) + new
                 if container.kind is ContainerKind.INIT:
-                    again |= Counter(own[resource])
+                    again += new
                 else:
-                    again -= Counter(own[resource])
-                reusable[resource] = again
-        # A device that is used again belongs to the later container from now on.
-        for name, devices in given.items():
-            given[name] = {
-                resource: Counter(places) - Counter(own.get(resource, {})) for resource, places in devices.items()
-            }
-        return DeviceState({**state.assignments, pod.pod_uid: {**given, container.name: own}}, {pod.pod_uid: reusable})
+                    again -= used_again
+        return DeviceState(
+            {**state.assignments, pod.pod_uid: {**containers, container.name: own}},
+            {**state.held, pod.pod_uid: held},
+            {pod.pod_uid: reusable},
+        )
 
-    def _choose(
-        self, state: DeviceState, resource: str, count: int, again: Counter[int | None], affinity: int | None
-    ) -> Mapping[int | None, int]:
-        chosen: Counter[int | None] = Counter()
-        for numa_node in again:
-            chosen[numa_node] = min(again[numa_node], count - chosen.total())
+    def _choose_free(self, state: DeviceState, resource: str, count: int, affinity: int | None) -> Counter[int | None]:
         free = self.free(state, resource)
-        needed = count - chosen.total()
-        if needed and free.total() < needed:
+        if count and free.total() < count:
             raise AllocationError(
-                f"requested number of devices unavailable for {resource}. Requested: {needed},"
-                f" Available: {free.total()}"
+                f"requested number of devices unavailable for {resource}. Requested: {count}, Available: {free.total()}"
             )
+        return self._choose(free, count, affinity)
+
+    @staticmethod
+    def _choose(among: Counter[int | None], count: int, affinity: int | None) -> Counter[int | None]:
+        """Choose at most *count*, those on the NUMA nodes of *affinity* first and those without a NUMA node last."""
 
         def order(numa_node: int | None) -> tuple[bool, bool, int]:
             if numa_node is None:
                 return True, True, 0
             return affinity is not None and not affinity >> numa_node & 1, False, numa_node
 
-        for numa_node in sorted(free, key=order):
-            chosen[numa_node] += min(free[numa_node], count - chosen.total())
-        return dict(+chosen)
+        chosen: Counter[int | None] = Counter()
+        for numa_node in sorted(among, key=order):
+            chosen[numa_node] = min(among[numa_node], count - chosen.total())
+        return +chosen
 
     def without(self, state: DeviceState, pod_uid: str) -> DeviceState:
         """Take back the devices of pod *pod_uid*."""
-        kept = {name: containers for name, containers in state.assignments.items() if name != pod_uid}
-        return attrs.evolve(state, assignments=kept)
+        return attrs.evolve(
+            state, assignments=without_pod(pod_uid, state.assignments), held=without_pod(pod_uid, state.held)
+        )
 
 
 def peak_devices(pod: Pod) -> dict[str, int]:

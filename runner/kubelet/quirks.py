@@ -7,6 +7,7 @@ off, to compare decisions with and without it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 from runner.errors import RefusedError
 
@@ -30,6 +31,12 @@ class Quirk(enum.Enum):
     EMPTY_MEMORY_HINTS = "an empty hint map reads as no preference"
     """A memory request that fits nowhere results in no hints, which the Topology Manager reads as "no preference": the pod
     is rejected only after CPUs were assigned to it, and they stay assigned until the next admission."""
+    DEVICE_HINTS_EVERYWHERE = "kubernetes#135541"
+    """Device hints name all NUMA nodes of the host, also those without devices of the resource; fixed in 1.36."""
+
+
+_FIXED_IN: Mapping[Quirk, int] = {Quirk.DEVICE_HINTS_EVERYWHERE: 36}
+"""Bug → the minor version since which it is fixed."""
 
 
 def quirks_of(minor: int) -> frozenset[Quirk]:
@@ -39,7 +46,7 @@ def quirks_of(minor: int) -> frozenset[Quirk]:
             f"cannot predict kubelet 1.{minor}: decisions are known from 1.{OLDEST_MINOR} to 1.{NEWEST_MINOR};"
             " give the version of the kubelet on that node"
         )
-    return frozenset(Quirk)
+    return frozenset(quirk for quirk in Quirk if minor < _FIXED_IN.get(quirk, minor + 1))
 
 
 class AllocationError(Exception):

@@ -301,7 +301,8 @@ def test_hints_of_a_container_with_cpus_are_regenerated() -> None:
 
 
 def test_versions_that_are_not_known_are_refused() -> None:
-    assert quirks_of(NEWEST_MINOR) == ALL
+    assert quirks_of(35) == ALL
+    assert quirks_of(36) == ALL - {Quirk.DEVICE_HINTS_EVERYWHERE}
     for minor in (32, NEWEST_MINOR + 1):
         with pytest.raises(RefusedError, match=rf"cannot predict kubelet 1\.{minor}: "):
             quirks_of(minor)

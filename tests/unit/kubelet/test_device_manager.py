@@ -6,7 +6,7 @@ import pytest
 
 from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
 from runner.kubelet.pod import Container, ContainerKind, Pod
-from runner.kubelet.quirks import AllocationError
+from runner.kubelet.quirks import AllocationError, quirks_of
 from runner.kubelet.topology_manager import Hint, HintList
 
 GPU, NIC = "nvidia.com/gpu", "example.com/nic"
@@ -61,7 +61,7 @@ def test_hints_of_every_small_host() -> None:
         devices: Devices = {GPU: dict(enumerate(sizes))}
         manager = DeviceManager((0, 1, 2), devices)
         for taken in itertools.product(*(range(size + 1) for size in sizes)):
-            state = DeviceState({"other": {"c": {GPU: dict(enumerate(taken))}}})
+            state = DeviceState(held={"other": {GPU: dict(enumerate(taken))}})
             for count in range(1, sum(sizes) - sum(taken) + 1):
                 listed = (manager.hints(state, pod(count), pod(count).containers[0]) or {})[GPU]
                 assert list(listed or ()) == brute_force(sizes, taken, count)
@@ -81,7 +81,7 @@ def test_devices_come_from_the_affinity_first() -> None:
     assert MANAGER.free(given, GPU) == {0: 2, 1: 1}
     beyond = MANAGER.allocate(DeviceState(), pod(5), pod(5).containers[0], 0b10)
     assert beyond.assignments == {"p": {"c0": {GPU: {0: 1, 1: 4}}}}
-    assert MANAGER.without(given, "p").assignments == {}
+    assert MANAGER.free(MANAGER.without(given, "p"), GPU) == DEVICES[GPU]
 
 
 def test_too_few_devices_are_refused_with_the_kubelet_s_message() -> None:
@@ -109,3 +109,34 @@ def test_reusable_devices_of_an_init_container_are_part_of_every_hint() -> None:
     asking = pod(2, 2, kinds=(ContainerKind.INIT, ContainerKind.APP))
     state = MANAGER.allocate(DeviceState(), asking, asking.containers[0], 0b10)
     assert gpu_hints(MANAGER, state, asking) == ["{1} preferred", "{0,1}"]
+
+
+def test_a_device_of_an_app_container_is_not_used_again() -> None:
+    """It counted as free again as soon as a later container got another device of its NUMA node."""
+    asking = pod(1, 1)
+    state = DeviceState()
+    for container in asking.containers:
+        state = MANAGER.allocate(state, asking, container, 0b01)
+    assert state.assignments == {"p": {"c0": {GPU: {0: 1}}, "c1": {GPU: {0: 1}}}}
+    assert MANAGER.free(state, GPU) == {0: 0, 1: 4}
+
+
+def test_a_sidecar_keeps_the_init_container_s_devices_from_later_ones() -> None:
+    asking = pod(1, 1, 2, kinds=(ContainerKind.INIT, ContainerKind.SIDECAR, ContainerKind.APP))
+    state = DeviceState()
+    for container in asking.containers:
+        state = MANAGER.allocate(state, asking, container, 0b10)
+    assert state.assignments["p"] == {"c0": {GPU: {1: 1}}, "c1": {GPU: {1: 1}}, "c2": {GPU: {1: 2}}}
+    assert MANAGER.free(state, GPU) == {0: 2, 1: 1}
+
+
+def test_hints_name_numa_nodes_with_devices_only_since_1_36() -> None:
+    devices: Devices = {GPU: {1: 2}}
+    newer, older = (DeviceManager((0, 1), devices, quirks_of(minor)) for minor in (36, 35))
+    assert gpu_hints(newer, DeviceState(), pod(1)) == ["{1} preferred"]
+    assert gpu_hints(older, DeviceState(), pod(1)) == ["{1} preferred", "{0,1}"]
+
+
+def test_a_resource_of_which_the_node_has_no_device_gives_no_hints() -> None:
+    manager = DeviceManager((0, 1), {GPU: {1: 0}})
+    assert manager.hints(DeviceState(), pod(1), pod(1).containers[0]) == {GPU: None}

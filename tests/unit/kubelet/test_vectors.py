@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,15 +13,20 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kubelet.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, SimulatedNode
+from runner.kubelet.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.kubelet.configuration import configuration_among, parse_kubelet_configuration
 from runner.kubelet.cpu_assignment import CpuTopology, take_distributed, take_packed
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus
+from runner.kubelet.device_manager import Devices
+from runner.kubelet.manifests import Manifest, parse_manifests
+from runner.kubelet.node_plan import States, start_node
 from runner.kubelet.numa_masks import mask_of, numa_nodes_of
 from runner.kubelet.pod import Container, ContainerKind, Pod, parse_quantity
 from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk
 from runner.kubelet.state import Block
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.kubelet.topology_manager import Hint, HintList, Policy, TopologyManager
+from runner.spec.yaml import parse_yaml
 
 Document = dict[str, Any]
 Vectors = Callable[[str], Iterator[tuple[Document, Document]]]
@@ -371,3 +378,121 @@ def test_pods_with_resources_of_their_own_are_admitted_as_the_kubelet_does(
     assert all(
         seen[each] for each in ("admitted", "TopologyAffinityError", "EmptyPodSharedPoolError", "SMTAlignmentError")
     )
+
+
+# --- whole nodes with devices, in the formats of plan --node ----------------------------------------------------------
+
+
+def registered(listed: Iterable[str]) -> Devices:
+    """Read devices as ``--device`` takes them: ``x.y/gpu=4@0``."""
+    found: dict[str, dict[int | None, int]] = {}
+    for text in listed:
+        resource, amount = text.split("=")
+        count, _, numa_node = amount.partition("@")
+        found.setdefault(resource, {})[int(numa_node) if numa_node else None] = int(count)
+    return found
+
+
+def started(case: Document) -> SimulatedNode:
+    """Start the kubelet of a case with devices."""
+    machine = Hardware.from_json(json.dumps(case["host"]))
+    document = configuration_among(parse_yaml("config", case["config"].encode()))
+    configuration, _ = parse_kubelet_configuration(document, machine, 36)
+    return start_node(machine, configuration, registered(case["devices"]), States())
+
+
+def manifests(case: Document) -> list[Manifest]:
+    documents = [document for text in case["pods"] for document in parse_yaml("pod", text.encode())]
+    return parse_manifests(documents, pod_level_resources=True)[0]
+
+
+def with_devices(admission: Admission, manifest: Manifest) -> Document:
+    found = answer(admission)
+    without = {each.name: {"mask": None, "preferred": False} for each in admission.pod.containers}
+    return {
+        "admit": admission.admitted,
+        "affinity": found.get("affinity", without),
+        "cpus": found["cpus"],
+        "defaultCpuSet": found["defaultCpuSet"],
+        "memory": found.get("memory") or {},
+        "message": admission.message,
+        "qos": manifest.qos.value,
+        "reason": admission.reason,
+    }
+
+
+def numa_nodes_of_devices(step: Document) -> Document:
+    """Count the devices of a result by NUMA node: ``d1-4`` is one on NUMA node 1, ``d-4`` has none."""
+
+    def counted(names: Iterable[str]) -> dict[int | None, int]:
+        places = (re.match(r"d([0-9]+)-", name) for name in names)
+        counts = Counter[int | None](int(place[1]) if place else None for place in places)
+        return dict(counts)
+
+    return {
+        name: {resource: counted(names) for resource, names in resources.items()}
+        for name, resources in step["devices"].items()
+        if resources
+    }
+
+
+def admitted(case: Document) -> Iterator[tuple[Admission, Manifest]]:
+    node = started(case)
+    for manifest in manifests(case):
+        admission = node.admit(manifest.pod)
+        yield admission, manifest
+        node = admission.node
+
+
+def outcome(case: Document) -> Document:
+    steps = []
+    try:
+        for admission, manifest in admitted(case):
+            if admission.outcome is Outcome.CRASHES:
+                return {"panic": True}
+            steps.append(with_devices(admission, manifest))
+    except KubeletConfigError as error:
+        return {"startError": str(error), "steps": []}
+    return {"steps": steps}
+
+
+def test_nodes_with_devices_admit_as_the_kubelet_does(vectors: Vectors) -> None:
+    seen = Counter[str]()
+    for case, result in vectors("devices"):
+        expected = {key: result[key] for key in ("startError", "steps", "panic") if key in result}
+        if "startError" in expected:
+            # The real one has the words of its callers before it.
+            found = outcome(case)
+            assert expected["startError"].endswith(found.pop("startError")), case
+            expected.pop("startError")
+        else:
+            found = outcome(case)
+            for step in expected.get("steps", ()):
+                step["memory"] = comparable(step)["memory"] if step["memory"] else {}
+        steps = [{key: value for key, value in step.items() if key != "devices"} for step in expected.get("steps", ())]
+        assert found == (expected | {"steps": steps} if "steps" in expected else expected), case
+        seen.update(step["reason"] or "admitted" for step in steps)
+        seen.update({"panic": "panic" in result, "startError": "startError" in result})
+    assert all(seen[each] for each in ("admitted", "TopologyAffinityError", "UnexpectedAdmissionError", "panic"))
+
+
+BY_CHANCE = {
+    217: "three of four devices on two NUMA nodes, without an affinity: the order of a Go map",
+    657: "of two resources the second is missing: whether the first was assigned before is the order of a Go map",
+}
+"""The recorded cases in which the kubelet leaves to chance which devices a container gets, by their place in the file."""
+
+
+def test_containers_get_devices_of_the_numa_nodes_that_the_kubelet_chooses(our_vectors: Vectors) -> None:
+    differing = set()
+    for number, (case, result) in enumerate(our_vectors("devices")):
+        if "startError" in result or "panic" in result:
+            continue
+        for (admission, _), step in zip(admitted(case), result["steps"], strict=True):
+            given = {
+                name: {resource: dict(places) for resource, places in devices.items() if places}
+                for name, devices in admission.devices.items()
+            }
+            if {name: devices for name, devices in given.items() if devices} != numa_nodes_of_devices(step):
+                differing.add(number)
+    assert differing == set(BY_CHANCE)
