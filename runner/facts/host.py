@@ -212,6 +212,10 @@ class HostFacts:
     """Whether the time stamp counter of the CPUs runs at the same rate in every state of the CPU."""
     user_namespace: bool = False
     """Whether this process is in a user namespace other than the machine's first: its root is not the machine's."""
+    machines_network: bool = False
+    """Whether this process is in the machine's first network namespace: its interfaces are the machine's, not a container's."""
+    machine_id: str = ""
+    """The machine's id (machine-id(5), else its SMBIOS UUID); empty where neither can be read."""
     tun: bool = True
     """Whether /dev/net/tun can be opened; tried only if the spec has networks."""
     vhost_net: bool = False
@@ -236,7 +240,7 @@ class HostFacts:
     container_uid: str | None = None
     """The identifier of this container at the node's controller: the pod's UID, or without a kubelet the container's id."""
     pod_uid: str | None = None
-    """The pod's UID; ``None`` outside Kubernetes. Read only for cloud-init."""
+    """The pod's UID; ``None`` outside Kubernetes, and where nothing shows it."""
     controller_error: str | None = "it was not looked for"
     """Why the node's controller cannot be used; ``None`` if the directory of its socket exists."""
     controller_remedy: str = ""

@@ -102,6 +102,8 @@ async def read_host_facts(
         io_uring_error=_io_uring_error(spec.disk),
         kvm=await _kvm(spec, roots.dev / "kvm", processes, qemu),
         user_namespace=procfs.in_user_namespace(),
+        machines_network=procfs.in_first_network_namespace(),
+        machine_id=_machine_id(roots),
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
@@ -304,7 +306,7 @@ def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots
         online_cpus=CpuSet() if pod is None else _online_cpus(roots),
         cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
         container_uid=container_uid,
-        pod_uid=None if spec.cloud_init is None else _pod_uid(procfs, cgroup),
+        pod_uid=_pod_uid(procfs, cgroup, of_container=pod is not None or not facts.machines_network),
         controller_error=controller_error,
         controller_remedy=controller_remedy,
         delegation_error=_delegation_error(roots, cgroup) if placement in {"auto", "delegated"} else None,
@@ -344,11 +346,16 @@ def read_pod_name(environment: Mapping[str, str]) -> PodName:
     return PodName(*(environment.get(name, "") for name in names))
 
 
-def _pod_uid(procfs: Procfs, cgroup: str) -> str | None:
-    """Return the pod's UID, and never a container's id: that is another one after each restart."""
+def _pod_uid(procfs: Procfs, cgroup: str, *, of_container: bool) -> str | None:
+    """Return the pod's UID, and never a container's id: that is another one after each restart.
+
+    Only the mounts *of_container* are this pod's: a node has those of every pod.
+    """
+    if "POD_UID" in os.environ or not of_container:
+        return os.environ.get("POD_UID") or None
     from runner.kubelet.pod_uid import parse_pod_uid
 
-    return os.environ.get("POD_UID") or parse_pod_uid(cgroup, procfs.mounted_roots())
+    return parse_pod_uid(cgroup, procfs.mounted_roots())
 
 
 def _controller(socket: PurePosixPath, procfs: Procfs, cgroup: str) -> tuple[str | None, str | None, str]:
@@ -430,6 +437,14 @@ def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
 
 # -- networks and inherited descriptors ------------------------------------------------------------------------------
+
+
+def _machine_id(roots: Roots) -> str:
+    """Return the machine's id; the file may be missing, empty or ``uninitialized`` in a container's image (machine-id(5))."""
+    found = read_text(PurePosixPath("/etc/machine-id")).strip()
+    if re.fullmatch(r"[0-9a-f]{32}", found):
+        return found
+    return read_text(PurePosixPath(roots.sys / "class/dmi/id/product_uuid")).strip().lower()
 
 
 def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:

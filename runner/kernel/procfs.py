@@ -23,6 +23,13 @@ _PF_KTHREAD = 0x00200000
 """``include/linux/sched.h``: in the flags of proc_pid_stat(5), field 9."""
 _FIRST_USER_NAMESPACE = 0xEFFFFFFD
 """Inode of the machine's first user namespace: ``PROC_USER_INIT_INO`` of ``include/linux/proc_ns.h``."""
+FIRST_NETWORK_NAMESPACE = 0xEFFFFFF9
+"""Inode of the machine's first network namespace, where the kernel fixes it: ``NET_NS_INIT_INO`` of ``include/uapi/linux/nsfs.h``."""
+FIRST_NETWORK_SETTINGS = ("net/core/dev_weight", "net/core/message_cost", "net/core/netdev_budget")
+"""Sysctls that only the first network namespace has (``net_core_table`` of ``net/core/sysctl_net_core.c``, 2.6 to 6.18).
+
+Three, because now and then the kernel gives one of them to every namespace, as it did with ``rmem_max``.
+"""
 _NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
 _PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
 _BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
@@ -401,6 +408,16 @@ class Procfs:
             return (self.root / "self/ns/user").stat().st_ino != _FIRST_USER_NAMESPACE
         except OSError:
             return False
+
+    def in_first_network_namespace(self) -> bool:
+        """Tell whether this process is in the machine's first network namespace, whose interfaces are the machine's own.
+
+        Older kernels number it like any other; there its sysctls tell. A procfs shows those of the reader's namespace.
+        """
+        with contextlib.suppress(OSError):
+            if (self.root / "self/ns/net").stat().st_ino == FIRST_NETWORK_NAMESPACE:
+                return True
+        return all(self.setting(name) for name in FIRST_NETWORK_SETTINGS)
 
     def status(self, pid: int | str = "self") -> Mapping[str, str]:
         """Return the fields of ``/proc/PID/status``."""

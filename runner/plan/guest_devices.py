@@ -8,6 +8,7 @@ from ipaddress import IPv4Address
 from typing import TYPE_CHECKING, Literal
 
 from runner.facts.host import HostFacts
+from runner.plan.identity import Identity
 from runner.plan.problems import Problems
 from runner.spec.instance import ClockBase, GuestSpec, WatchdogAction
 from runner.spec.readiness import AgentSign, ConsoleSign, PortSign, ReadySign
@@ -60,9 +61,9 @@ class GuestPlan:
 
 
 def plan_guest(
-    guest: GuestSpec, identity: str, networks: Sequence[NetworkPlan], facts: HostFacts, problems: Problems
+    guest: GuestSpec, identity: Identity, networks: Sequence[NetworkPlan], facts: HostFacts, problems: Problems
 ) -> GuestPlan:
-    """Decide about the devices of *guest*; *identity* stays the same as long as the instance is the same."""
+    """Decide about the devices of *guest*."""
     vsock = None
     if guest.vsock is not None:
         if not facts.vhost_vsock:
@@ -87,7 +88,7 @@ def _ready(sign: ReadySign | None, networks: Sequence[NetworkPlan]) -> ReadyPlan
     return None if address is None else GuestPort(address, sign.port)
 
 
-def derived_cid(identity: str) -> int:
+def derived_cid(identity: Identity) -> int:
     """Return the first context identifier to try, derived from *identity* so that it is mostly the same after a restart."""
-    number = int.from_bytes(hashlib.sha256(f"{identity}/vsock".encode()).digest()[:4], "big")
+    number = int.from_bytes(hashlib.sha256(f"{identity.value}/vsock".encode()).digest()[:4], "big")
     return FIRST_CID + number % (LAST_CID - FIRST_CID)

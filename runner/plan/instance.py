@@ -19,6 +19,7 @@ from runner.plan.disks import plan_disks
 from runner.plan.firmware import choose_firmware
 from runner.plan.guest_devices import plan_guest
 from runner.plan.host_checks import bytes_to_lock
+from runner.plan.identity import Identity, identify
 from runner.plan.machine import (
     Accel,
     MachinePlan,
@@ -104,6 +105,8 @@ class InstancePlan:
     start_timeout: float
     """Seconds preallocation may take, and those QEMU may take to greet."""
     remarks: tuple[Remark, ...]
+    identity: Identity = Identity()
+    """What the MAC addresses, the IPv6 subnet and the vsock identifier are derived from that the spec does not give."""
 
     @property
     def networks(self) -> tuple[NetworkPlan, ...]:
@@ -144,7 +147,8 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     problems.found += not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
 
     claims = Claims(facts, problems)
-    networks, dhcp = _networks(spec, vcpus, facts, claims, problems)
+    identity = identify(spec, facts)
+    networks, dhcp = _networks(spec, identity, vcpus, facts, claims, problems)
     shares = tuple(plan_shares(spec, facts, problems))
     disks = plan_disks(spec.disk, facts, problems)
     qemu = require_program(facts.qemu, "qemu-system-x86_64", "qemu-system-x86", problems)
@@ -155,7 +159,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     initrd = plan_file("boot.initrd", spec.boot.initrd, user, facts, problems)
     chosen = choose_firmware(spec.boot, facts, problems)
     firmware = plan_file("boot.firmware", chosen.code, user, facts, problems)
-    guest = plan_guest(spec.guest, spec.instance.uuid or spec.instance.name, networks, facts, problems)
+    guest = plan_guest(spec.guest, identity, networks, facts, problems)
     seed = _seed(spec, networks, facts, problems)
     console_log = _console_log(spec.console.log, facts, problems)
     if placement is None or topology is None or qemu is None or sleep is None:
@@ -207,6 +211,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passthrough.devices)),
         start_timeout=GREETING_TIMEOUT + (size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
         remarks=tuple(problems.remarks),
+        identity=identity,
     )
 
 
@@ -221,13 +226,13 @@ def _console_log(log: PurePosixPath | None, facts: HostFacts, problems: Problems
 
 
 def _networks(
-    spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
+    spec: InstanceSpec, identity: Identity, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
 ) -> tuple[tuple[NetworkPlan, ...], tuple[DhcpPlan, ...]]:
     if not spec.network:
         return (), ()
     from runner.plan.networks import plan_dhcp, plan_networks  # here, because some guests have no network
 
-    networks = tuple(plan_networks(spec, vcpus, facts, claims, problems))
+    networks = tuple(plan_networks(spec, identity, vcpus, facts, claims, problems))
     return networks, tuple(plan_dhcp(networks, facts, problems))
 
 

@@ -12,6 +12,7 @@ from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
 from runner.plan.descriptor_claims import Claims
+from runner.plan.identity import Identity
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
 from runner.values import frozen
@@ -104,39 +105,47 @@ class DhcpPlan:
     network: BridgedPlan
 
 
-def derived_mac(identity: str, index: int) -> str:
-    """Return a MAC address that depends only on *identity*, the instance's name or UUID, and on the network's *index*.
+def derived_mac(identity: Identity, index: int) -> str:
+    """Return a MAC address that depends only on *identity* and the network's *index*.
 
     ``52:54:00`` is QEMU's customary locally administered prefix.
     """
-    digest = hashlib.sha256(f"{identity}/{index}".encode()).digest()
+    digest = hashlib.sha256(f"{identity.value}/{index}".encode()).digest()
     return "52:54:00:" + digest[:3].hex(":")
 
 
-def derived_subnet(identity: str, index: int) -> IPv6Network:
+def derived_subnet(identity: Identity, index: int) -> IPv6Network:
     """Return a unique local subnet (RFC 4193, with 40 bits of a hash) that depends only on *identity* and *index*."""
-    digest = hashlib.sha256(f"{identity}/ipv6".encode()).digest()
+    digest = hashlib.sha256(f"{identity.value}/ipv6".encode()).digest()
     return IPv6Network((bytes((0xFD, *digest[:5], 0, index, *bytes(8))), 64))
 
 
 def plan_networks(
-    spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
+    spec: InstanceSpec, identity: Identity, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems
 ) -> Iterator[NetworkPlan]:
     """Yield the plan of each network; networks that cannot be created are added to *problems*."""
-    return _NetworkPlanner(spec, vcpus, facts, claims, problems).networks()
+    return _NetworkPlanner(spec, identity, vcpus, facts, claims, problems).networks()
 
 
 class _NetworkPlanner:
     """The values that the decisions about all networks of one instance share; only *claims* and *problems* change."""
 
-    def __init__(self, spec: InstanceSpec, vcpus: int, facts: HostFacts, claims: Claims, problems: Problems) -> None:
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        identity: Identity,
+        vcpus: int,
+        facts: HostFacts,
+        claims: Claims,
+        problems: Problems,
+    ) -> None:
         self._spec = spec
+        self._identity = identity
         self._most_queues = min(vcpus, MOST_QUEUES)
         self._facts = facts
         self._claims = claims
         self._refuse = problems.refuse
         self._remark = problems.remark
-        self._identity = spec.instance.uuid or spec.instance.name
 
     def networks(self) -> Iterator[NetworkPlan]:
         networks = self._spec.network
@@ -225,6 +234,14 @@ class _NetworkPlanner:
         if pod is None:
             return None
         where, name = f"network[{index}].interface", pod.name
+        if self._facts.machines_network:
+            self._refuse(
+                f"network[{index}].mode",
+                f"the guest would take the address of {name!r} away from the machine itself: this process is in the machine's "
+                "own network namespace",
+                self._out_of_the_machines_network(),
+            )
+            return None
         if len(pod.addresses) != 1:
             found = ", ".join(map(str, pod.addresses)) or "none"
             self._refuse(
@@ -261,6 +278,15 @@ class _NetworkPlanner:
             pod=pod,
             ipv6=self._pods_ipv6(index, network, pod),
             vhost=self._facts.vhost_net,
+        )
+
+    def _out_of_the_machines_network(self) -> str:
+        """Return how this process comes into a network namespace of its own, by the way in which it was started."""
+        if self._facts.pod is not None:
+            return "give the pod a network of its own (without hostNetwork: true)"
+        return (
+            "start the container with a network of its own (without --network host); a service of the machine itself can use "
+            'mode = "private", "macvtap" or "passt"'
         )
 
     def _pods_ipv6(self, index: int, network: NetworkSpec, pod: Interface) -> Ipv6Plan | None:

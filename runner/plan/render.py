@@ -10,9 +10,10 @@ import attrs
 from runner.placement.backends import ControllerPlacement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
+from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
-from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan, derived_mac
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.spec.rules import format_size
 
@@ -55,7 +56,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     rest += " (shared with the vCPUs: no other CPU is left)" if placement.shared else ""
     yield f"  2 placement  {placement.backend}: this program, dnsmasq, virtiofsd and QEMU's own threads on {rest}"
     for number, network in enumerate(plan.networks):
-        yield f"  3 network {number}  {_network(network)}"
+        yield f"  3 network {number}  {_network(network, _derived(plan.identity, number, network))}"
     for share in plan.shares:
         kind = "Rust" if share.program.rust else "C"
         mode = "read-only" if share.read_only else "writable"
@@ -153,8 +154,13 @@ def _ram(machine: MachinePlan) -> str:
     return f"memory in {pages}{locked}{private}, {when}; at most {format_size(ram.overhead)} of overhead"
 
 
-def _network(network: NetworkPlan) -> str:
-    guest = f"({network.mac}, MTU {network.mtu}"
+def _derived(identity: Identity, number: int, network: NetworkPlan) -> str:
+    """Return what the MAC address is derived from, with a space before it; empty for one that was given or taken over."""
+    return f" from {identity.origin}" if network.mac == derived_mac(identity, number) else ""
+
+
+def _network(network: NetworkPlan, derived: str) -> str:
+    guest = f"({network.mac}{derived}, MTU {network.mtu}"
     guest += f", {network.queues} queues)" if network.queues > 1 else ")"
     vhost = ", vhost-net"
     match network:

@@ -87,12 +87,13 @@ class IdentitySpec:
     name: str = key(
         text(WORD, WORD_ALLOWED),
         default="instance",
-        doc="the instance's name in logs and in QEMU's process title; MAC addresses are derived from it",
+        doc="the instance's name in logs and in QEMU's process title",
     )
     uuid: str | None = key(
         text(UUID, "a UUID in lower case"),
         default=None,
-        doc="the SMBIOS UUID that the guest sees; without it the guest sees none",
+        doc="the SMBIOS UUID that the guest sees, and what MAC addresses are derived from, also in its next pod; without it the guest "
+        "sees none, and they are derived from the pod's UID",
     )
     user: str = key(
         text(r"auto|[a-z_][a-z0-9_-]{0,31}", 'a user name, or "auto"'),
@@ -440,13 +441,13 @@ class NetworkSpec:
         subnet6(),
         default=None,
         doc='`"private"` only: the IPv6 subnet, of which the bridge has the first address and the guest the second; without it a '
-        "unique local subnet derived from the instance's name",
+        "unique local subnet derived as MAC addresses are",
     )
     mac: str | None = key(
         mac(),
         default=None,
         doc="the guest's MAC address; without it that of the pod's interface with `\"bridge\"`, that of an inherited macvtap, else one "
-        "derived from the instance's name",
+        "derived from `instance.uuid`, else from the pod's UID, without a pod from this machine's id and the state directory",
     )
     mtu: int | None = key(
         integer(576, 65521),

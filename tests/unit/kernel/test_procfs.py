@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from runner.cpuset import CpuSet
-from runner.kernel.procfs import LongStatuses, MappedMemory, ProcessMemory, Procfs
+from runner.kernel.procfs import (
+    FIRST_NETWORK_NAMESPACE,
+    FIRST_NETWORK_SETTINGS,
+    LongStatuses,
+    MappedMemory,
+    ProcessMemory,
+    Procfs,
+)
 
 X86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n\nprocessor\t: 1\nvendor_id\t: of another CPU\n\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\n\nprocessor\t: 1\n\n"
@@ -103,6 +110,35 @@ def test_capabilities_of_a_user_namespace_do_not_count_for_the_machine() -> None
     assert subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout == "True 0\n"
     mine = Procfs()
     assert mine.in_user_namespace() or mine.machine_capabilities() == mine.capabilities() != frozenset()
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (("dev_weight", "message_cost", "netdev_budget", "somaxconn"), True),
+        (("message_cost", "somaxconn", "rmem_max"), False),
+        ((), False),
+    ],
+)
+def test_an_older_kernels_first_network_namespace_is_known_by_its_sysctls(
+    tmp_path: Path, names: tuple[str, ...], *, first: bool
+) -> None:
+    for name in names:
+        (tmp_path / "sys/net/core").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/net/core" / name).write_text("64\n")
+    assert Procfs(tmp_path).in_first_network_namespace() is first
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root privilege is missing")
+def test_a_network_namespace_of_its_own_is_not_the_machines() -> None:
+    """By its number and by its sysctls: any of them would refuse a pod."""
+    code = "from runner.kernel.procfs import Procfs as P; print(P().in_first_network_namespace())"
+    argv = ["unshare", "--net", sys.executable, "-c", code]
+    assert subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout == "False\n"
+    own = Path("/proc/self/ns/net").stat().st_ino
+    if own == FIRST_NETWORK_NAMESPACE:  # else an older kernel, or these tests run in a container
+        assert Procfs().in_first_network_namespace()
+        assert all(Procfs().setting(name) for name in FIRST_NETWORK_SETTINGS)
 
 
 def test_the_name_of_a_process_cannot_hold_a_line() -> None:

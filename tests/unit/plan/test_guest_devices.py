@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from runner.plan.guest_devices import FIRST_CID, LAST_CID, GuestPort, VsockPlan, derived_cid
+from runner.plan.identity import Identity
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.readiness import AgentSign, ConsoleSign
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
@@ -18,10 +19,10 @@ def test_a_guest_has_an_agent_channel_and_nothing_more_by_default() -> None:
 
 def test_vsock_has_a_given_or_a_free_identifier() -> None:
     assert plan_of(KERNEL + "[guest]\nvsock = 7\n").machine.guest.vsock == VsockPlan(7, exact=True)
-    auto = plan_of(KERNEL + '[guest]\nvsock = "auto"\n').machine.guest.vsock
-    assert auto == VsockPlan(derived_cid("instance"), exact=False)
-    assert all(FIRST_CID <= derived_cid(str(number)) <= LAST_CID for number in range(100))
-    assert len({derived_cid(str(number)) for number in range(100)}) == 100
+    auto = plan_of(KERNEL + '[guest]\nvsock = "auto"\n')
+    assert auto.machine.guest.vsock == VsockPlan(derived_cid(auto.identity), exact=False)
+    assert all(FIRST_CID <= derived_cid(Identity(str(number))) <= LAST_CID for number in range(100))
+    assert len({derived_cid(Identity(str(number))) for number in range(100)}) == 100
 
 
 @pytest.mark.parametrize("wrong", ["2", "4294967295", '"none"', "true"])

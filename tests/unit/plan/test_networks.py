@@ -10,10 +10,12 @@ import pytest
 from runner.errors import SpecError
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import FileFact, ImageFact
+from runner.facts.host import PodQos
 from runner.facts.network import PermanentNeighbour, Route
 from runner.plan.argv.qemu import pasteable
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
+from runner.plan.identity import Identity
 from runner.plan.instance import plan_instance
 from runner.plan.networks import BridgedPlan, InheritedFdPlan, Ipv6Plan, derived_subnet
 from runner.plan.render import plan_json, plan_lines
@@ -232,10 +234,70 @@ def test_a_permanent_neighbour_is_a_remark() -> None:
 
 
 def test_an_ipv6_subnet_is_stable_and_unique() -> None:
-    subnets = {derived_subnet(name, index) for name in "ab" for index in range(3)}
+    a, b = Identity("a"), Identity("b")
+    subnets = {derived_subnet(each, index) for each in (a, b) for index in range(3)}
     assert len(subnets) == 6
-    assert derived_subnet("a", 0) == derived_subnet("a", 0)
+    assert derived_subnet(a, 0) == derived_subnet(a, 0)
     assert all(subnet.subnet_of(IPv6Network("fd00::/8")) and subnet.prefixlen == 64 for subnet in subnets)
+
+
+DERIVED = '[[network]]\n[[network]]\nmode = "macvtap"\n[guest]\nvsock = "auto"\n'
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "origin"),
+    [
+        ({"pod_uid": "a"}, {"pod_uid": "b"}, "the pod's UID"),
+        ({"machine_id": "a"}, {"machine_id": "b"}, "this machine's id and the state directory"),
+        (
+            {"machine_id": "a"},
+            {"machine_id": "a", "state_directory": PurePosixPath("/other")},
+            "this machine's id and the state directory",
+        ),
+        ({}, {"state_directory": PurePosixPath("/other")}, "the state directory"),
+    ],
+)
+def test_what_must_be_unique_differs_between_instances_of_one_name(
+    one: dict[str, object], other: dict[str, object], origin: str
+) -> None:
+    """Two pods of one manifest, two machines, two places on one machine; and each is the same at its next start."""
+
+    def unique(more: dict[str, object]) -> list[object]:
+        plan = plan_of(KERNEL + DERIVED, attrs.evolve(FACTS, **more))  # type: ignore[arg-type]
+        assert plan.machine.guest.vsock is not None
+        assert all(f" from {origin}" in line for line in plan_lines(plan) if "  3 network" in line)
+        return [*(network.mac for network in plan.networks), plan.machine.guest.vsock.cid]
+
+    found = [unique(one), unique(other)]
+    assert found == [unique(one), unique(other)], "the same at its next start"
+    assert len({*found[0], *found[1]}) == 6
+
+
+def test_a_uuid_of_the_spec_is_the_identity_in_every_pod() -> None:
+    text = '[instance]\nuuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"\n' + KERNEL + DERIVED
+    one, other = (plan_of(text, attrs.evolve(FACTS, pod_uid=uid)) for uid in "ab")
+    assert one.networks == other.networks
+    given = plan_of(KERNEL + '[[network]]\nmac = "52:54:00:00:00:01"\n')
+    assert any("(52:54:00:00:00:01, MTU" in line for line in plan_lines(given)), "nothing is derived"
+
+
+@pytest.mark.parametrize(
+    ("facts", "remedy"),
+    [
+        ({"pod": PodQos("guaranteed", "")}, "give the pod a network of its own (without hostNetwork: true)"),
+        (
+            {},
+            "start the container with a network of its own (without --network host); a service of the machine itself can use",
+        ),
+    ],
+)
+def test_the_machines_own_interface_is_never_taken(facts: dict[str, object], remedy: str) -> None:
+    """A pod on the host's network, a service of systemd, and docker run --network host."""
+    [found] = problems(BRIDGE, attrs.evolve(FACTS, machines_network=True, **facts))  # type: ignore[arg-type]
+    assert found.startswith("network[0].mode: the guest would take the address of 'eth0' away from the machine itself")
+    assert remedy in found
+    others = KERNEL + '[[network]]\n[[network]]\nmode = "macvtap"\n[[network]]\nmode = "passt"\n'
+    assert plan_of(others, attrs.evolve(FACTS, machines_network=True)).networks
 
 
 def test_every_kind_is_printed_and_in_the_script() -> None:

@@ -21,6 +21,7 @@ from runner.placement.backends import AffinityPlacement, ControllerPlacement, Cp
 from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.host_checks import OWN_CPUS
+from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
 from runner.plan.machine import VcpuHotplugPlan, parse_cpu_models
 from runner.plan.memory import VCPU
@@ -885,9 +886,10 @@ def test_a_plain_pod_network_needs_no_route_list() -> None:
 
 
 def test_mac_addresses_are_stable_and_unique() -> None:
-    assert derived_mac("a", 0) == derived_mac("a", 0)
-    assert len({derived_mac(name, index) for name in "ab" for index in range(3)}) == 6
-    assert derived_mac("a", 0).startswith("52:54:00:")
+    a, b = Identity("a"), Identity("b")
+    assert derived_mac(a, 0) == derived_mac(a, 0)
+    assert len({derived_mac(each, index) for each in (a, b) for index in range(3)}) == 6
+    assert derived_mac(a, 0).startswith("52:54:00:")
 
 
 @given(st.floats(1, 3600))

@@ -1,0 +1,32 @@
+"""What tells an instance from every other one, so that whatever must be unique can be derived from it."""
+
+from __future__ import annotations
+
+from runner.facts.host import HostFacts
+from runner.spec.instance import InstanceSpec
+from runner.values import frozen
+
+
+@frozen
+class Identity:
+    """A text that no other instance has, the same over restarts of one pod and over renewals."""
+
+    value: str = ""
+    origin: str = ""
+    """What it is made of, as words of a message."""
+
+
+def identify(spec: InstanceSpec, facts: HostFacts) -> Identity:
+    """Return the identity of the instance: the UUID that the spec gives it, else that of its pod or place.
+
+    Never its name alone, which the pods of one manifest share. A container's id is another one after each `docker run`.
+    """
+    name = spec.instance.name
+    if spec.instance.uuid is not None:
+        return Identity(spec.instance.uuid, "instance.uuid")
+    if facts.pod_uid is not None:
+        return Identity(f"{facts.pod_uid}/{name}", "the pod's UID")
+    machine = "this machine's id and " if facts.machine_id else ""
+    return Identity(
+        f"{facts.machine_id}/{facts.state_directory}/{name}", f"{machine}the state directory, without a pod"
+    )
