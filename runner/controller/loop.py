@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -45,6 +46,7 @@ from runner.controller.reconcile import (
     unseals,
     withheld,
 )
+from runner.controller.tasks import restarted
 from runner.controller.tree import Fault, Tree
 from runner.cpuset import CpuSet
 from runner.errors import HostError, escaped, explain
@@ -601,9 +603,12 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
     with inotify.watching() as queue:
         async with trio.open_nursery() as nursery:
             await loop.once(queue)
-            nursery.start_soon(loop.listen, queue)
-            nursery.start_soon(loop.follow, queue)
-            nursery.start_soon(loop.held.outwait_leases, loop.disturb)
+            for name, task in (
+                ("events", partial(loop.listen, queue)),
+                ("reconcile", partial(loop.follow, queue)),
+                ("leases", partial(loop.held.outwait_leases, loop.disturb)),
+            ):
+                nursery.start_soon(restarted, name, task, loop.counters)
             try:
                 yield
             finally:

@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
@@ -39,6 +40,7 @@ from runner.controller.metrics import respond
 from runner.controller.pods import PodCgroups
 from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
 from runner.controller.server import listening
+from runner.controller.tasks import restarted
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, UsageError, explain
@@ -176,14 +178,16 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         async with running_loop(loop):
             with listening(options.socket) as listener, contextlib.ExitStack() as held:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(tuner.follow)
-                    nursery.start_soon(UnixServer(methods, SocketLimits()).accept, listener)
+                    nursery.start_soon(restarted, "tuner", tuner.follow, loop.counters)
+                    serving = partial(UnixServer(methods, SocketLimits()).accept, listener)
+                    nursery.start_soon(restarted, "socket", serving, loop.counters)
                     if (least := loop.limits.pod_memory_min) is not None:
                         guard = MemoryGuard(loop.tree, pods, least, loop.registered, loop.counters, loop.log_limit)
-                        nursery.start_soon(guard.run)
+                        nursery.start_soon(restarted, "memory guard", guard.run, loop.counters)
                     if options.metrics is not None:
                         http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
-                        nursery.start_soon(serve_http, http, Pages(loop, device_filter).respond)
+                        pages = partial(serve_http, http, Pages(loop, device_filter).respond)
+                        nursery.start_soon(restarted, "pages", pages, loop.counters)
                     log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, loop.frozen())
                     number = await anext(signals)
                     log.info("stopping signal=%s", signal.Signals(number).name)

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from runner.controller.disturbances import KINDS, SettingKind
 from runner.controller.handover import Handover
 from runner.controller.reconcile import ISOLATED, Observed
+from runner.kernel.waiting import shortages
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
@@ -56,6 +57,8 @@ class ControllerCounters:
     """Processes ended by the memory guard."""
     memory_ends: deque[MemoryEnd] = attrs.field(factory=lambda: deque(maxlen=_LAST_ENDS))
     """The last times it did so."""
+    task_failures: Counter[str] = attrs.field(factory=Counter)
+    """Failures of tasks that were begun again, by task."""
     disturbances: Counter[SettingKind] = attrs.field(factory=Counter)
     """Settings of the machine that could not be kept off instances' CPUs in the last pass, by kind."""
 
@@ -103,6 +106,10 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     yield _counter("stale_removed_total", "Stale instances removed.", counters.removed)
     yield _counter("requests_total", "Requests by method.", counters.requests, "method")
     yield _counter("memory_ended_total", "Processes ended because memory was short.", counters.memory_ended)
+    yield _counter("task_failures_total", "Tasks that failed and were begun again.", counters.task_failures, "task")
+    yield _counter(
+        "shortages_total", "Calls that were made again as the kernel was short of something.", shortages.count
+    )
     yield _counter("refusals_total", "Refused requests by reason.", counters.refusals, "reason")
 
 

@@ -26,6 +26,7 @@ from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, adopted_socket, connected_pair, listening
+from runner.kernel.waiting import persistently, writable
 from runner.plan.instance import ConsolePlan
 from runner.protocol.rate_limit import LogRateLimit
 
@@ -205,7 +206,7 @@ class Console:
 
     async def _wait_for_room(self) -> bool:
         async with self._waiting:
-            await trio.lowlevel.wait_writable(self._line)
+            await writable(self._line)
         return True
 
     async def _hung_up(self, connection: trio.socket.SocketType) -> bool:
@@ -253,7 +254,7 @@ def _line(**values: object) -> bytes:
 async def _receive(connection: trio.socket.SocketType, size: int = 1 << 16) -> bytes:
     """Receive up to *size* bytes; return none when the other end has closed, or has gone with input of ours unread."""
     try:
-        return await connection.recv(size)
+        return await persistently(partial(connection.recv, size))
     except OSError:
         return b""
 

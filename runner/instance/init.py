@@ -139,8 +139,9 @@ async def _supervised(
             # again what its receiver has not delivered.
             signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     if faults.own is not None:
-        report = failed_system_call(faults.own) or ExitReport(
-            Status.BUG, "bug", f"{type(faults.own).__name__}: {faults.own}"
+        report = _of_running_guest(
+            failed_system_call(faults.own)
+            or ExitReport(Status.BUG, "bug", f"{type(faults.own).__name__}: {faults.own}")
         )
     if faults.sentences:
         detail = f"{report.detail} ({report.outcome}), but not everything could be released"
@@ -220,7 +221,7 @@ async def _run(
                 log.info("in the pod name=%s namespace=%s node=%s uid=%s", *plan.pod.to_json().values())
             return await _run_plan(plan, supervisor, streams, pid1=pid1)
 
-    return await _reported(run)
+    return await _reported(run, bare)
 
 
 async def _resume(plan: InstancePlan, bare: Supervisor, *, streams: Streams, pid1: bool) -> ExitReport:
@@ -230,7 +231,7 @@ async def _resume(plan: InstancePlan, bare: Supervisor, *, streams: Streams, pid
         async with _with_inherited_fds(bare, None) as supervisor:
             return await _run_plan(plan, supervisor, streams, pid1=pid1)
 
-    return await _reported(run)
+    return await _reported(run, bare)
 
 
 async def _run_plan(plan: InstancePlan, supervisor: Supervisor, streams: Streams, *, pid1: bool) -> ExitReport:
@@ -248,19 +249,27 @@ def _carried_run(plan: InstancePlan, http: tuple[str, int] | None, *, pid1: bool
     return CarriedRun(attrs.evolve(plan, machine=attrs.evolve(plan.machine, seed=None)), http, pid1)
 
 
-async def _reported(run: Callable[[], Awaitable[ExitReport]]) -> ExitReport:
+async def _reported(run: Callable[[], Awaitable[ExitReport]], supervisor: Supervisor) -> ExitReport:
     """Return the report of *run*; errors end here, inside of the root's nursery, which would wrap them."""
+    try:
+        report = await _reported_as_start(run)
+    except OSError as error:  # here, so that what could not be released is reported with it
+        found = failed_system_call(error)
+        if found is None:
+            raise
+        report = found
+    if supervisor.guest_state.phase == "starting":
+        return report
+    return _of_running_guest(report)
+
+
+async def _reported_as_start(run: Callable[[], Awaitable[ExitReport]]) -> ExitReport:
     try:
         return await run()
     except StopRequestedError:
         return ExitReport(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
         return _refused(error)
-    except OSError as error:  # here, so that what could not be released is reported with it
-        report = failed_system_call(error)
-        if report is None:
-            raise
-        return report
 
 
 @asynccontextmanager
@@ -296,6 +305,13 @@ async def _probes_served(
 
     async with probes_served(supervisor, plan, http):
         yield
+
+
+def _of_running_guest(report: ExitReport) -> ExitReport:
+    """Return *report* of what went wrong when the guest had begun to run: the start is over, and has not failed."""
+    if report.status != Status.START_FAILED:
+        return report
+    return attrs.evolve(report, status=Status.MACHINE_DIED, outcome=Status.MACHINE_DIED.name.lower())
 
 
 def failed_system_call(error: BaseException) -> ExitReport | None:

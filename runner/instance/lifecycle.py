@@ -36,6 +36,7 @@ from runner.instance.supervisor import StopRequestedError, Supervisor, carried_f
 from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
+from runner.kernel.waiting import readable
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
@@ -377,7 +378,7 @@ async def _controlled(
 async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
     """Serve the clients that connect to *listener*, until cancelled, by what *load* imports at the first connection."""
     while True:
-        await trio.lowlevel.wait_readable(listener)
+        await readable(listener)
         try:
             serve = load()
         except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs

@@ -15,6 +15,7 @@ from runner.instance.daemons import RESTARTS
 from runner.instance.foreign_time import ForeignTime
 from runner.instance.supervisor import Phase, QemuUpdateOutcome, RenewalOutcome, Supervisor
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.waiting import shortages
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 from runner.protocol.exposition import Samples, counter, gauge
@@ -72,6 +73,8 @@ def _counters(supervisor: Supervisor) -> Iterator[Metric]:
     yield _counter("renewals_total", "Renewals of the runner under the guest that runs.", renewals, "outcome")
     updates = [((outcome,), counters.qemu_updates[outcome]) for outcome in get_args(QemuUpdateOutcome)]
     yield _counter("qemu_updates_total", "Updates of QEMU under the guest that runs.", updates, "outcome")
+    short = [((), shortages.count)]
+    yield _counter("shortages_total", "Calls that were made again as the kernel was short of something.", short)
     yield _counter("release_faults_total", "What could not be released.", [((), len(faults.sentences))])
 
 

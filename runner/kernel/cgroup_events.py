@@ -11,6 +11,8 @@ import select
 
 import trio
 
+from runner.kernel.waiting import persistently
+
 
 async def emptied(fd: int) -> None:
     """Wait until the group whose ``cgroup.events`` is open as *fd* has no live member, or is gone.
@@ -19,12 +21,16 @@ async def emptied(fd: int) -> None:
     cgroup-v2.rst; ``kernfs_generic_poll``). The end of a group that is removed within 10 ms of another change may never be
     reported (``CGROUP_FILE_NOTIFY_MIN_INTV``), so the caller looks again after some time.
     """
-    with select.epoll() as queue:
-        with contextlib.suppress(PermissionError):  # a file that is no cgroup's; it reports nothing
-            queue.register(fd, select.EPOLLPRI)
-        await trio.lowlevel.checkpoint()
-        while _populated(fd):
-            await trio.lowlevel.wait_readable(queue.fileno())
+
+    async def wait() -> None:
+        with select.epoll() as queue:
+            with contextlib.suppress(PermissionError):  # a file that is no cgroup's; it reports nothing
+                queue.register(fd, select.EPOLLPRI)
+            await trio.lowlevel.checkpoint()
+            while _populated(fd):
+                await trio.lowlevel.wait_readable(queue.fileno())
+
+    await persistently(wait)
 
 
 def _populated(fd: int) -> bool:

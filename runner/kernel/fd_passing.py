@@ -11,10 +11,12 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import trio
 
 from runner.errors import HostError
+from runner.kernel.waiting import persistently
 
 _INT = array.array("i").itemsize
 
@@ -41,7 +43,7 @@ async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Se
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     rest = memoryview(data)
     try:
-        rest = rest[await connection.sendmsg([rest], rights) :]
+        rest = rest[await persistently(partial(connection.sendmsg, [rest], rights)) :]
     except OSError as error:
         if error.errno != errno.ETOOMANYREFS:
             raise
@@ -50,7 +52,7 @@ async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Se
             remedy="CAP_SYS_RESOURCE lifts that limit",
         ) from error
     while rest:
-        rest = rest[await connection.send(rest) :]
+        rest = rest[await persistently(partial(connection.send, rest)) :]
 
 
 async def receive_with_fds(
@@ -62,7 +64,7 @@ async def receive_with_fds(
     :exc:`TruncatedFdsError` if this process cannot hold them; all of them are closed then. Raises ``OSError``.
     """
     space = socket.CMSG_SPACE(most * _INT) if most else 0
-    data, ancillary, flags, _ = await connection.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = await persistently(partial(connection.recvmsg, size, space, socket.MSG_CMSG_CLOEXEC))
     fds = list(_fds(ancillary))
     try:
         # CMSG_SPACE is a multiple of 8 bytes: an odd number leaves room for one more.

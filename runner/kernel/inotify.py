@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from runner.errors import HostError
+from runner.kernel.waiting import readable
 from runner.values import frozen
 
 MODIFY = 0x00000002
@@ -89,7 +90,7 @@ class Inotify:
         """Wait for at least one event and return all that are queued, in order."""
         await self._opened.wait()
         while True:
-            await trio.lowlevel.wait_readable(self._fd)
+            await readable(self._fd)
             if events := self.pending():
                 return events
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Self
 
 import trio
 
+from runner.kernel.waiting import writable
+
 if TYPE_CHECKING:
     from runner.kernel.carried import CarriedOutput  # only a runner that is renewed carries any
 
@@ -123,7 +125,7 @@ class NonBlockingWriter:
             self._waiting = trio.Event()
             with contextlib.suppress(trio.ClosedResourceError):
                 while self._backlog and self._fd is not None:
-                    await trio.lowlevel.wait_writable(self._fd)
+                    await writable(self._fd)
                     self.flush()
 
     def _close(self) -> None:

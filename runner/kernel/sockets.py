@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -19,15 +18,14 @@ import trio
 
 from runner.errors import HostError
 from runner.kernel.peers import boot_time
+from runner.kernel.waiting import SHORT, persistently, shortages
 
 log = logging.getLogger(__name__)
 
 Socket = socket.socket
 
-_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC}
-"""Of accept(2); ENOSPC is that of epoll_ctl(2) at ``fs.epoll.max_user_watches``."""
 _PAUSE = 1.0
-"""Seconds until the next attempt."""
+"""Seconds until the next attempt to accept: the rest of this program needs what is short more."""
 _TOGETHER = 512
 """Connections that are accepted, 0.02 ms each, before other tasks have their turn, which may take as long for each that is open."""
 _SERVED_TOGETHER = 16
@@ -124,18 +122,14 @@ def _bind(listener: socket.socket, path: str, name: str) -> None:
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
     """Return the next connection, which the caller closes.
 
-    While there is no descriptor or memory for it, which is logged once, wait: the rest of this program needs them more, and
-    no event reports that there are some again.
+    While there is no descriptor or memory for it, wait: no event reports that there are some again.
     """
-    said = False
     while True:
         try:
             return (await listener.accept())[0]
         except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                if not said:
-                    log.warning("cannot accept a connection reason=%r", error.strerror)
-                said = True
+            if error.errno in SHORT:
+                shortages.note(error)
                 await trio.sleep(_PAUSE)
             else:  # one client's, which went before it was accepted (accept(2))
                 log.debug("a client has gone reason=%r", error.strerror)
@@ -224,12 +218,15 @@ class WaitingConnections:
 async def hung_up(connection: trio.socket.SocketType) -> None:
     """Wait until the peer has closed *connection*, although bytes of it are unread; not while it only sends no more.
 
-    ``EPOLLHUP`` is reported without being asked for (``unix_poll`` of ``net/unix/af_unix.c``). Raises ``OSError`` where
-    there is no descriptor to be had.
+    ``EPOLLHUP`` is reported without being asked for (``unix_poll`` of ``net/unix/af_unix.c``).
     """
-    with select.epoll() as end:
-        end.register(connection.fileno(), 0)
-        await trio.lowlevel.wait_readable(end.fileno())
+
+    async def wait() -> None:
+        with select.epoll() as end:
+            end.register(connection.fileno(), 0)
+            await trio.lowlevel.wait_readable(end.fileno())
+
+    await persistently(wait)
 
 
 def _remove_stale(path: str) -> None:

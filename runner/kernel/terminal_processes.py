@@ -12,6 +12,8 @@ from pathlib import Path
 
 import trio
 
+from runner.kernel.waiting import readable
+
 
 class TerminalProcess:
     """A child with this process's standard streams, or in a session of its own with its output in a pipe."""
@@ -32,7 +34,7 @@ class TerminalProcess:
         """Wait for its end and take its status; to be called once."""
         fd = os.pidfd_open(self.pid)
         try:
-            await trio.lowlevel.wait_readable(fd)
+            await readable(fd)
             ended = os.waitid(os.P_PIDFD, fd, os.WEXITED)  # noqa: ASYNC222 - it has ended: the pidfd is readable
         finally:
             os.close(fd)

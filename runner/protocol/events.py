@@ -157,6 +157,7 @@ CONTROLLER: Mapping[str, str] = {
     "records of the machine's settings lost path=%s reason=%r": "settings_records_lost",
     "records of the machine's settings not taken over path=%s reason=%r": "settings_records_not_moved",
     "memory short, %s%s uuid=%s processes=%d private=%d shared=%d kernel=%d excess=%d": "memory_holder_ended",
+    "task failed and is begun again task=%s reason=%r": "task_begun_again",
     "memory short, and no pod holds enough to be ended%s root=%s excess=%d least=%d most=%s": "memory_short",
     "shared memory not attributed%s reason='the search took more than %d s'": "memory_not_attributed",
     "memory guard failed%s reason=%r": "memory_guard_failed",
@@ -172,7 +173,7 @@ CONTROLLER: Mapping[str, str] = {
 
 BOTH: Mapping[str, str] = {
     "left out of this log kind=%s peer=%s count=%d": "messages_left_out",
-    "cannot accept a connection reason=%r": "connection_not_accepted",
+    "the kernel is short of something, trying again times=%d reason=%r": "kernel_short",
     "connection lost reason=%r": "connection_lost",
     "connection ended%s reason=%r": "connection_ended",
     "connection ended by a fault of this program%s": "connection_bug",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import urllib.parse
 from collections.abc import Iterable
+from functools import partial
 from pathlib import PurePath
 from typing import NoReturn
 
@@ -32,6 +33,7 @@ from h2.exceptions import H2Error
 
 from runner.errors import HostError, escaped
 from runner.kernel.sockets import reachable
+from runner.kernel.waiting import persistently
 
 LARGEST_RESPONSE = 4 << 20
 """Bytes of a message: a hundred times what the kubelet says of 100 pods."""
@@ -57,10 +59,10 @@ async def call(path: PurePath, method: str, request: bytes) -> bytes:
             to_send = exchange.begin(request)
             while True:
                 while to_send:
-                    to_send = to_send[await connection.send(to_send) :]
+                    to_send = to_send[await persistently(partial(connection.send, to_send)) :]
                 if exchange.ended:
                     return exchange.response()
-                received = await connection.recv(_CHUNK)
+                received = await persistently(partial(connection.recv, _CHUNK))
                 if not received:
                     exchange.fail("it hung up before it had answered")
                 to_send = exchange.receive(received)

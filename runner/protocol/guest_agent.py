@@ -10,12 +10,15 @@ import itertools
 import json
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import trio
 
 from runner.errors import HostError
+from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError, receive_line
+from runner.kernel.waiting import persistently
 
 LONGEST_LINE = 1 << 16
 _DELIMITER = b"\xff"
@@ -34,7 +37,7 @@ class GuestAgent:
 
     def __init__(self, ours: socket.socket) -> None:
         ours.setblocking(False)
-        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self._socket = trio.socket.from_stdlib_socket(ours)
         self._lines = LineFramer(LONGEST_LINE)
 
     async def ping(self) -> None:
@@ -64,8 +67,8 @@ class GuestAgent:
     async def _send(self, command: str, arguments: Mapping[str, object], before: bytes = b"") -> None:
         request = {"execute": command, "arguments": arguments}
         try:
-            await self._stream.send_all(before + json.dumps(request).encode() + b"\n")
-        except trio.BrokenResourceError as error:
+            await send_with_fds(self._socket, before + json.dumps(request).encode() + b"\n")
+        except OSError as error:
             raise AgentError(_HUNG_UP) from error
 
     async def _reply(self) -> dict[str, Any]:
@@ -80,13 +83,16 @@ class GuestAgent:
     async def _until(self, end: bytes) -> bytes:
         """Return what comes before *end*."""
         try:
-            line = await receive_line(self._stream.receive_some, self._lines, end)
+            line = await receive_line(self._receive, self._lines, end)
         except OverlongError:
             raise AgentError(
                 f"cannot understand the guest agent: it sent a line of more than {LONGEST_LINE} bytes"
             ) from None
-        except trio.BrokenResourceError as error:
+        except OSError as error:
             raise AgentError(_HUNG_UP) from error
         if line is None:
             raise AgentError(_HUNG_UP)
         return line
+
+    async def _receive(self, size: int) -> bytes:
+        return await persistently(partial(self._socket.recv, size))

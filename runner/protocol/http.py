@@ -13,13 +13,16 @@ import logging
 import socket
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import attrs
 import h11
 import trio
 
 from runner.errors import HostError
+from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.sockets import Socket, WaitingConnections
+from runner.kernel.waiting import persistently
 from runner.values import frozen
 
 log = logging.getLogger(__name__)
@@ -140,10 +143,10 @@ class _HttpServer:
                 with trio.move_on_after(_CONNECTION_WITHIN) as scope:
                     self._add(address, scope)
                     try:
-                        await _converse(trio.SocketStream(connection), self.respond)
+                        await _converse(connection, self.respond)
                     finally:
                         self._remove(address, scope)
-            except (OSError, trio.BrokenResourceError):
+            except OSError:
                 pass  # the peer hung up
             except Exception:
                 log.exception("HTTP connection ended by a fault of this program")
@@ -170,11 +173,11 @@ def _address(connection: trio.socket.SocketType) -> Hashable:
     return name[0] if isinstance(name, tuple) else name  # one of a Unix socket has none
 
 
-async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
+async def _converse(client: trio.socket.SocketType, respond: Respond) -> None:
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_LONGEST_HEAD)
     with_body = True
     try:
-        event = await _read_request(stream, connection)
+        event = await _read_request(client, connection)
     except h11.RemoteProtocolError as error:
         response = HttpResponse(http.HTTPStatus(error.error_status_hint), f"{error}\n")
     else:
@@ -182,17 +185,17 @@ async def _converse(stream: trio.SocketStream, respond: Respond) -> None:
             return  # the peer hung up
         response = _response(event, respond)
         with_body = event.method != b"HEAD"
-    await stream.send_all(_encoded(connection, response, with_body=with_body))
+    await send_with_fds(client, _encoded(connection, response, with_body=with_body))
 
 
-async def _read_request(stream: trio.SocketStream, connection: h11.Connection) -> object:
+async def _read_request(client: trio.socket.SocketType, connection: h11.Connection) -> object:
     """Return the request, or what came in its place. Raises :exc:`h11.RemoteProtocolError` for one that is refused.
 
     Of one with too many lines the rest is read, and not parsed: what is unread resets the connection, and the answer is lost.
     """
     received = b""
     while (event := connection.next_event()) is h11.NEED_DATA:
-        received += (data := await stream.receive_some(_CHUNK))
+        received += (data := await persistently(partial(client.recv, _CHUNK)))
         if received.count(b"\n") <= _MOST_LINES:
             connection.receive_data(data)
         elif not data or len(received) > _LONGEST_HEAD or b"\r\n\r\n" in received:

@@ -25,6 +25,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -33,6 +34,7 @@ from runner.errors import HostError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.packages import without_init
+from runner.kernel.waiting import persistently
 from runner.values import frozen
 
 with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instead of 1 ms
@@ -344,7 +346,7 @@ class Monitor:
 
     async def _receive(self) -> None:
         try:
-            data = await self._socket.recv(1 << 16)
+            data = await persistently(partial(self._socket.recv, 1 << 16))
         except (trio.ClosedResourceError, OSError):
             self._fail(ExecInterruptedError(_HUNG_UP))
             return

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 import trio
 
@@ -18,6 +19,7 @@ from runner.errors import RunnerError, explain
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.packages import without_init
 from runner.kernel.sockets import hung_up
+from runner.kernel.waiting import persistently
 from runner.protocol.qmp import ExecuteError
 
 with without_init("qemu.qmp"):
@@ -131,7 +133,7 @@ class QmpSession:
 
     async def _answer_all(self) -> None:
         framer = ObjectFramer(LONGEST_REQUEST)
-        while data := await self._connection.recv(LONGEST_REQUEST):
+        while data := await persistently(partial(self._connection.recv, LONGEST_REQUEST)):
             framer.feed(data)
             while (text := framer.next_object()) is not None:
                 await self._send(await self._answer(_parsed(text)))

@@ -28,6 +28,7 @@ from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers
 from runner.kernel.sockets import Socket, WaitingConnections
+from runner.kernel.waiting import persistently
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
     INTERNAL_ERROR,
@@ -196,7 +197,7 @@ class UnixServer:
             data = b""
             rest = trio.current_time() + self.limits.unfinished if framer.unfinished else math.inf
             with trio.move_on_at(min(deadline, rest)) as timeout:
-                data = await client.connection.recv(_CHUNK)
+                data = await persistently(partial(client.connection.recv, _CHUNK))
             if timeout.cancelled_caught and not framer.unfinished:
                 return
             if silent and data:

@@ -9,10 +9,11 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import Status
-from runner.instance import console, daemons
+from runner.errors import HostError, Status
+from runner.instance import console, daemons, init
 from runner.instance.cgroups import controller, delegated
-from runner.instance.init import failed_system_call
+from runner.instance.init import ExitReport, failed_system_call
+from runner.instance.supervisor import Faults, Phase, StopRequest, open_supervisor
 from runner.spec.instance import ShutdownSpec
 
 BELOW = 10
@@ -71,3 +72,20 @@ def test_a_system_call_of_the_event_loop_is_the_hosts_fault_too() -> None:
 )
 def test_a_mistake_of_the_program_stays_one(error: Exception) -> None:
     assert failed_system_call(error) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "status"),
+    [("starting", Status.START_FAILED), ("running", Status.MACHINE_DIED), ("stopping", Status.MACHINE_DIED)],
+)
+async def test_a_start_can_only_fail_before_the_guest_runs(phase: Phase, status: Status) -> None:
+    async with open_supervisor(StopRequest(), Faults()) as supervisor:
+        supervisor.guest_state.phase = phase
+        for error in (HostError("cannot do it"), failure(errno.ENOMEM)):
+
+            async def run(error: Exception = error) -> ExitReport:
+                await trio.lowlevel.checkpoint()
+                raise error
+
+            report = await init._reported(run, supervisor)
+            assert (report.status, report.outcome) == (status, status.name.lower())

@@ -1,0 +1,33 @@
+"""Tasks of the controller that watch, tune or measure: none of them ends the program, on which all instances of the node depend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from runner.controller.metrics import ControllerCounters
+from runner.errors import HostError
+
+log = logging.getLogger(__name__)
+
+BEGUN_AGAIN = 1.0
+"""Seconds until a task that has failed is begun again."""
+
+
+async def restarted(name: str, task: Callable[[], Awaitable[None]], counters: ControllerCounters) -> None:
+    """Run *task* until cancelled: when it fails, log and count that, and begin it again.
+
+    A task that finds nothing but the kernel short of something gets so far only where it has no better answer.
+    """
+    while True:
+        try:
+            await task()
+        except Exception as error:
+            counters.task_failures[name] += 1
+            expected = isinstance(error, HostError | OSError)
+            log.error(  # noqa: TRY400 - a traceback only of what is a bug
+                "task failed and is begun again task=%s reason=%r", name, str(error), exc_info=not expected
+            )
+        await trio.sleep(BEGUN_AGAIN)

@@ -1,0 +1,82 @@
+"""Waiting for descriptors, also while the kernel is short of what that takes.
+
+trio registers a descriptor with epoll(7) when it is waited for first. All watches of a user are counted together, those of root's
+in every container without a user namespace of its own too (``fs.epoll.max_user_watches``; epoll_ctl(2) then fails with ENOSPC),
+and so any such container can take them all. No event reports that there are some again, so the kernel is asked again: the call
+itself is made first, and needs no watch where it has not to wait.
+
+What was waited for once stays registered: QEMU's monitor, the guest's console, signals and timers are from the start on.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import attrs
+import trio
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
+"""What the kernel answers while it, this user or this process has no descriptor, watch or memory left for a call."""
+AGAIN_AFTER = 0.05
+"""Seconds until the next attempt."""
+LOGGED_EVERY = 60.0
+"""Seconds between two lines of the log."""
+
+
+@attrs.define
+class Shortages:
+    """How often a call has failed because something was short."""
+
+    count: int = 0
+    _logged_at: float = -math.inf
+
+    def note(self, error: OSError) -> None:
+        """Count *error*, and log it unless that was done a moment ago."""
+        self.count += 1
+        if time.monotonic() - self._logged_at >= LOGGED_EVERY:
+            self._logged_at = time.monotonic()
+            log.warning("the kernel is short of something, trying again times=%d reason=%r", self.count, error.strerror)
+
+
+shortages = Shortages()
+"""Those of this process."""
+
+
+async def persistently(act: Callable[[], Awaitable[T]]) -> T:
+    """Return what *act* returns; while it fails for want of something, try again.
+
+    For calls that have done nothing when they fail: one accept, receive, send or wait. Raises any other ``OSError`` of *act*.
+
+    Example::
+
+        data = await persistently(partial(connection.recv, 4096))
+    """
+    while True:
+        try:
+            return await act()
+        except OSError as error:
+            if error.errno not in SHORT:
+                raise
+            shortages.note(error)
+        await trio.sleep(AGAIN_AFTER)
+
+
+async def readable(fd: int | socket.socket) -> None:
+    """Wait until *fd* can be read. Raises as ``trio.lowlevel.wait_readable`` does, but for want of something."""
+    await persistently(partial(trio.lowlevel.wait_readable, fd))
+
+
+async def writable(fd: int | socket.socket) -> None:
+    """Wait until *fd* can be written. Raises as ``trio.lowlevel.wait_writable`` does, but for want of something."""
+    await persistently(partial(trio.lowlevel.wait_writable, fd))
