@@ -27,13 +27,12 @@ from runner.facts.host import Kvm
 from runner.facts.roots import Roots
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.instance.discover import SYSTEM_DIRECTORIES, read_host_facts, read_pod
-from runner.instance.supervisor import Faults, StopRequest, Supervisor, capture, open_supervisor
 from runner.instance.trial_guest import try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.files import find_program, probe_file
 from runner.kernel.kubelet_files import Frozen, attempt, is_registered
 from runner.kernel.peers import INIT_PID_NAMESPACE
-from runner.kernel.processes import dying_with_us
+from runner.kernel.processes import Processes, dying_with_us, open_processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.settings import pid_namespace
 from runner.kernel.sysfs import read_hardware, read_online_cpus
@@ -44,6 +43,7 @@ from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
 from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
+from runner.tasks import capture
 
 SPEC = Check("spec", "run refuses what the plan refuses, and warns of the same second-best choices")
 CHANGE_SPEC = "change the spec, or what it stands on"
@@ -62,21 +62,21 @@ async def check_host(host: CheckedHost, document: tuple[str, bytes] | None) -> C
     Raises :exc:`~runner.errors.HostError` where not even CPUs and NUMA nodes can be read.
     """
     prefix = () if os.getpid() == 1 else dying_with_us()
-    async with open_supervisor(StopRequest(), Faults(), prefix) as supervisor:
-        result = await capture(partial(_check, host, supervisor, document))
+    async with open_processes(prefix) as processes:
+        result = await capture(partial(_check, host, processes, document))
     return result()
 
 
-async def _check(host: CheckedHost, supervisor: Supervisor, document: tuple[str, bytes] | None) -> CheckReport:
-    spec, plan, of_the_plan = await _plan(host, supervisor, document)
+async def _check(host: CheckedHost, processes: Processes, document: tuple[str, bytes] | None) -> CheckReport:
+    spec, plan, of_the_plan = await _plan(host, processes, document)
     context = await _read_context(host, spec, plan)
     findings = list(answers(host, context))
     kvm = await _kvm(host)
     findings.append(device_rights.judge_kvm(kvm))
     if context.place is not Place.NODE:  # the programs that count are those in the container's image
-        findings += await try_programs(supervisor)
+        findings += await try_programs(processes)
     if host.try_guest:
-        findings.append(await _trial_guest(supervisor, CpuSpec() if spec is None else spec.cpu, kvm))
+        findings.append(await _trial_guest(processes, CpuSpec() if spec is None else spec.cpu, kvm))
     findings += await _services(host, context)
     # The plan decides by some of the same judgements: a finding is reported once.
     findings += [each for each in of_the_plan if not any(_covers(other, each) for other in findings)]
@@ -90,7 +90,7 @@ def _covers(finding: Finding, other: Finding) -> bool:
 
 
 async def _plan(
-    host: CheckedHost, supervisor: Supervisor, document: tuple[str, bytes] | None
+    host: CheckedHost, processes: Processes, document: tuple[str, bytes] | None
 ) -> tuple[InstanceSpec | None, InstancePlan | None, list[Finding]]:
     """Make the plan that ``run`` would make; what it refuses is fatal, its remarks are warnings."""
     if document is None:
@@ -99,7 +99,7 @@ async def _plan(
     spec = None
     try:
         spec = parse_instance(source, text, host.environment)
-        facts = await read_host_facts(spec, supervisor.processes, Roots(), host.state_directory, None)
+        facts = await read_host_facts(spec, processes, Roots(), host.state_directory, None)
         plan = plan_instance(source, spec, facts)
     except SpecError as error:
         return spec, None, [SPEC.fatal(each.statement, each.remedy or CHANGE_SPEC) for each in error.problems]
@@ -170,13 +170,13 @@ async def _kvm(host: CheckedHost) -> Kvm:
     return attrs.evolve(kvm, trial=trial)
 
 
-async def _trial_guest(supervisor: Supervisor, asked: CpuSpec, kvm: Kvm) -> Finding:
+async def _trial_guest(processes: Processes, asked: CpuSpec, kvm: Kvm) -> Finding:
     """Boot the trial guest as an instance would be accelerated that has *asked* for it."""
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
     if qemu is None:
         return programs.TRIAL_GUEST.unknown("no QEMU was found to boot it with")
     usable = asked.accel != "tcg" and kvm.error is None and kvm.trial is None
-    trial = await try_guest(supervisor.processes, qemu, "kvm" if usable else "tcg", asked.model)
+    trial = await try_guest(processes, qemu, "kvm" if usable else "tcg", asked.model)
     return programs.judge_trial_guest(trial.accel, trial.error, trial.seconds)
 
 

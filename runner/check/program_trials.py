@@ -14,16 +14,15 @@ from runner.check.finding import Check, Finding
 from runner.check.programs import Program
 from runner.errors import HostError, explain
 from runner.instance.discover import SYSTEM_DIRECTORIES, find_virtiofsd
-from runner.instance.supervisor import Supervisor
 from runner.kernel.files import find_program
-from runner.kernel.processes import Command
+from runner.kernel.processes import Command, Processes
 from runner.plan.argv.qemu import SANDBOX
 
 TIMEOUT = 20.0
 """Seconds that a program may take to answer: a busy machine is slow, not broken."""
 
 
-async def try_programs(supervisor: Supervisor) -> list[Finding]:
+async def try_programs(processes: Processes) -> list[Finding]:
     """Return the findings about all programs, which run at the same time."""
     findings: list[Finding] = []
 
@@ -32,38 +31,38 @@ async def try_programs(supervisor: Supervisor) -> list[Finding]:
 
     async def virtiofsd() -> None:
         try:
-            found, reason = await find_virtiofsd(supervisor.processes)
+            found, reason = await find_virtiofsd(processes)
         except HostError as error:
             found, reason = None, explain(error)
         findings.append(programs.judge_virtiofsd(found, reason))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, supervisor))
-        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, supervisor))
+        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, processes))
+        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, processes))
         nursery.start_soon(virtiofsd)
     sleep = find_program("sleep", SYSTEM_DIRECTORIES)
     findings.append(programs.judge_program(programs.SLEEP, "sleep", "coreutils", Program(sleep)))
     return sorted(findings, key=lambda finding: finding.check)
 
 
-async def _qemu(supervisor: Supervisor) -> Program:
-    qemu = await _run(supervisor, "qemu-system-x86_64", "--version")
+async def _qemu(processes: Processes) -> Program:
+    qemu = await _run(processes, "qemu-system-x86_64", "--version")
     reason = qemu.error
     if qemu.path is not None and reason is None:
         reason = programs.qemu_error(qemu.output)
     if qemu.path is not None and reason is None:
         # Some builds lack one of these: the sandbox of every guest, the device of every share.
         parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
-        reason = (await _run(supervisor, "qemu-system-x86_64", *parts)).error
+        reason = (await _run(processes, "qemu-system-x86_64", *parts)).error
     return attrs.evolve(qemu, error=reason)
 
 
-async def _dnsmasq(supervisor: Supervisor) -> Program:
-    dnsmasq = await _run(supervisor, "dnsmasq", "--version")
+async def _dnsmasq(processes: Processes) -> Program:
+    dnsmasq = await _run(processes, "dnsmasq", "--version")
     return attrs.evolve(dnsmasq, error=dnsmasq.error or programs.dnsmasq_error(dnsmasq.output))
 
 
-async def _run(supervisor: Supervisor, name: str, *arguments: str) -> Program:
+async def _run(processes: Processes, name: str, *arguments: str) -> Program:
     """Find the program *name* and run it with *arguments*; return its first two lines, or why it did not end well."""
     path = find_program(name, SYSTEM_DIRECTORIES)
     if path is None:
@@ -71,7 +70,7 @@ async def _run(supervisor: Supervisor, name: str, *arguments: str) -> Program:
     command = Command(name, (str(path), *arguments), level=logging.DEBUG)
     status: int | None = None
     try:
-        async with supervisor.processes.daemon(command, 0) as process:
+        async with processes.daemon(command, 0) as process:
             with trio.move_on_after(TIMEOUT):
                 status = await process.wait()
     except HostError as error:

@@ -23,11 +23,11 @@ import trio
 from runner.cli.outcomes import KILLED, explain_status
 from runner.errors import RefusedError, Status
 from runner.facts.roots import Roots
-from runner.instance.supervisor import first_of
 from runner.kernel.privileges import CAP_SYS_ADMIN
 from runner.kernel.processes import dying_with_us
 from runner.kernel.procfs import Procfs
 from runner.kernel.terminal_processes import TerminalProcess
+from runner.tasks import first_of
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end the guest; a terminal that is closed sends the last one."""

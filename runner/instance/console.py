@@ -20,7 +20,7 @@ import attrs
 import trio
 
 from runner.facts.roots import Roots
-from runner.instance.supervisor import Supervisor, first_of
+from runner.instance.supervisor import Supervisor
 from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
@@ -29,6 +29,7 @@ from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, adopted_sock
 from runner.kernel.waiting import persistently, writable
 from runner.plan.instance import ConsolePlan
 from runner.protocol.rate_limit import LogRateLimit
+from runner.tasks import first_of
 
 if TYPE_CHECKING:
     from runner.instance.carried import CarriedConsole  # only a runner that is renewed carries any

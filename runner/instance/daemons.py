@@ -12,11 +12,12 @@ import attrs
 import trio
 
 from runner.errors import RunnerError, Status, explain
-from runner.instance.supervisor import Supervisor, first_of, kernel_time, loop_time
+from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
 from runner.plan.argv.qemu import virtiofsd_argv
 from runner.plan.shares import SharePlan
+from runner.tasks import first_of
 from runner.values import frozen
 
 if TYPE_CHECKING:

@@ -19,20 +19,13 @@ from runner.errors import HostError, RefusedError, RunnerError, Status, explain
 from runner.facts.roots import Roots
 from runner.instance.discover import read_host_facts
 from runner.instance.lifecycle import run_instance
-from runner.instance.supervisor import (
-    CarryOver,
-    Faults,
-    StopRequest,
-    StopRequestedError,
-    Supervisor,
-    capture,
-    open_supervisor,
-)
+from runner.instance.supervisor import CarryOver, Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
+from runner.tasks import capture
 from runner.values import frozen
 
 if TYPE_CHECKING:

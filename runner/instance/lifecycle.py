@@ -32,12 +32,13 @@ from runner.instance.qemu import (
 )
 from runner.instance.readiness import Readiness
 from runner.instance.state_directory import READY, RECEIPT
-from runner.instance.supervisor import StopRequestedError, Supervisor, carried_fd, first_of
+from runner.instance.supervisor import StopRequestedError, Supervisor, carried_fd
 from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.kernel.waiting import readable
 from runner.plan.instance import InstancePlan, ShutdownPlan
+from runner.tasks import first_of
 
 if TYPE_CHECKING:
     from runner.instance.carried import CarriedControl  # only a runner that is renewed carries any

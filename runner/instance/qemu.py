@@ -17,7 +17,7 @@ from runner.errors import HostError, Status, explain
 from runner.instance import disks
 from runner.instance.daemons import FATAL, ShareDaemon, Shares
 from runner.instance.memory import MBIND_REMEDY
-from runner.instance.supervisor import Supervisor, carried_fd, first_of
+from runner.instance.supervisor import Supervisor, carried_fd
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.processes import Command, Process, stop_bound
@@ -30,6 +30,7 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
 from runner.protocol.rate_limit import LogRateLimit
+from runner.tasks import first_of
 from runner.values import frozen
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from runner.instance.control.status import StatusReader
 from runner.instance.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiofsd
 from runner.instance.discover import version_output
 from runner.instance.qemu import EXITS_WITHIN, Qemu, spawn_qemu
-from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError, first_of
+from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError
 from runner.instance.thread_placement import QemuThreads, enter_places, read_back
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
@@ -50,6 +50,7 @@ from runner.plan.networks import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
 from runner.plan.shares import SharePlan
 from runner.protocol.qmp import ExecuteError, Monitor, QmpError
+from runner.tasks import first_of
 from runner.values import frozen
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import attrs
 import trio
@@ -19,6 +18,7 @@ from runner.instance.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 from runner.protocol.rate_limit import LogRateLimit
+from runner.tasks import first_of
 from runner.values import frozen
 
 if TYPE_CHECKING:
@@ -378,34 +378,3 @@ async def open_supervisor(
             supervisor.log_limit.log_left_out()
             stop.log_limit.log_left_out()
         nursery.cancel_scope.cancel()
-
-
-async def first_of(*acts: Callable[[], Awaitable[T]]) -> T:
-    """Run all *acts* at once and return (or raise) what the first to end returns (or raises); the others are cancelled."""
-    ended: list[Callable[[], T]] = []
-
-    async with trio.open_nursery() as nursery:
-
-        async def run(act: Callable[[], Awaitable[T]]) -> None:
-            ended.append(await capture(act))
-            nursery.cancel_scope.cancel()
-
-        for act in acts:
-            nursery.start_soon(run, act)
-    return ended[0]()
-
-
-async def capture(act: Callable[[], Awaitable[T]]) -> Callable[[], T]:
-    """Run *act* and return a function that returns, or raises, what *act* did.
-
-    Called outside of a nursery, that function raises an error as it is: the nursery would wrap it.
-    """
-    try:
-        value = await act()
-    except Exception as error:  # noqa: BLE001 - raised where the result is asked for
-        return partial(_raise, error)
-    return lambda: value
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -25,7 +25,7 @@ size = "32MiB"
 """
 
 OURS = """
-__main__ arguments cpuset errors values
+__main__ arguments cpuset errors tasks values
 cli cli.commands cli.options cli.run cli.run_instance
 facts facts.descriptor facts.disk facts.hardware facts.host facts.memory facts.roots facts.threads
 instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.console_watch

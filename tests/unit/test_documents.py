@@ -223,6 +223,7 @@ def test_the_table_of_rooms_is_the_law_of_imports() -> None:
             "table",
             "arguments",
             "completion",
+            "tasks",
         }, room
 
 

@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "table": set(),
     "arguments": set(),
     "completion": set(),
+    "tasks": set(),
     "facts": GROUND,
     "spec": FACTS,
     "placement": FACTS | {"spec"},
@@ -28,10 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": FACTS | {"spec", "placement", "kubelet"},
     "kernel": FACTS,
     "protocol": FACTS | {"kernel"},
-    "instance": PURE_ROOMS | {"table", "kernel", "protocol"},
+    "instance": PURE_ROOMS | {"table", "tasks", "kernel", "protocol"},
     "controller": FACTS | {"arguments", "completion", "kubelet", "kernel", "protocol"},
     "inspect": FACTS | {"table", "placement", "kubelet", "kernel", "protocol"},
-    "check": PURE_ROOMS | {"kernel", "protocol", "instance", "inspect"},
+    "check": PURE_ROOMS | {"tasks", "kernel", "protocol", "instance", "inspect"},
 }
 """Room → the rooms of ours that it may import besides itself; ``__main__`` and ``cli`` may import everything."""
 
