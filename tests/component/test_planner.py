@@ -18,6 +18,8 @@ from runner.kubelet.pod import Container, Pod
 from runner.kubelet.state import MemoryState
 from runner.kubelet.topology_manager import Hint
 
+pytestmark = pytest.mark.kubelet_model
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "runner")
 KUBELET = "examples/kubernetes/kubelet-configuration.yaml"

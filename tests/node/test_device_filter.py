@@ -76,6 +76,7 @@ def status(controller: Controller) -> dict[str, Any]:
             return result
 
 
+@pytest.mark.gate
 def test_a_process_in_float_makes_no_device_and_opens_no_disk(controller: Controller, disk: str) -> None:
     assert set(attempts(disk, inside=False).values()) == {"done"}, "outside of the tree nothing changes"
     assert attempts(disk) == IN_FLOAT, "whatever it may do"

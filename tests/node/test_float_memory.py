@@ -60,6 +60,7 @@ def test_a_hoarder_is_ended_and_an_honest_guest_lives(
         until(lambda: in_use(machine) < HIGH)
 
 
+@pytest.mark.gate
 def test_a_pod_that_hoards_again_is_ended_as_a_whole(machine: Machine) -> None:
     """Its anchor in its own cgroup too."""
     with pods_in_float(machine) as (_, b):

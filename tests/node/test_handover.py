@@ -75,6 +75,7 @@ def test_the_kernel_reports_the_end_by_an_open_descriptor(tree: Cgroup) -> None:
         trio.run(emptied, events)
 
 
+@pytest.mark.gate
 def test_a_newcomer_waits_for_a_deaf_guest_while_the_controller_is_replaced(node_fixture: NodeFixture) -> None:
     node, kubelet = node_fixture, node_fixture.kubelet
     old = node.start(1, CPUS, cgroupfs="ro")

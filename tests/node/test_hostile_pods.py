@@ -47,6 +47,7 @@ def registered(machine: Machine, pod: Pod) -> None:
     assert cgroup_of(pod.pid) == f"/{machine.root.name}/float/{pod.uid}"
 
 
+@pytest.mark.gate
 def test_what_was_done_with_descriptors_of_another_pod_ends_with_that_pod(machine: Machine, tmp_path: Path) -> None:
     """A gives its descriptors to B, which never registers; its threads hold A's CPUs when C has got them."""
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)

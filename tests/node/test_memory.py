@@ -91,6 +91,7 @@ def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve
     assert free() == [40, 40]
 
 
+@pytest.mark.gate
 def test_ordinary_pages_follow_the_limit_too_and_can_be_locked(start: Start) -> None:
     instance = start('size = "limits"\nlock = true', memory=512 * MIB)
     instance.up()

@@ -46,6 +46,7 @@ def isolated() -> CpuSet:
 
 
 @PARTITIONS
+@pytest.mark.gate
 def test_an_instance_is_sealed_before_its_guest_runs_and_unsealed_at_its_end(start: Start) -> None:
     instance = start(1, "2-3")
     instance.up()
@@ -75,6 +76,7 @@ def refused(pid: int, cpus: CpuSet) -> None:
 
 
 @PARTITIONS
+@pytest.mark.gate
 def test_nothing_else_can_run_there_wherever_it_is_started(start: Start, kubelet: Kubelet, tree: Cgroup) -> None:
     instance = start(1, "2-3")
     instance.up()
@@ -188,6 +190,7 @@ def test_a_partition_that_others_invalidate_is_repaired(start: Start) -> None:
 
 @PARTITIONS
 @pytest.mark.parametrize("victim", ["qemu", "runner"])
+@pytest.mark.gate
 def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, victim: str) -> None:
     instance = start(1, "2-3")
     instance.up()

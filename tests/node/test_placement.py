@@ -40,6 +40,7 @@ def start(node_fixture: NodeFixture) -> Start:
 
 
 @BOTH
+@pytest.mark.gate
 def test_an_instance_from_start_to_end(start: Start, kubelet: Kubelet, runtime: Runtime) -> None:
     instance = start(1, "2-3,10-11", runtime=runtime)
     instance.up()
@@ -59,6 +60,7 @@ def test_an_instance_from_start_to_end(start: Start, kubelet: Kubelet, runtime: 
     assert not instance.float_group.path.exists()
 
 
+@pytest.mark.gate
 def test_the_guests_memory_is_the_pods_and_on_its_numa_node(start: Start, kubelet: Kubelet) -> None:
     """All of it is charged before the guest runs, and it stays there while float and other instances change."""
     instance = start(1, "9-10", mems=CpuSet([1]), memory=384 * MIB)

@@ -146,6 +146,7 @@ def answers(node_fixture: NodeFixture, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in main.lines if line.startswith("{")]
 
 
+@pytest.mark.gate
 def test_a_pod_that_claims_to_be_another_is_refused(node_fixture: NodeFixture, instance: Instance) -> None:
     calls = [
         *(register(instance.uid, instance.cpus), register(instance.uid, B_CPUS), deregister(instance.uid)),
@@ -161,12 +162,14 @@ def test_a_pod_that_claims_to_be_another_is_refused(node_fixture: NodeFixture, i
     assert [each["descriptors"] for each in received] == [0] * len(calls)
 
 
+@pytest.mark.gate
 def test_a_connection_of_a_dead_process_is_refused(node_fixture: NodeFixture, instance: Instance) -> None:
     """Its pid may be reused by any process."""
     [received] = answers(node_fixture, "of a dead process", json.dumps(deregister(instance.uid)))
     assert received["error"]["code"] == IDENTITY
 
 
+@pytest.mark.gate
 def test_a_shell_in_the_pod_may_not_end_its_instance(instance: Instance) -> None:
     calls = [deregister(instance.uid), register(instance.uid, instance.cpus)]
     output = instance.running.execute(sys.executable, "-c", ASK, f"{SOCKETS}/controller.sock", json.dumps(calls))

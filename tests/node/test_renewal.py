@@ -73,6 +73,7 @@ def upgrade(instance: Instance, program: ProgramDirectory) -> subprocess.Complet
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=10 * SECONDS)
 
 
+@pytest.mark.gate
 def test_an_upgrade_leaves_the_partition_and_the_vcpus_alone(
     node_fixture: NodeFixture, program: ProgramDirectory
 ) -> None:

@@ -280,7 +280,7 @@ async def test_unexpected_descriptors_are_closed(node: Node, count: int) -> None
 @pytest.mark.soak
 async def test_broken_messages(node: Node) -> None:
     """Every answer is a well-formed response, no group appears, no internal error, and the controller goes on."""
-    seed, wanted = SEED, times(int(os.environ.get("RUNNER_FRAMES", "20000")))
+    seed, wanted = SEED, times(20_000)
     async with controlled(node, limit=math.inf) as controller, contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(connected(node.socket))
         source = frames(seed)

@@ -15,7 +15,7 @@ from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
 from tests.node.instances import Instance, NodeFixture
 from tests.node.standin_kubelet import MIB
 
-pytestmark = pytest.mark.usefixtures("rom")
+pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.gate]
 UPDATABLE = "[hotplug]\nqemu = true\n"
 TIMES = int(os.environ.get("RUNNER_QEMU_UPDATES", "3"))
 

@@ -19,6 +19,8 @@ from runner.kubelet.pod import Container, ContainerKind, Pod
 from runner.kubelet.quirks import KubeletConfigError, Quirk
 from runner.kubelet.topology_manager import Hint
 
+pytestmark = pytest.mark.kubelet_model
+
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 MIB, GIB = 1 << 20, 1 << 30
 ALL = frozenset(Quirk)

@@ -26,6 +26,8 @@ from runner.kubelet.quirks import KubeletConfigError
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
+pytestmark = pytest.mark.kubelet_model
+
 ROOT = Path(__file__).parents[3]
 HARDWARE = Hardware.from_json((ROOT / "examples/plan/dual-epyc.json").read_text())
 MEMORY = sum(node.memory for node in HARDWARE.numa_nodes)

@@ -19,6 +19,8 @@ from runner.kubelet.quirks import NEWEST_MINOR, AllocationError, KubeletConfigEr
 from runner.kubelet.state import CpuState
 from runner.kubelet.topology_manager import Hint, HintList
 
+pytestmark = pytest.mark.kubelet_model
+
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 ALL = frozenset(Quirk)
 Take = Callable[[CpuTopology, CpuSet, int], CpuSet]

@@ -9,6 +9,8 @@ from runner.kubelet.pod import Container, ContainerKind, Pod
 from runner.kubelet.quirks import AllocationError, quirks_of
 from runner.kubelet.topology_manager import Hint, HintList
 
+pytestmark = pytest.mark.kubelet_model
+
 GPU, NIC = "nvidia.com/gpu", "example.com/nic"
 DEVICES: Devices = {GPU: {0: 2, 1: 4}, NIC: {None: 3}}
 MANAGER = DeviceManager((0, 1), DEVICES)

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
 from runner.kubelet.explanation import explain
 from runner.kubelet.pod import Container, Pod, QosClass
 from runner.kubelet.topology_manager import Policy
+
+pytestmark = pytest.mark.kubelet_model
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 GIB = 1 << 30

@@ -38,6 +38,8 @@ from runner.kubelet.pod import (
     QosClass,
 )
 
+pytestmark = pytest.mark.kubelet_model
+
 VM_8 = Hardware.from_json((Path(__file__).parents[2] / "data/hosts/vm-8.json").read_text())
 HUGE = "hugepages-2Mi"
 INIT, SIDECAR = ContainerKind.INIT, ContainerKind.SIDECAR

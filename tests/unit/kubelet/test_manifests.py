@@ -13,6 +13,8 @@ from runner.kubelet.manifests import Manifest, parse_manifests
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.spec.value import Value
 
+pytestmark = pytest.mark.kubelet_model
+
 GIB = 1 << 30
 
 

@@ -19,6 +19,8 @@ from runner.kubelet.quirks import AllocationError, KubeletConfigError
 from runner.kubelet.state import Block, MemoryState
 from runner.kubelet.topology_manager import Hint, HintList
 
+pytestmark = pytest.mark.kubelet_model
+
 MIB, GIB = 1 << 20, 1 << 30
 ANY = Hint(None, preferred=False)
 

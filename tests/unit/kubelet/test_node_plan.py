@@ -42,6 +42,8 @@ from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.placement.pins import PinFindingKind
 from runner.spec.value import Value
 
+pytestmark = pytest.mark.kubelet_model
+
 ROOT = Path(__file__).parents[3]
 HOSTS = ROOT / "tests/data/hosts"
 EPYC = Hardware.from_json((ROOT / "examples/plan/dual-epyc.json").read_text())

@@ -23,6 +23,8 @@ from runner.kubelet.numa_masks import (
     within,
 )
 
+pytestmark = pytest.mark.kubelet_model
+
 PLACES = st.integers(0, 6)
 
 

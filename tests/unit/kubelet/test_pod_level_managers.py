@@ -19,6 +19,8 @@ from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.kubelet.quirks import Quirk
 from runner.kubelet.state import Block, CpuState
 
+pytestmark = pytest.mark.kubelet_model
+
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 MIB, GIB = 1 << 20, 1 << 30
 EPYC = Hardware.from_json((HOSTS / "epyc-7543-2s-nps1.json").read_text())

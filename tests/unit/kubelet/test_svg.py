@@ -12,6 +12,8 @@ from runner.kubelet.node_plan import NodePlan
 from runner.kubelet.report.svg import DARK, FILLS, LIGHT, picture_svg
 from tests.unit.kubelet.test_node_plan import EPYC, STATIC, host, planned, pod
 
+pytestmark = pytest.mark.kubelet_model
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from runner.kubelet.quirks import KubeletCrashesError
 from runner.kubelet.topology_manager import ANYWHERE, NOWHERE, Hint, HintList, Policy, TopologyManager, factors_of
 
+pytestmark = pytest.mark.kubelet_model
+
 # --- the kubelet's merge, permutation by permutation (`HintMerger.Merge`) ---------------------------------------------
 
 

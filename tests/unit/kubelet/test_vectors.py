@@ -28,6 +28,8 @@ from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.kubelet.topology_manager import Hint, HintList, Policy, TopologyManager
 from runner.spec.yaml import parse_yaml
 
+pytestmark = pytest.mark.kubelet_model
+
 Document = dict[str, Any]
 Vectors = Callable[[str], Iterator[tuple[Document, Document]]]
 Topologies = Callable[[Iterable[Document]], CpuTopology]

@@ -1,0 +1,97 @@
+"""The parts of which the tests consist: what ``tests/run`` runs in each tier, in this order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of bash, and the tiers in which it runs; of a *lane* no more parts than :data:`LANES` allows run at once."""
+
+    name: str
+    tiers: str
+    command: str
+    lane: str = "here"
+
+
+TIERS = ("newcomer", "gate", "all", "soak", "kubelet")
+ALWAYS, SHORT, REAL = "newcomer gate all", "newcomer gate", "gate all"
+AT_ONCE = 3
+"""Parts that run at once: one more than CI's machine has CPUs, because most of them wait more than they compute."""
+LANES = {"here": AT_ONCE, "machine": 1, "node": 2}
+"""Two parts that start real guests on this machine would see each other's links; a third node would only slow two others down."""
+
+COMPONENT = "tests/component/controller tests/component/test_renewal.py tests/component/test_qemu_update.py"
+"""About half of the time of the component tests."""
+LINES_RUN = 90
+"""The per cent of the lines of runner/ that unit and component tests ran when this was written, rounded down. SlipCover counts them,
+because coverage.py doubled the time of the unit tests with Python 3.11."""
+
+PARTS = (
+    # A node takes longest, so it begins; what follows is ordered so that no long part begins last.
+    Part(
+        "the emulated node: what no fake can show",
+        REAL,
+        "tests/node/run --qemu --timeout 1500 -- -m gate tests/node",
+        "node",
+    ),
+    Part(
+        "unit and component tests, and the lines of runner/ that they run",
+        "all",
+        f"python -m slipcover --skip-covered --fail-under {LINES_RUN} -m pytest -q tests/unit tests/component",
+    ),
+    Part(
+        "the rest of the component tests",
+        SHORT,
+        f"pytest -q tests/component {COMPONENT.replace('tests/', '--ignore=tests/')}",
+    ),
+    Part("component tests of the controller, of renewals and updates", SHORT, f"pytest -q {COMPONENT}"),
+    Part("types", ALWAYS, "mypy"),
+    Part("unit tests", SHORT, "pytest -q tests/unit -m 'not kubelet_model'"),
+    Part(
+        "the heart of tests/machine: the real program as PID 1, with a real guest",
+        SHORT,
+        "pytest tests/machine -m heart",
+        "machine",
+    ),
+    Part(
+        "asynchronous code",
+        ALWAYS,
+        # It takes minutes for the whole tree and all of its rules: it looks at the files that use trio, for what ruff has no
+        # rule for. ASYNC9xx ask for a checkpoint on every path.
+        "git grep -lzE '^ *(import|from) trio' -- 'runner/*.py' 'tests/*.py' | xargs -0 flake8-async --enable=\"$("
+        "printf 'ASYNC%s,' 101 102 103 104 106 111 112 113 114 118 120 121 122 123 124 125 126 127 128 211 231 232 300)\"",
+    ),
+    Part("format", ALWAYS, "ruff format --check ."),
+    Part("lint", ALWAYS, "ruff check ."),
+    Part(
+        "scripts",
+        ALWAYS,
+        "git ls-files -z | xargs -0 awk 'FNR == 1 && /^#!.*sh$|^# shellcheck/ { print FILENAME } { nextfile }' | xargs shellcheck -x",
+    ),
+    Part("the machine: the real program as PID 1, with real guests", "all", "pytest tests/machine", "machine"),
+    Part(
+        "the emulated node, 16 CPUs and 2 NUMA nodes, first half",
+        "all",
+        "tests/node/run --part 1/2 -- -m 'not gate'",
+        "node",
+    ),
+    Part(
+        "the emulated node, 16 CPUs and 2 NUMA nodes, second half",
+        "all",
+        "tests/node/run --part 2/2 -- -m 'not gate'",
+        "node",
+    ),
+    Part("the images, here and in the emulated node; the Kubernetes manifests", "all", "tests/images/run", "node"),
+    Part("the emulated node with an IOMMU and devices to pass", "all", "tests/node/run --devices --cpus 8", "node"),
+    Part("the emulated node with systemd", "all", "tests/node/run --systemd --cpus 8", "node"),
+    Part(
+        "the benchmark once, quickly: that it runs, not what it measures",
+        "all",
+        "tests/benchmarks/run --quick",
+        "machine",
+    ),
+    Part("the attacks", "soak", "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component"),
+    Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
+)
