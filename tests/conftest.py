@@ -5,30 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
-from tests.support.fresh_node import FreshNode
-from tests.support.retries import Retries
 from tests.support.soak import FACTOR, SEED
 
 EVERYTHING_REQUIRED = os.environ.get("RUNNER_REQUIRE") == "all"
-RETRIED = int(os.environ.get("RUNNER_RETRIES") or 0)
-"""How many failed tests may be noise of the machine: each is run once more, after all others."""
-PASSED = os.environ.get("RUNNER_PASSED")
-"""Where the tests that have passed are written down in an emulated node, which may hang."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what it runs in the background; the programs under test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if RETRIED:
-        config.pluginmanager.register(Retries(RETRIED))
-    if PASSED:
-        config.pluginmanager.register(FreshNode(Path(PASSED), float(config.getini("timeout") or 300)))
 
 
 def pytest_report_header() -> list[str]:

@@ -12,22 +12,18 @@ import signal
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.emulated_node import artefacts
 from tests.emulated_node.artefacts import PROJECT
 from tests.emulated_node.cache import EmulatedNodeError, fetch, say
-from tests.emulated_node.machine import ALIVE_WITHIN, Outcome, boot, terminal_size
+from tests.emulated_node.machine import ALIVE_WITHIN, boot, terminal_size
 from tests.emulated_node.shape import Shape
-from tests.support.fresh_node import HUNG
 from tests.support.newest_qemu import newest_qemu
 
 RUNS = PROJECT / ".cache" / "node"
 KEPT_RUNS = 5
-PASSED = "passed"
-"""The file of a run's results in which the tests that have passed are written down."""
 SYSTEMD_TESTS, ARTICLE_TESTS, DEVICE_TESTS = ["tests/node/systemd"], ["tests/node/article"], ["tests/node/devices"]
 """Tests that need systemd as PID 1, 128 CPUs, spare devices or our images as disks have their own folders."""
 QEMU_DEVICE_TESTS = ["tests/node/qemu_update/devices"]
@@ -38,13 +34,11 @@ IMAGE_TESTS = ["tests/node/images", "tests/node/containerd", "tests/node/podman"
 OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, QEMU_TESTS[0], *IMAGE_TESTS)
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
-LINES, HUNG_LINES = 30, 200
-"""How many lines of a log are shown; a kernel that hangs says more."""
 HANGING_SECONDS = 300
 """Seconds after which a test's stack is shown."""
 BOOTS = 2
-"""Attempts to boot a node: one emulated boot with 16 CPUs in a few dozen ends before the kernel prints anything. A node that hangs
-later is booted once more, too, for the tests that have not passed."""
+"""Attempts to boot a node: one emulated boot with 16 CPUs in a few dozen ends before the kernel prints anything. No test has been
+run then."""
 NEVER_CAME_UP, NO_STATUS, NO_TESTS = 70, 71, 72
 """Exit statuses of ours, above pytest's (0-5): the emulated node failed, so the tests prove nothing."""
 
@@ -108,14 +102,13 @@ def parser() -> argparse.ArgumentParser:
         help="a read-only disk; may be repeated",
     )
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
-    out.add_argument("--timeout", type=float, default=4500, metavar="S", help="for the tests (default 4500)")
+    out.add_argument("--timeout", type=float, default=2400, metavar="S", help="for the tests (default %(default)s)")
     out.add_argument(
         "--alive-within",
         type=float,
         default=ALIVE_WITHIN,
         metavar="S",
-        help="a node that gives no sign of life for so long has hung, and is booted once more for the tests that have not passed "
-        "(default %(default)s)",
+        help="a node that gives no sign of life for so long has hung (default %(default)s)",
     )
     out.add_argument("pytest", nargs="*", metavar="-- PYTEST", help="arguments for pytest (default: tests/node)")
     return out
@@ -199,7 +192,6 @@ def in_node(options: argparse.Namespace) -> int:
         "PYTHONPATH": "/project",
         "HYPOTHESIS_STORAGE_DIRECTORY": "/run/hypothesis",
         "RUNNER_NODE": "emulated",
-        "RUNNER_PASSED": f"/results/{PASSED}",
         "RUNNER_NODE_ROM": "/results/rom",
         "RUNNER_NODE_GUEST_KERNEL": "/results/guest-kernel",
         "RUNNER_NODE_GUEST_INITRD": "/results/guest-initrd",
@@ -216,11 +208,8 @@ def in_node(options: argparse.Namespace) -> int:
     if interactive:
         term = shlex.quote(os.environ.get("TERM", "linux"))
         (run / "shell").write_text(f"{exports}stty rows {lines} cols {columns}\nexport PS1='node:\\w# ' TERM={term}\n")
-    (run / PASSED).unlink(missing_ok=True)
-    outcome = booted(
-        run,
-        partial(
-            boot,
+    for more in reversed(range(BOOTS)):
+        outcome = boot(
             shape,
             options.accel,
             run,
@@ -233,9 +222,12 @@ def in_node(options: argparse.Namespace) -> int:
             boot_seconds=options.boot_timeout or (60 + 2 * shape.cpus) * (2 if options.systemd else 1),
             job_seconds=options.timeout,
             alive_within=options.alive_within,
-        ),
-    )
-    if outcome.up_after is None:
+        )
+        if outcome.up_after is not None:
+            break
+        output = last_lines(run / "qemu.log", run / "console.log")
+        say(f"the node never came up{', once more' if more else ''}; its last output:\n{output}")
+    else:
         return NEVER_CAME_UP
     if outcome.status is None:
         say(f"the node gave no status; its kernel's last output:\n{last_lines(run / 'qemu.log', run / 'console.log')}")
@@ -244,26 +236,6 @@ def in_node(options: argparse.Namespace) -> int:
         say("no test was executed: that is not a pass")
         return NO_TESTS
     return outcome.status
-
-
-def booted(run: Path, boot: Callable[[], Outcome]) -> Outcome:
-    """Boot a node, and another where it never comes up or hangs, and return the last one's report."""
-    outcome = boot()
-    for left in reversed(range(BOOTS)):
-        if outcome.up_after is None:
-            what = "never came up"
-        elif outcome.hung or outcome.status == HUNG:
-            what = f"hung after {passed(run)} tests that have passed"
-        else:
-            break
-        output = last_lines(run / "qemu.log", run / "console.log", count=HUNG_LINES if outcome.hung else LINES)
-        say(f"the node {what}{', once more' if left else ''}; its last output:\n{output}")
-        if left:
-            for log in ("console.log", "qemu.log"):
-                with contextlib.suppress(FileNotFoundError):
-                    (run / log).rename(run / f"before.{log}")
-            outcome = boot()
-    return outcome
 
 
 def new_run() -> Path:
@@ -292,13 +264,6 @@ def remove_run(run: Path) -> None:
             os.close(fd)
 
 
-def passed(run: Path) -> int:
-    """Return how many tests of a run have passed so far."""
-    with contextlib.suppress(FileNotFoundError):
-        return len((run / PASSED).read_text().splitlines())
-    return 0
-
-
 def executed(report: Path) -> int:
     """Return how many tests of a JUnit report were run, that is, neither skipped nor deselected."""
     try:
@@ -308,7 +273,7 @@ def executed(report: Path) -> int:
     return sum(int(suite.get("tests", "0")) - int(suite.get("skipped", "0")) for suite in suites)
 
 
-def last_lines(*logs: Path, count: int = LINES) -> str:
+def last_lines(*logs: Path, count: int = 30) -> str:
     """Return the end of each log, without QEMU's warning for each CPU feature that TCG does not emulate."""
     return "\n".join(
         line

@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
@@ -52,22 +52,16 @@ the other; it takes seconds for that, and reads the time from the HPET then, whi
 guest of the node's KVM hangs early: all of its timers are eighteen minutes away."""
 ALIVE_WITHIN = 300
 """Seconds without a sign of life after which a node that was up counts as hung; it gives one every twenty."""
-QUIET = 3
-"""Seconds without more of it after which an answer is taken to be whole."""
 PORT = "virtserialport,chardev={0},name={0}"
 TRIAL_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The report of a node: the seconds until it was up, and the status of its job; ``None`` where it did not get so far.
-
-    *hung* tells that it gave no sign of life any more, and was ended.
-    """
+    """The report of a node: the seconds until it was up, and the status of its job; ``None`` where it did not get so far."""
 
     up_after: float | None
     status: int | None
-    hung: bool = False
 
 
 def newest_emulator() -> Sequence[str]:
@@ -154,7 +148,7 @@ def arguments(
     tap: str | None,
     hpet: bool,
 ) -> list[str]:
-    """Return QEMU's command line but for the character devices that are descriptors (:class:`Connections`).
+    """Return QEMU's command line but for the two descriptors (``terminal``, ``events``).
 
     An interactive node's terminal is a console; otherwise it is a port, which is no tty, so that programs write logs.
     """
@@ -215,7 +209,7 @@ def arguments(
         *("-kernel", str(kernel), "-initrd", str(run / "initrd")),
         *("-append", " ".join(boot_options)),
         *(spares.iommu() if devices else ()),
-        *("-serial", "chardev:console", "-mon", "chardev=monitor"),
+        *("-chardev", f"file,id=console,path={run / 'console.log'}", "-serial", "chardev:console"),
         *("-device", "virtio-rng-pci"),
         *("-drive", f"if=none,id=root,file={image},format=raw,readonly=on", "-device", "virtio-blk-pci,drive=root"),
         *drives,
@@ -230,63 +224,34 @@ def arguments(
     ]
 
 
-@dataclass(frozen=True)
-class Connections:
-    """Our ends of the node's terminal, of its events, of its serial console, and of QEMU's monitor."""
-
-    terminal: socket.socket
-    events: socket.socket
-    console: socket.socket
-    monitor: socket.socket
-
-
 @contextlib.contextmanager
-def running(argv: list[str], run: Path) -> Iterator[Connections]:
-    """Run QEMU with our connections to it, and its logs in *run*; it ends with the block.
+def running(argv: list[str], log: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Run QEMU with a socket for the node's terminal and one for its events; it ends with the block.
 
     ``setpriv --pdeathsig`` ends it when this process is killed.
     """
-    with contextlib.ExitStack() as ours, (run / "qemu.log").open("wb") as errors:
-        connections = {}
-        with contextlib.ExitStack() as its:
-            options, passed = [], []
-            for field in fields(Connections):
-                connection, end = socket.socketpair()
-                connections[field.name] = ours.enter_context(connection)
-                passed.append(its.enter_context(end).fileno())
-                log = f",logfile={run / 'console.log'}" if field.name == "console" else ""
-                options += ["-chardev", f"socket,id={field.name},fd={end.fileno()}{log}"]
+    terminal, node_terminal = socket.socketpair()
+    events, node_events = socket.socketpair()
+    with terminal, events, log.open("wb") as errors:
+        with node_terminal, node_events:
             process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *argv, *options],
-                pass_fds=passed,
+                [
+                    *("setpriv", "--pdeathsig", "KILL"),
+                    *argv,
+                    *("-chardev", f"socket,id=terminal,fd={node_terminal.fileno()}"),
+                    *("-chardev", f"socket,id=events,fd={node_events.fileno()}"),
+                ],
+                pass_fds=(node_terminal.fileno(), node_events.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for us (or for the node's shell), not for QEMU
             )
         try:
-            yield Connections(**connections)
+            yield terminal, events
         finally:
             process.kill()
             process.wait()
-
-
-def examine(connections: Connections, run: Path) -> None:
-    """Have QEMU tell the registers of a node that hangs, and its kernel what blocks and what runs, by SysRq on its console."""
-    with contextlib.suppress(OSError), (run / "registers.txt").open("wb") as registers:
-        connections.monitor.sendall(b"info registers -a\n")
-        connections.monitor.settimeout(QUIET)
-        with contextlib.suppress(TimeoutError):
-            while data := connections.monitor.recv(65536):
-                registers.write(data)
-        for key in b"9wl":  # every message, blocked tasks, the CPUs' stacks (Documentation/admin-guide/sysrq.rst)
-            connections.monitor.sendall(b"chardev-send-break console\n")
-            time.sleep(1)
-            connections.console.sendall(bytes([key]))
-            connections.console.settimeout(QUIET)
-            with contextlib.suppress(TimeoutError):
-                while connections.console.recv(65536):  # which is logged by QEMU
-                    pass
 
 
 @contextlib.contextmanager
@@ -332,7 +297,7 @@ def boot(
     *run* is the directory the node sees as ``/results``; the scripts ``job`` and ``shell`` in it are run (``node-job``).
     *disks* are read-only ones, by the serial numbers the node sees, and it may write to the *writable* ones; *tap* is an
     interface that shall be its network. *hpet* is for an emulated node that has guests of distributions (:data:`ONE_CLOCK`).
-    After *alive_within* seconds without a sign of life the node counts as hung (:func:`examine`).
+    After *job_seconds*, or *alive_within* seconds without a sign of life, the node is ended.
     The *emulator* is the newest QEMU if none is named, so that a node is the same on machines of any release.
     """
     image = cache.fetch(artefacts.root())
@@ -359,8 +324,8 @@ def boot(
     )
     started = time.monotonic()
     say(f"booting {shape.cpus} CPUs on {shape.numa_nodes} NUMA nodes ({accel}); logs: {run}")
-    with running(argv, run) as connections, contextlib.ExitStack() as stack:
-        listener = Listener(connections, word)
+    with running(argv, run / "qemu.log") as (terminal, events), contextlib.ExitStack() as stack:
+        listener = Listener(terminal, events, word)
         up = listener.wait_for("up", started + boot_seconds)
         if up is None:
             return Outcome(None, None)
@@ -372,11 +337,10 @@ def boot(
         listener.alive_within = alive_within if not interactive else None
         done = listener.wait_for("done", time.monotonic() + job_seconds if not interactive else float("inf"))
         if listener.silent():
-            say(f"no sign of life for {alive_within:g} s: what is known is in registers.txt and console.log of {run}")
-            examine(connections, run)
+            say(f"the node hung: no sign of life for {alive_within:g} s")
         if done is not None:
             listener.wait_for("nothing more", time.monotonic() + 30)  # the rest of the terminal's output
-    return Outcome(up_after, None if done is None else int(done), hung=done is None and listener.silent())
+    return Outcome(up_after, None if done is None else int(done))
 
 
 class Listener:
@@ -385,15 +349,14 @@ class Listener:
     After *alive_within* seconds without an event, if it is given, the node counts as :meth:`silent`, and is not waited for.
     """
 
-    def __init__(self, connections: Connections, word: str) -> None:
-        self.terminal, self.events, self.word = connections.terminal, connections.events, word
-        self.unread = (connections.console.fileno(), connections.monitor.fileno())
+    def __init__(self, terminal: socket.socket, events: socket.socket, word: str) -> None:
+        self.terminal, self.events, self.word = terminal, events, word
         self.alive_within: float | None = None
         self.last_event = time.monotonic()
         self.received = b""
         self.selector = selectors.DefaultSelector()
-        for connection in (connections.terminal, connections.events, connections.console, connections.monitor):
-            self.selector.register(connection, selectors.EVENT_READ)
+        self.selector.register(terminal, selectors.EVENT_READ)
+        self.selector.register(events, selectors.EVENT_READ)
 
     def silent(self) -> bool:
         """Tell whether the node should have given a sign of life, and has not."""
@@ -445,7 +408,7 @@ class Listener:
                 if fd == self.events.fileno():
                     self.received += data
                     self.last_event = time.monotonic()
-                elif fd not in self.unread:
+                else:
                     sys.stdout.buffer.write(data)
                     sys.stdout.buffer.flush()
                 return

@@ -17,7 +17,7 @@ def run_beside_conftest(folder: Path, **variables: str) -> subprocess.CompletedP
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     return subprocess.run(
         [*argv, "--rootdir", str(folder), str(folder)],
-        env={**os.environ, "RUNNER_REQUIRE": "", "RUNNER_RETRIES": "", **variables},
+        env={**os.environ, "RUNNER_REQUIRE": "", **variables},
         capture_output=True,
         text=True,
         check=False,
