@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_standard_streams()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
         import_module("runner.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
-    words = sys.argv[1:] if argv is None else argv
+    words = _with_options(sys.argv[1:] if argv is None else argv)
     command = _command_of(words)
     status: int = Status.STOPPED  # also of a command that stops printing because its reader has gone
     try:
@@ -37,6 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     return int(status)
+
+
+def _with_options(words: Sequence[str]) -> Sequence[str]:
+    """Return *words* with ``--version`` for ``version``, and ``[COMMAND] --help`` for ``help [COMMAND]``."""
+    match words:
+        case ["version"]:
+            return ["--version"]
+        case ["help", *command]:
+            return [*command, "--help"]
+    return words
 
 
 def _command_of(words: Sequence[str]) -> str:

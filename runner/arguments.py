@@ -5,12 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 LOG_FORMATS = ("text", "json")
 """How log lines may be written."""
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser that names the nearest word instead of all of them, as Python 3.14 can (``suggest_on_error``)."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            import difflib  # here, because only a command line with a mistake needs it
+
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), 1)
+            if near:
+                raise argparse.ArgumentError(action, f"unknown {value!r}; did you mean {near[0]!r}?") from error
+            raise
 
 
 class _Version(argparse.Action):

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Collection
 from importlib import import_module
 
-from runner.arguments import add_version
+from runner.arguments import CommandLine, add_version
 from runner.cli.options import STATUS_HELP, add_state_dir, default_state_directory
 
 COMMANDS = {
@@ -34,7 +34,7 @@ def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argu
 
     The parsed arguments have the command's name as ``command``.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="instance-runner",
         description="Runs one virtual machine in one pod, every vCPU alone on its own CPU.",
         epilog=f"{STATUS_HELP}\n\n"

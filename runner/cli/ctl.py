@@ -110,7 +110,11 @@ def _add_shared(parser: argparse.ArgumentParser, *, shown: bool) -> None:
 def _add_qmp(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shell", action="store_true", help="read commands from a prompt, or from standard input")
     parser.add_argument(
-        "words", metavar="COMMAND", nargs="*", help="a QMP command, and its arguments as KEY=VALUE or a JSON object"
+        "words",
+        metavar="COMMAND",
+        nargs="*",
+        default=[],
+        help="a QMP command, and its arguments as KEY=VALUE or a JSON object",
     )
     parser.set_defaults(method="qmp")
 
@@ -157,7 +161,7 @@ def _add_disk(parser: argparse.ArgumentParser) -> None:
         "example: instance-runner ctl disk attach /dev/data serial=data iothread=true",
     )
     attach.add_argument("path", metavar="PATH", type=absolute_path)
-    attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="other keys of a [[disk]]")
+    attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="other keys of a [[disk]]")
     attach.set_defaults(method="disk.attach")
     detach = _add(
         disk,

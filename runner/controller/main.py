@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import attrs
 import trio
 
-from runner.arguments import LOG_FORMATS, add_version, argument_type
+from runner.arguments import LOG_FORMATS, CommandLine, add_version, argument_type
 from runner.controller.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.cpu_source import CpuSource
 from runner.controller.host_tuner import HostTuner, TuningOptions
@@ -281,12 +281,14 @@ class Pages:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Return the help text, with the default where there is one to show."""
+        return super()._get_help_string(action) if str(action.default or "") else action.help
 
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of this program's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="instance-cgroup-controller",
         description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
         epilog="It needs the node's PID namespace, the cgroup v2 hierarchy writable, the kubelet's directory readable, and\n"

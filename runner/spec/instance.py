@@ -109,6 +109,7 @@ class CpuSpec:
     count: int | Literal["all"] = key(
         either("all", integer(1, 1024)),
         default=1,
+        elsewhere=("vcpus", "vcpu", "cores", "cpu", "smp", "number"),
         doc="number of vCPUs; each has one CPU of its own. "
         '`"all"`: as many vCPUs as the container has CPUs, without one core if QEMU\'s other threads run on these CPUs too',
     )
@@ -218,6 +219,7 @@ class MemorySpec:
 
     size: int | Literal["limits"] = key(
         either("limits", size(LEAST_MEMORY)),
+        elsewhere=("ram", "memory", "amount", "mib", "limit"),
         default=512 * MIB,
         doc='the size of the RAM; `"limits"`: as much as the limits of the container allow (`hugetlb.<size>.max` or '
         "`LIMITS_HUGEPAGES_2MI` with huge pages, else `memory.max` without the overhead of QEMU and the daemons)",
@@ -264,7 +266,10 @@ class BootSpec:
         doc="the kernel's command line; with `console=ttyS0` its messages appear on the serial console",
     )
     firmware: PurePosixPath | FirmwareBuild | None = key(
-        path_or(*get_args(FirmwareBuild)),
+        path_or(
+            *get_args(FirmwareBuild),
+            elsewhere={"ovmf": "uefi", "efi": "uefi", "edk2": "uefi", "secure-boot": "uefi-secure"},
+        ),
         default=None,
         doc='a firmware image that is mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the installed OVMF; `"uefi-secure"`: the '
         "installed OVMF with Secure Boot and Microsoft's keys; without it SeaBIOS",
@@ -291,7 +296,10 @@ class DiskSpec:
     """A virtio disk; firmware tries to boot the disks in their order."""
 
     path: PurePosixPath | None = key(
-        path(), default=None, doc="a file or block device; a disk has either `path` or `fd`"
+        path(),
+        default=None,
+        doc="a file or block device; a disk has either `path` or `fd`",
+        elsewhere=("file", "image", "source"),
     )
     fd: str | None = key(
         text(DESCRIPTOR_NAME, "the name of a descriptor"),
@@ -411,7 +419,7 @@ class NetworkSpec:
     """A virtio network interface."""
 
     mode: NetworkMode = key(
-        choice(*get_args(NetworkMode)),
+        choice(*get_args(NetworkMode), elsewhere={"user": "passt", "slirp": "passt", "nat": "passt", "tap": "private"}),
         default="private",
         doc='`"private"`: a subnet that only this instance has; `"bridge"`: the guest takes over the address of the pod\'s interface; '
         '`"macvtap"`: the guest is a host of its own, with its own MAC address, on the network of an interface; `"passt"`: the guest '
@@ -757,20 +765,37 @@ class InstanceSpec:
     """The whole document."""
 
     instance: IdentitySpec = key(table(IdentitySpec), default=IdentitySpec(), doc="the instance's identity")
-    cpu: CpuSpec = key(table(CpuSpec), default=CpuSpec(), doc="vCPUs and the CPUs that they run on")
-    memory: MemorySpec = key(table(MemorySpec), default=MemorySpec(), doc="the guest's RAM")
+    cpu: CpuSpec = key(
+        table(CpuSpec), default=CpuSpec(), doc="vCPUs and the CPUs that they run on", elsewhere=("vcpu", "vcpus", "smp")
+    )
+    memory: MemorySpec = key(table(MemorySpec), default=MemorySpec(), doc="the guest's RAM", elsewhere=("ram",))
     boot: BootSpec = key(table(BootSpec), default=BootSpec(), doc="how the guest boots")
-    disk: tuple[DiskSpec, ...] = key(tables(DiskSpec), default=(), doc="virtio disks")
+    disk: tuple[DiskSpec, ...] = key(
+        tables(DiskSpec), default=(), doc="virtio disks", elsewhere=("drive", "drives", "volume", "volumes", "storage")
+    )
     hotplug: HotplugSpec = key(
         table(HotplugSpec), default=HotplugSpec(), doc="what can be attached while the guest runs"
     )
-    network: tuple[NetworkSpec, ...] = key(tables(NetworkSpec), default=(), doc="virtio network interfaces")
+    network: tuple[NetworkSpec, ...] = key(
+        tables(NetworkSpec),
+        default=(),
+        doc="virtio network interfaces",
+        elsewhere=("nic", "net", "interface", "interfaces"),
+    )
     descriptors: DescriptorsSpec = key(
         table(DescriptorsSpec), default=DescriptorsSpec(), doc="descriptors that another program has opened"
     )
-    share: tuple[ShareSpec, ...] = key(tables(ShareSpec), default=(), doc="directories shared by virtiofs")
+    share: tuple[ShareSpec, ...] = key(
+        tables(ShareSpec),
+        default=(),
+        doc="directories shared by virtiofs",
+        elsewhere=("filesystem", "filesystems", "virtiofs", "mount"),
+    )
     device: tuple[DeviceSpec, ...] = key(
-        tables(DeviceSpec), default=(), doc="PCI devices of the host that become the guest's own"
+        tables(DeviceSpec),
+        default=(),
+        doc="PCI devices of the host that become the guest's own",
+        elsewhere=("gpu", "gpus", "hostdev", "hostdevs", "vfio", "pci"),
     )
     console: ConsoleSpec = key(table(ConsoleSpec), default=ConsoleSpec(), doc="the serial console")
     display: DisplaySpec = key(table(DisplaySpec), default=DisplaySpec(), doc="the screen")

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
+_SECONDS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+"""Units of durations as other programs write them."""
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
 _SIZE_ELSEWHERE = r"(?i:([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([KMGT]?)i?B?)"
 """Pattern of a size as QEMU, Kubernetes or people write it; compiled only for a wrong one."""
@@ -71,9 +73,12 @@ class Rule:
     """An array of tables (``[[disk]]``)."""
 
 
-def key(rule: Rule, *, doc: str, default: object = attrs.NOTHING) -> Any:
-    """Declare a key of a schema class; without *default* the document must have it."""
-    return attrs.field(default=default, metadata={"rule": rule, "doc": doc})
+def key(rule: Rule, *, doc: str, default: object = attrs.NOTHING, elsewhere: Sequence[str] = ()) -> Any:
+    """Declare a key of a schema class; without *default* the document must have it.
+
+    *elsewhere* are names that other programs or people give it: they are refused, with this key as what was meant.
+    """
+    return attrs.field(default=default, metadata={"rule": rule, "doc": doc, "elsewhere": elsewhere})
 
 
 def rule_of(attribute: attrs.Attribute[Any]) -> Rule:
@@ -122,6 +127,23 @@ def _nearest(value: object, words: Iterable[str]) -> str:
     return next((f'"{word}"' for word in difflib.get_close_matches(value, alike, 1)), "")
 
 
+def _meant(value: object, words: Iterable[str], elsewhere: Mapping[str, str] | None) -> str:
+    """Return the word that *value* is in another program, or probably meant to be, in quotes; empty if there is none."""
+    meant = (elsewhere or {}).get(value.lower()) if isinstance(value, str) else None
+    return _nearest(value, words) if meant is None else f'"{meant}"'
+
+
+def _nearest_number(value: object, least: float, most: float, units: Mapping[str, float]) -> str:
+    """Return the number within both bounds that a string probably means, as a document has it; empty if there is none.
+
+    *units* are what may follow the number in the string, and what each counts.
+    """
+    pattern = rf"\s*([0-9]{{1,9}}(?:\.[0-9]{{1,6}})?)\s*({'|'.join(units)})\s*"
+    match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
+    number = 0.0 if match is None else float(match[1]) * units[match[2]]
+    return f"{number:.9g}" if match is not None and least <= number <= most else ""
+
+
 def matching(pattern: str) -> Mapping[str, Any]:
     """Return the JSON Schema of a string that matches *pattern* as a whole."""
     return {"type": "string", "pattern": f"^(?:{pattern})$"}
@@ -146,7 +168,8 @@ def integer(least: int, most: int) -> Rule:
 
     def parse(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            _wrong(value)
+            meant = _nearest_number(value, least, most, {"": 1})
+            _wrong(value, meant if meant.isdecimal() else "")
         return value
 
     return Rule(f"an integer from {least} to {most}", parse, {"type": "integer", "minimum": least, "maximum": most})
@@ -156,18 +179,19 @@ def flag() -> Rule:
     """Take a boolean."""
 
     def parse(value: object) -> bool:
-        return value if isinstance(value, bool) else _wrong(value)
+        meant = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
+        return value if isinstance(value, bool) else _wrong(value, meant.get(str(value).lower(), ""))
 
     return Rule("true or false", parse, {"type": "boolean"})
 
 
-def choice(*words: str) -> Rule:
-    """Take one of a few words."""
+def choice(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
+    """Take one of a few words; *elsewhere* has words of other programs, which are refused, and what they mean here."""
 
     def parse(value: object) -> str:
         if isinstance(value, str) and value in words:
             return value
-        _wrong(value, _nearest(value, words))
+        _wrong(value, _meant(value, words, elsewhere))
 
     return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse, {"enum": [*words]})
 
@@ -191,14 +215,16 @@ def size(least: int) -> Rule:
 def _nearest_size(value: object, least: int) -> str:
     """Return the size that *value* is probably meant to be, as a document has it; empty if it is no size.
 
-    A number without a unit is in bytes, or in MiB if it is smaller than one. ``2G`` and ``2GB`` mean 2 GiB to QEMU.
+    A number without a unit is in bytes, in MiB if it is smaller than one, and in GiB if these are too few. ``2G`` and ``2GB``
+    mean 2 GiB to QEMU.
     """
     written = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     match = re.fullmatch(_SIZE_ELSEWHERE, written, re.ASCII)
     if match is None:
         return ""
     number = float(match[1])
-    unit = _UNITS[f"{match[2].upper()}i"] if match[2] else 1 if number >= MIB else MIB
+    likely = 1 if number >= MIB else MIB if number * MIB >= least else _UNITS["Gi"]
+    unit = _UNITS[f"{match[2].upper()}i"] if match[2] else likely
     return f'"{format_size(max(least, round(number * unit / MIB) * MIB))}"'
 
 
@@ -223,7 +249,7 @@ def seconds(least: float, most: float) -> Rule:
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            _wrong(value)
+            _wrong(value, _nearest_number(value, least, most, _SECONDS))
         return float(value)
 
     bounds = {"type": "number", "minimum": least, "maximum": most}
@@ -242,14 +268,14 @@ def path() -> Rule:
     return Rule("an absolute path", parse, matching(f"/{_PLAIN}"))
 
 
-def path_or(*words: str) -> Rule:
-    """Take an absolute path, or one of a few words."""
+def path_or(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
+    """Take an absolute path, or one of a few words; *elsewhere* as in :func:`choice`."""
 
     def parse(value: object) -> PurePosixPath | str:
         if isinstance(value, str) and value in words:
             return value
         if isinstance(value, str) and not value.startswith("/"):
-            _wrong(value, _nearest(value, words))
+            _wrong(value, _meant(value, words, elsewhere))
         return cast("PurePosixPath", path().parse(value))
 
     allowed = "an absolute path, or " + " or ".join(f'"{word}"' for word in words)
@@ -618,10 +644,11 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
     return result
 
 
-def _unknown(name: str, attributes: Mapping[str, object], where: str) -> Problem:
+def _unknown(name: str, attributes: Mapping[str, attrs.Attribute[Any]], where: str) -> Problem:
     import difflib  # here, because only a document with a mistake needs it
 
-    near = difflib.get_close_matches(name, attributes, 1, 0.5)
+    meant = (known for known, each in attributes.items() if name.lower() in each.metadata["elsewhere"])
+    near = [*meant] or difflib.get_close_matches(name, attributes, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
     return Problem(f"{where}.{name}" if where else name, "unknown key", hint)
 

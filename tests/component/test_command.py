@@ -44,6 +44,32 @@ def test_the_version_is_read_on_request() -> None:
     assert "importlib.metadata" not in loaded("--help")
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [("version", "--version"), ("help", "--help"), ("help plan", "plan --help"), ("help ctl disk", "ctl disk --help")],
+)
+def test_a_word_does_what_the_option_does(words: str, option: str) -> None:
+    said, meant = (
+        subprocess.run([*PROGRAM, *each.split()], check=True, capture_output=True, text=True)
+        for each in (words, option)
+    )
+    assert said.stdout == meant.stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("chekc", "unknown 'chekc'; did you mean 'check'?"),
+        ("ctl disk atach", "unknown 'atach'; did you mean 'attach'?"),
+        ("ctl disk attach", "the following arguments are required: PATH\n"),
+    ],
+)
+def test_a_wrong_command_line_names_what_was_meant(words: str, sentence: str) -> None:
+    ended = subprocess.run([*PROGRAM, *words.split()], check=False, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert sentence in ended.stderr
+
+
 def test_every_command_is_a_module_in_the_table() -> None:
     takers = {path.stem for path in CLI.glob("*.py") if "def add_arguments(" in path.read_text()}
     assert takers == set(COMMANDS)

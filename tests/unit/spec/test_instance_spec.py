@@ -230,7 +230,48 @@ MISTAKES = [
         KERNEL + '[cpu]\ncount = "all"\ncpus = "1-2"\n',
         'cpu.count: "all" and cpu.cpus contradict each other; set it to 2',
     ),
-    (KERNEL + '[cpu]\ncount = "2"\n', 'cpu.count: found the string "2"; it takes an integer from 1 to 1024'),
+    (
+        KERNEL + '[cpu]\ncount = "2"\n',
+        'cpu.count: found the string "2"; did you mean 2? It takes an integer from 1 to 1024',
+    ),
+    (KERNEL + '[cpu]\ncount = "2.5"\n', 'cpu.count: found the string "2.5"; it takes an integer from 1 to 1024'),
+    (KERNEL + '[cpu]\ncount = "4096"\n', 'cpu.count: found the string "4096"; it takes an integer from 1 to 1024'),
+    *(
+        (f"{KERNEL}[cpu]\n{word} = 2\n", f"cpu.{word}: unknown key; did you mean 'count'?")
+        for word in ("vcpus", "cores")
+    ),
+    *(
+        (f"{KERNEL}{written}\n", f"{written.strip('[]')}: unknown key; did you mean {meant!r}?")
+        for written, meant in (
+            ("[ram]", "memory"),
+            ("[[nic]]", "network"),
+            ("[[gpu]]", "device"),
+            ("[[drive]]", "disk"),
+        )
+    ),
+    *(
+        (
+            f'{KERNEL}[shutdown]\ngrace = "{written}"\n',
+            f'shutdown.grace: found the string "{written}"; {question} a number of seconds from 1 to 3600',
+        )
+        for written, question in (
+            ("30s", "did you mean 30? It takes"),
+            ("5 min", "did you mean 300? It takes"),
+            ("2h", "it takes"),
+            ("soon", "it takes"),
+        )
+    ),
+    *(
+        (
+            f'{KERNEL}[[network]]\nmode = "{written}"\n',
+            f'network[0].mode: found the string "{written}"; did you mean "passt"? It takes',
+        )
+        for written in ("user", "nat", "NAT")
+    ),
+    (
+        KERNEL + '[memory]\nlock = "yes"\n',
+        'memory.lock: found the string "yes"; did you mean true? It takes true or false',
+    ),
     (KERNEL + "[cpu]\ncount = true\n", "cpu.count: found the boolean true; it takes an integer from 1 to 1024"),
     (KERNEL + "[cpu]\ncount = 0\n", "cpu.count: found the integer 0; it takes an integer from 1 to 1024"),
     (KERNEL + "[cpu]\ncount = 1.5\n", "cpu.count: found the number 1.5; it takes an integer from 1 to 1024"),
@@ -256,6 +297,7 @@ MISTAKES = [
             ('"2048"', "string", "2GiB"),
             ("536870912", "integer", "512MiB"),
             ("4096", "integer", "4GiB"),
+            ("4", "integer", "4GiB"),
             ('"limit"', "string", "limits"),
         )
     ),
@@ -275,6 +317,10 @@ MISTAKES = [
     (
         '[boot]\nfirmware = "uefy"\n',
         'boot.firmware: found the string "uefy"; did you mean "uefi"? It takes an absolute',
+    ),
+    (
+        '[boot]\nfirmware = "OVMF"\n',
+        'boot.firmware: found the string "OVMF"; did you mean "uefi"? It takes an absolute',
     ),
     (
         '[[disk]]\npath = "/a"\nfd = "a"\n',
