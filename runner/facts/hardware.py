@@ -58,6 +58,11 @@ class HugepagePool:
     free: int
 
 
+def is_page_size(size: int) -> bool:
+    """Tell whether huge pages can have *size* bytes: a power of two from 1024."""
+    return size >= 1024 and size.bit_count() == 1  # noqa: PLR2004 - a KiB
+
+
 def hugetlb_name(page_size: int) -> str:
     """Return the name of huge pages of *page_size* bytes in cgroup files, such as ``2MB`` (``mm/hugetlb_cgroup.c``, ``mem_fmt``)."""
     return next(
@@ -323,7 +328,10 @@ class _RecordReader:
         for pool, where in self.items(item.get("hugepages", []), f"{path}.hugepages"):
             names = [field.name for field in attrs.fields(HugepagePool)]
             entry = self.mapping(pool, where, names)
-            pools.append(HugepagePool(*(self.number(entry.get(name), f"{where}.{name}") for name in names)))
+            found = HugepagePool(*(self.number(entry.get(name), f"{where}.{name}") for name in names))
+            if found.size != _MISSING and not is_page_size(found.size):
+                self.complain(f"{where}.size", f"must be a power of two from 1024, found {found.size}")
+            pools.append(found)
         return NumaNode(
             id=self.number(item.get("id"), f"{path}.id", MAX_CPU),
             memory=self.number(item.get("memory"), f"{path}.memory"),

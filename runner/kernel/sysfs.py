@@ -14,7 +14,7 @@ import attrs
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
-from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus
+from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus, is_page_size
 from runner.kernel.leases import read_at_once
 from runner.values import frozen
 
@@ -71,9 +71,9 @@ def _cpus(
         if cpu not in cores:
             each = path / f"cpu{cpu}"
             # `core_cpus_list` and `die_cpus_list` came with 5.3; the older names are still there.
-            siblings = _either_cpu_set(each, "topology/core_cpus_list", "topology/thread_siblings_list") or [cpu]
+            siblings = _sharing(cpu, each, "topology/core_cpus_list", "topology/thread_siblings_list") or [cpu]
             if cpu not in dies:
-                sharing = _either_cpu_set(each, "topology/die_cpus_list", "topology/core_siblings_list")
+                sharing = _sharing(cpu, each, "topology/die_cpus_list", "topology/core_siblings_list")
                 # Virtual machines and some ARM firmware say -1: the host does not know, so it is one socket.
                 socket = max(0, _optional_number(each / "topology/physical_package_id") or 0)
                 dies |= dict.fromkeys(sharing or [cpu], (min(sharing, default=0), socket))
@@ -99,7 +99,7 @@ def _l3(path: Path, cpu: int) -> dict[int, int | None]:
     """Return the L3 cache of *cpu* for each CPU that shares it."""
     for index in sorted(path.glob("cache/index[0-9]*")):
         if _optional_number(index / "level") == L3:
-            sharing = _cpu_set(index / "shared_cpu_list")
+            sharing = _sharing(cpu, index, "shared_cpu_list")
             name = _optional_number(index / "id")
             return dict.fromkeys(sharing, min(sharing) if name is None else name)
     return {cpu: None}
@@ -127,7 +127,10 @@ def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
 def _hugepages(path: Path) -> tuple[HugepagePool, ...]:
     pools = []
     for pool in path.glob("hugepages-*kB"):
-        size = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
+        kilobytes = pool.name.removeprefix("hugepages-").removesuffix("kB")
+        if not re.fullmatch("[1-9][0-9]{0,17}", kilobytes, re.ASCII) or not is_page_size(int(kilobytes) * KIB):
+            raise HostError(f"cannot use {str(pool)!r}: its name holds no size of a page")
+        size = int(kilobytes) * KIB
         pools.append(HugepagePool(size, _number(pool / "nr_hugepages"), _number(pool / "free_hugepages")))
     return tuple(sorted(pools, key=lambda pool: pool.size))
 
@@ -190,8 +193,15 @@ def _cpu_set(path: Path) -> CpuSet:
         raise HostError(f"cannot use {str(path)!r}") from error
 
 
-def _either_cpu_set(path: Path, name: str, older_name: str) -> CpuSet:
-    return _optional_cpu_set(path / name) or _optional_cpu_set(path / older_name)
+def _sharing(cpu: int, path: Path, *names: str) -> CpuSet:
+    """Return the CPUs that share something with *cpu*, by the first of the files *names* that there is; else none."""
+    file = next((path / name for name in names if (path / name).exists()), None)
+    if file is None:
+        return CpuSet()
+    cpus = _cpu_set(file)
+    if cpu not in cpus:
+        raise HostError(f"cannot use {str(file)!r}: it holds {str(cpus)!r} without CPU {cpu} itself")
+    return cpus
 
 
 def _optional_cpu_set(path: Path) -> CpuSet:

@@ -28,15 +28,22 @@ _SUFFIXES = (
 _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))([a-zA-Z]{0,2})(?:[eE]([+-]?[0-9]{1,3}))?", re.ASCII)
 
 
-def parse_quantity(text: str) -> Fraction:
-    """Parse a Kubernetes quantity exactly (``resource.ParseQuantity``): ``"500m"`` is 1/2, ``"1Gi"`` 2^30.
+LARGEST = Fraction(2**63 - 1)
+"""The largest quantity that is written with more than :data:`EXACT_DIGITS`: larger ones become this (``maxAllowed``)."""
+EXACT_DIGITS = 18
+"""Digits up to which Kubernetes keeps a quantity as it is (``maxInt64Factors``)."""
 
-    Raises ``ValueError`` for a text that Kubernetes does not accept.
+
+def parse_quantity(text: str) -> Fraction:
+    """Parse a Kubernetes quantity (``resource.ParseQuantity``): ``"500m"`` is 1/2, ``"1Gi"`` 2^30.
+
+    One of very many digits is at most :data:`LARGEST`. Raises ``ValueError`` for a text that Kubernetes does not accept.
     """
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in _SUFFIXES or (match[2] and match[3]):
         raise ValueError(f"{text!r} is not a quantity like '4', '500m' or '1Gi'")
-    return Fraction(match[1]) * _SUFFIXES[match[2]] * Fraction(10) ** int(match[3] or 0)
+    amount = Fraction(match[1]) * _SUFFIXES[match[2]] * Fraction(10) ** int(match[3] or 0)
+    return min(amount, LARGEST) if len(match[1]) > EXACT_DIGITS else amount
 
 
 def read_quantity(value: Value) -> Fraction:

@@ -72,6 +72,14 @@ def test_every_problem_names_its_path() -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [0, 512, 3 << 20])
+def test_a_size_that_no_huge_page_has_is_reported(size: int) -> None:
+    document = vm()
+    document["numa_nodes"][0]["hugepages"][0]["size"] = size
+    message = f"must be a power of two from 1024, found {size}"
+    assert problems(document) == [f"host.json: numa_nodes[0].hugepages[0].size: {message}"]
+
+
 def test_impossible_values_are_reported() -> None:
     document = vm()
     document["offline"] = "7-8"

@@ -136,6 +136,8 @@ def test_values_that_firmware_does_not_know_have_a_default(tmp_path: Path) -> No
         ("node/node2/distance", "10 20", "cannot use FILE: 2 distances for 3 NUMA nodes"),
         ("node/node2/meminfo", "", "cannot use FILE: it holds no MemTotal"),
         ("node/node2/cpulist", None, "cannot read FILE: No such file or directory"),
+        ("cpu/cpu1/topology/core_cpus_list", "4", "cannot use FILE: it holds '4' without CPU 1 itself"),
+        ("cpu/cpu1/topology/die_cpus_list", "", "cannot use FILE: it holds '' without CPU 1 itself"),
     ],
 )
 def test_a_strange_file_is_named(tmp_path: Path, file: str, content: str | None, sentence: str) -> None:
@@ -164,3 +166,21 @@ def test_the_present_cpus_and_memory_nodes_are_read(tmp_path: Path) -> None:
     assert read_online_cpus(sys).memory_nodes == CpuSet([0])
     with pytest.raises(HostError, match="cannot read the machine"):
         read_online_cpus(tmp_path)
+
+
+@pytest.mark.parametrize("shared", ["", "6", "\n"])
+def test_a_cache_that_its_own_cpu_does_not_share_is_refused(tmp_path: Path, shared: str) -> None:
+    write_sysfs(tmp_path, SPARSE)
+    cache = tmp_path / "sys/devices/system/cpu/cpu4/cache/index3"
+    write(cache / "level", 3)
+    write(cache / "shared_cpu_list", shared)
+    with pytest.raises(HostError, match="without CPU 4 itself"):
+        read_hardware(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["hugepages-0kB", "hugepages-xkB", "hugepages-3kB"])
+def test_a_pool_of_huge_pages_without_a_size_is_refused(tmp_path: Path, name: str) -> None:
+    write_sysfs(tmp_path, SPARSE)
+    write(tmp_path / f"sys/devices/system/node/node2/hugepages/{name}/nr_hugepages", 1)
+    with pytest.raises(HostError, match="its name holds no size of a page"):
+        read_hardware(tmp_path)

@@ -50,3 +50,8 @@ def test_the_peak_of_a_pod() -> None:
     assert most((init, 5), (sidecar, 1), (app, 4)) == 5
     assert most((sidecar, 1), (init, 5), (app, 4)) == 6
     assert most((sidecar, 1), (sidecar, 2)) == 3
+
+
+def test_a_quantity_of_very_many_digits_is_the_largest_one() -> None:
+    assert parse_quantity("1" * 400) == parse_quantity("9" * 50 + "Gi") == 2**63 - 1
+    assert parse_quantity("0" * 20 + "4") == 4
