@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Self
@@ -195,20 +196,7 @@ class Kubelet:
 
 def _topology_manager(hardware: Hardware, configuration: KubeletConfiguration) -> TopologyManager:
     """Check and build the Topology Manager (``NewManager``, ``NewPolicyOptions``)."""
-    options = dict(configuration.topology_manager_policy_options)
-    closest = parse_bool("prefer-closest-numa-nodes", options.pop("prefer-closest-numa-nodes", "false"))
-    limit = options.pop("max-allowable-numa-nodes", str(DEFAULT_MAX_NUMA_NODES))
-    for name in options:
-        raise KubeletConfigError(f'unknown Topology Manager Policy option: "{name}"')
-    if not limit.isascii() or not limit.isdigit():
-        raise KubeletConfigError(
-            'unable to convert policy option to integer "max-allowable-numa-nodes":'
-            f' strconv.Atoi: parsing "{limit}": invalid syntax'
-        )
-    if int(limit) < DEFAULT_MAX_NUMA_NODES:
-        raise KubeletConfigError(
-            f'the minimum value of "max-allowable-numa-nodes" should not be less than {DEFAULT_MAX_NUMA_NODES}'
-        )
+    numa_nodes = tuple(node.id for node in hardware.numa_nodes)
     try:
         policy = Policy(configuration.topology_manager_policy)
     except ValueError:
@@ -217,14 +205,28 @@ def _topology_manager(hardware: Hardware, configuration: KubeletConfiguration) -
         scope = Scope(configuration.topology_manager_scope)
     except ValueError:
         raise KubeletConfigError(f'unknown scope: "{configuration.topology_manager_scope}"') from None
-    numa_nodes = tuple(node.id for node in hardware.numa_nodes)
-    if policy is not Policy.NONE and len(numa_nodes) > int(limit):
+    distances = {node.id: node.distances for node in hardware.numa_nodes}
+    if policy is Policy.NONE:  # it returns before it reads the options
+        return TopologyManager(numa_nodes, policy, scope, distances=distances)
+    options = dict(configuration.topology_manager_policy_options)
+    closest = parse_bool("prefer-closest-numa-nodes", options.pop("prefer-closest-numa-nodes", "false"))
+    limit = options.pop("max-allowable-numa-nodes", str(DEFAULT_MAX_NUMA_NODES))
+    for name in options:
+        raise KubeletConfigError(f'unknown Topology Manager Policy option: "{name}"')
+    if not re.fullmatch("[0-9]{1,18}", limit, re.ASCII):
+        raise KubeletConfigError(
+            'unable to convert policy option to integer "max-allowable-numa-nodes":'
+            f' strconv.Atoi: parsing "{limit}": invalid syntax'
+        )
+    if int(limit) < DEFAULT_MAX_NUMA_NODES:
+        raise KubeletConfigError(
+            f'the minimum value of "max-allowable-numa-nodes" should not be less than {DEFAULT_MAX_NUMA_NODES}'
+        )
+    if len(numa_nodes) > int(limit):
         raise KubeletConfigError(f"unsupported on machines with more than {limit} NUMA Nodes")
     # Only these two policies are given the option.
     closest = closest and policy in {Policy.BEST_EFFORT, Policy.RESTRICTED}
-    return TopologyManager(
-        numa_nodes, policy, scope, closest, {node.id: node.distances for node in hardware.numa_nodes}
-    )
+    return TopologyManager(numa_nodes, policy, scope, closest, distances)
 
 
 def _cpu_manager(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
@@ -20,7 +21,8 @@ from runner.cpuset import CpuSet
 from runner.errors import UsageError
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration
-from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, parse_quantity, read_quantity
+from runner.kubelet.feature_gates import POD_LEVEL_MANAGERS, check_gates
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, read_quantity
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.topology_manager import Policy, Scope
 from runner.spec.value import Value
@@ -31,8 +33,6 @@ DEFAULT_MAX_PODS = 110
 """``maxPods`` if the file has none."""
 POD_LEVEL_RESOURCES_SINCE = 34
 """Minor version since which the feature gate ``PodLevelResources`` is on."""
-POD_LEVEL_MANAGERS_SINCE = 36
-"""Minor version since which there is the feature gate ``PodLevelResourceManagers``."""
 DEFAULT_EVICTION = "100Mi"
 """``evictionHard["memory.available"]`` if the file has no ``evictionHard``."""
 
@@ -66,6 +66,18 @@ SIMILAR_KEYS = (
     "memorySwap",
 )
 """Keys without influence on placement whose names resemble keys with influence: they are not reported as misspelled."""
+
+FLAGS = {
+    "reservedcpus": "reservedSystemCPUs",
+    "systemreservedcpus": "reservedSystemCPUs",
+    "cpumanager": "cpuManagerPolicy",
+    "memorymanager": "memoryManagerPolicy",
+    "topologymanager": "topologyManagerPolicy",
+    "cpupolicy": "cpuManagerPolicy",
+    "cpumanageroptions": "cpuManagerPolicyOptions",
+    "topologymanageroptions": "topologyManagerPolicyOptions",
+}
+"""Names by which files call a key that has another one, without hyphens and in lower case: of flags, and shortened ones."""
 
 _ALPHA, _BETA, _STABLE = "Alpha", "Beta", ""
 _SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
@@ -125,9 +137,10 @@ def parse_kubelet_configuration(
     cpu_options = _strings(document.get("cpuManagerPolicyOptions", {}))
     topology_options = _strings(document.get("topologyManagerPolicyOptions", {}))
     _check_words(words)
-    _check_gates(gates, minor)
+    check_gates(gates, minor)
     reserved_cpus = _reserved_cpus(document, words["reservedSystemCPUs"], hardware)
-    _check_options("Topology", topology_options, gates, minor)
+    if words["topologyManagerPolicy"] not in {"", Policy.NONE.value}:  # NewManager looks at them after this policy
+        _check_options("Topology", topology_options, gates, minor)
     cpu_policy = words["cpuManagerPolicy"] or "none"
     if cpu_policy == "none" and cpu_options:
         listed = " ".join(f"{name}:{value}" for name, value in sorted(cpu_options.items()))
@@ -151,7 +164,7 @@ def parse_kubelet_configuration(
         max_pods=_count(document, "maxPods", DEFAULT_MAX_PODS),
         pods_per_core=_count(document, "podsPerCore", 0),
         pod_level_resources=gates.get("PodLevelResources", minor >= POD_LEVEL_RESOURCES_SINCE),
-        pod_level_resource_managers=gates.get("PodLevelResourceManagers", False),
+        pod_level_resource_managers=gates.get(POD_LEVEL_MANAGERS, False),
     )
     return configuration, tuple(_notes(document, configuration, gates, millicpus))
 
@@ -186,18 +199,6 @@ def _check_words(words: Mapping[str, str]) -> None:
         raise KubeletConfigError(
             f'invalid configuration: topologyManagerScope (--topology-manager-scope) "{scope}" must be one of: "container", or "pod"'
         )
-
-
-def _check_gates(gates: Mapping[str, bool], minor: int) -> None:
-    """Check the gate ``PodLevelResourceManagers`` (``SetFromMap`` of ``component-base/featuregate``)."""
-    gate = "PodLevelResourceManagers"
-    reason = ""
-    if gate in gates and minor < POD_LEVEL_MANAGERS_SINCE:
-        reason = f"unrecognized feature gate: {gate}"
-    elif gates.get(gate) and not gates.get("PodLevelResources", True):
-        reason = f"{gate} is enabled, but depends on features that are disabled: [PodLevelResources]"
-    if reason:
-        raise KubeletConfigError(f"failed to set feature gates from initial flags-based config: {reason}")
 
 
 def _check_options(manager: str, options: Iterable[str], gates: Mapping[str, bool], minor: int) -> None:
@@ -245,16 +246,19 @@ def _eviction(document: Value, hardware: Hardware) -> int:
     """Return the bytes of free memory below which the kubelet evicts pods; they are reserved (``hardEvictionReservation``)."""
     thresholds = document.get("evictionHard")
     merged = bool(document.get("mergeDefaultEvictionSettings")) and document.get("mergeDefaultEvictionSettings").flag()
-    default = "0" if thresholds.value and not merged else DEFAULT_EVICTION
-    if not thresholds:
-        return math.ceil(parse_quantity(default))
-    strings = _strings(thresholds)
-    threshold = strings.get("memory.available", default)
+    found = _strings(thresholds) if thresholds else {}
+    # The defaults take the place of a missing table only, not of an empty one (defaults.go).
+    if thresholds and "memory.available" not in found and not merged:
+        return 0
+    threshold = found.get("memory.available", DEFAULT_EVICTION)
     if threshold in {"0%", "100%"}:
         return 0
-    value = attrs.evolve(thresholds.get("memory.available"), value=threshold)
+    value = attrs.evolve(document.get("evictionHard", {}).get("memory.available"), value=threshold)
     if not threshold.endswith("%"):
-        return math.ceil(read_quantity(value))
+        amount = math.ceil(read_quantity(value))
+        if not amount:
+            raise KubeletConfigError(f"eviction threshold memory.available must be positive: {threshold}")
+        return amount
     try:
         share = float(threshold.removesuffix("%"))
     except ValueError:
@@ -302,11 +306,9 @@ def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str,
 def _notes(
     document: Value, configuration: KubeletConfiguration, gates: Mapping[str, bool], millicpus: int
 ) -> Iterator[str]:
-    known = (*STRING_KEYS, *TABLE_KEYS, *NUMBER_KEYS, *OTHER_KEYS, *SIMILAR_KEYS)
     for value in document.members():
-        near = difflib.get_close_matches(value.key.lower(), [key.lower() for key in known], 1, 0.85)
-        if near and value.key not in known:
-            meant = next(key for key in known if key.lower() == near[0])
+        meant = _meant(value.key)
+        if meant:
             yield f"{value.path}: the kubelet has no such key and we ignore it; did you mean {meant!r}?"
     if len(configuration.reserved_cpus) and millicpus:
         yield (
@@ -318,11 +320,21 @@ def _notes(
             "cpuManagerPolicy is 'none': the kubelet gives no container exclusive CPUs; set it to 'static', unless a DRA driver"
             " gives them, of which nothing is known here"
         )
-    if gates.get("PodLevelResourceManagers"):
+    if gates.get(POD_LEVEL_MANAGERS):
         yield (
             "featureGates.PodLevelResourceManagers is alpha, and planned as kubelet 1.36.2 has it; what 1.37 changes is not"
             " known here"
         )
+
+
+def _meant(key: str) -> str:
+    """Return the key that *key*, which the kubelet does not know, stands for: a flag's name, or a near one; empty for none."""
+    known = (*STRING_KEYS, *TABLE_KEYS, *NUMBER_KEYS, *OTHER_KEYS, *SIMILAR_KEYS)
+    if key in known:
+        return ""
+    spellings = {each.lower(): each for each in known} | FLAGS
+    near = difflib.get_close_matches(re.sub("[-_]", "", key).lower(), spellings, 1, 0.85)
+    return spellings[near[0]] if near else ""
 
 
 def changed(document: Value, settings: Mapping[str, str]) -> Value:

@@ -23,6 +23,7 @@ from runner.kubelet.configuration import (
     parse_kubelet_configuration,
 )
 from runner.kubelet.quirks import KubeletConfigError
+from runner.kubelet.topology_manager import Policy
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
@@ -125,7 +126,9 @@ def test_the_defaults() -> None:
     ("keys", "reserved"),
     [
         ({}, 100 * MIB),
-        ({"evictionHard": {}}, 100 * MIB),
+        ({"evictionHard": {}}, 0),
+        ({"evictionHard": None}, 100 * MIB),
+        ({"evictionHard": {}, "mergeDefaultEvictionSettings": True}, 100 * MIB),
         ({"evictionHard": {"nodefs.available": "10%"}}, 0),
         ({"evictionHard": {"nodefs.available": "10%"}, "mergeDefaultEvictionSettings": True}, 100 * MIB),
         ({"evictionHard": {"memory.available": "1Gi"}, "mergeDefaultEvictionSettings": False}, GIB),
@@ -258,6 +261,23 @@ def test_feature_gates_show_options_by_version(minor: int, option: str, gate: di
             'invalid configuration: the reserved memory has a duplicate value for NUMA node 0 and resource "memory"',
         ),
         (
+            {"evictionHard": {"memory.available": "0"}},
+            "eviction threshold memory.available must be positive: 0",
+        ),
+        *(
+            (
+                {"featureGates": {gate: enabled}},
+                f"failed to set feature gates from initial flags-based config: {reason}",
+            )
+            for gate, enabled, reason in (
+                ("CPUManager", True, "unrecognized feature gate: CPUManager"),
+                ("TopologyManager", False, "unrecognized feature gate: TopologyManager"),
+                ("MemoryManager", True, "unrecognized feature gate: MemoryManager"),
+                ("DevicePlugins", True, "unrecognized feature gate: DevicePlugins"),
+                ("NodeSwap", False, "cannot set feature gate NodeSwap to false, feature is locked to true"),
+            )
+        ),
+        (
             {"reservedSystemCPUs": "0", "systemReservedCgroup": "/system.slice"},
             (
                 "invalid configuration: can't use reservedSystemCPUs (--reserved-cpus) with systemReservedCgroup"
@@ -314,6 +334,43 @@ def test_documents_that_the_kubelet_cannot_decode_are_refused(keys: dict[str, An
     with pytest.raises(SpecError) as caught:
         read(**keys)
     assert str(caught.value) == f"k.yaml: {message}"
+
+
+def test_a_gate_is_locked_before_it_is_gone() -> None:
+    read(34, featureGates={"MemoryManager": True, "NodeSwap": True})
+    read(33, featureGates={"NodeSwap": False})
+    with pytest.raises(
+        KubeletConfigError, match="cannot set feature gate MemoryManager to false, feature is locked to true"
+    ):
+        read(34, featureGates={"MemoryManager": False})
+
+
+def test_options_under_policy_none_are_not_looked_at() -> None:
+    options = {"max-allowable-numa-nodes": "4", "prefer-closest-numa-nodes": "x", "unknown": "1"}
+    found = read(topologyManagerPolicyOptions=options)
+    assert Kubelet.configured(HARDWARE, found).topology_manager.policy is Policy.NONE
+    for option, value in options.items():
+        found = read(topologyManagerPolicy="restricted", topologyManagerPolicyOptions={option: value})
+        with pytest.raises(KubeletConfigError):
+            Kubelet.configured(HARDWARE, found)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        *(
+            (key, "reservedSystemCPUs")
+            for key in ("reservedCpus", "reserved-cpus", "reservedCPUs", "reserved_system_cpus")
+        ),
+        ("cpu-manager-policy", "cpuManagerPolicy"),
+        ("topology-manager-policy-options", "topologyManagerPolicyOptions"),
+        ("cpuManager", "cpuManagerPolicy"),
+        ("system-reserved", "systemReserved"),
+    ],
+)
+def test_the_name_of_a_flag_is_no_key(key: str, meant: str) -> None:
+    (note,) = notes(cpuManagerPolicy="static", **{key: "0"})
+    assert note == f"{key}: the kubelet has no such key and we ignore it; did you mean {meant!r}?"
 
 
 def test_a_misspelled_key_is_noted() -> None:
