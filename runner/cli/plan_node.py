@@ -92,7 +92,10 @@ def plan(arguments: argparse.Namespace) -> bool:
     others = []
     for name in arguments.what_if:
         try:
-            others.append(WhatIf(name, planned(changed(document, _settings(name)))))
+            other = planned(changed(document, _settings(name)))
+            refusal = other.before.restart_refusal
+            # Another configuration takes a restart, at which the kubelet looks at its state files.
+            others.append(WhatIf(name, None if refusal else other, refusal))
         except KubeletConfigError as error:
             others.append(WhatIf(name, None, str(error)))
     fit, unset = _fit(next(iter(arguments.spec), None), node)

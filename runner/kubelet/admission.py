@@ -162,15 +162,16 @@ class Kubelet:
         )
 
     def restored(self, cpus: CpuState, memory: MemoryState) -> SimulatedNode:
-        """Return the node with the states of its state files, possibly those of a kubelet that is running.
+        """Return the node with the states of its state files, those of a kubelet that is running.
 
-        Raises :class:`KubeletConfigError` in the kubelet's words for states with which it would refuse to start. CPUs in
-        no set can also mean that the file was read between two writes.
+        A kubelet compares them with the machine when it starts, and then goes on with what it made of them; so a state that
+        it would refuse at its next start is one that a running kubelet can have (:attr:`SimulatedNode.restart_refusal`).
+        Raises :class:`KubeletConfigError` in the kubelet's words for CPUs, NUMA nodes or sizes of pages of another machine.
         """
         empty = self.empty_node
         if self.cpu_manager:
-            self.cpu_manager.validate(cpus)
-        if self.memory_manager:
+            cpus = self.cpu_manager.restored(cpus)
+        if self.memory_manager and not self.memory_manager.describes_this_machine(memory):
             self.memory_manager.validate(memory)
         return SimulatedNode(
             self, cpus if self.cpu_manager else empty.cpus, memory if self.memory_manager else empty.memory
@@ -354,6 +355,19 @@ class SimulatedNode:
         """The CPUs that can be assigned exclusively."""
         manager = self.kubelet.cpu_manager
         return manager.available(self.cpus) if manager else CpuSet()
+
+    @property
+    def restart_refusal(self) -> str:
+        """The kubelet's words if it would not start again with this state; else empty."""
+        cpu_manager, memory_manager = self.kubelet.cpu_manager, self.kubelet.memory_manager
+        try:
+            if cpu_manager:
+                cpu_manager.validate(self.cpus)
+            if memory_manager:
+                memory_manager.validate(self.memory)
+        except KubeletConfigError as error:
+            return str(error)
+        return ""
 
     def without(self, *pod_uids: str) -> SimulatedNode:
         """Return the node after the pods *pod_uids* have ended; the resources of stale pods are released as well."""

@@ -139,9 +139,24 @@ class CpuManager:
         """Return the CPUs that can be assigned exclusively (``GetAvailableCPUs``)."""
         return state.shared_pool - self.reserved
 
+    def restored(self, state: CpuState) -> CpuState:
+        """Return the *state* that a running kubelet has; a file without any CPU is that of an empty node.
+
+        Raises :class:`KubeletConfigError` in the kubelet's words if *state* is one of another machine, which has CPUs that
+        this one lacks or lacks some of this one's. The latter can also mean that the file was read between two writes.
+        """
+        known = state.shared_pool | state.exclusive()
+        if not known:
+            return self.initial
+        if known | self.reserved != CpuSet(self.topology.all):
+            self.validate(state)
+        return state
+
     def validate(self, state: CpuState) -> None:
         """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words."""
         pool = state.shared_pool
+        if not pool and (state.assignments or state.pod_assignments):
+            raise KubeletConfigError("default cpuset cannot be empty")
         expected = CpuSet(self.topology.all)
         if self.options.strict_cpu_reservation:
             expected -= self.reserved

@@ -82,6 +82,17 @@ class MemoryManager:
         tables[MEMORY] = MemoryTable.empty(memory, kept, max(0, memory - kept - in_hugepages))
         return NumaMemory(0, tables, (numa_node,))
 
+    def describes_this_machine(self, state: MemoryState) -> bool:
+        """Tell whether *state* has the NUMA nodes and the sizes of pages of this machine, and no others."""
+        own = self.initial.numa_nodes
+        booked = {each for uid in state.assignments for given in state.booked_for(uid).values() for each in given}
+        return (
+            {each: memory.tables.keys() for each, memory in state.numa_nodes.items()}
+            == {each: memory.tables.keys() for each, memory in own.items()}
+            and all(own.keys() >= set(memory.cells) for memory in state.numa_nodes.values())
+            and all(own.keys() >= set(block.numa_nodes) for block in booked)
+        )
+
     def validate(self, state: MemoryState) -> None:
         """Check a state read back from disk (``validateState``); :class:`KubeletConfigError` in the kubelet's words.
 

@@ -18,9 +18,9 @@ from runner.kubelet.general_filter import NodeAllocatable
 from runner.kubelet.manifests import Manifest
 from runner.kubelet.memory_manager import requested_memory, without_shared_memory
 from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Container, ContainerKind, Pod, format_bytes
-from runner.kubelet.quirks import KubeletConfigError
+from runner.kubelet.quirks import KubeletConfigError, Quirk
 from runner.kubelet.state import Block, CpuState, MemoryState
-from runner.kubelet.topology_manager import Hint
+from runner.kubelet.topology_manager import Hint, Policy
 from runner.placement.pins import Pinning, all_cpus, place
 from runner.values import frozen
 
@@ -86,6 +86,8 @@ class PodPlan:
     """The exclusive CPUs of the pod as a whole (scope ``pod``, gate ``PodLevelResourceManagers``), which its containers share."""
     whole_memory: tuple[Block, ...] = ()
     """The memory of the pod as a whole; that of its containers is part of it."""
+    faults: tuple[str, ...] = ()
+    """Sentences: what the kubelet does wrong when it admits the pod, or because of it."""
 
     @property
     def cpus(self) -> CpuSet:
@@ -133,8 +135,11 @@ class NodePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every pod is admitted, and an instance fits its container, also if the unclear pods are still active."""
-        admitted = all(pod.explanation.admission.admitted for pod in self.pods)
+        """Whether every pod is admitted without a fault of the kubelet, and an instance fits its container.
+
+        Also if the unclear pods are still active.
+        """
+        admitted = all(pod.explanation.admission.admitted and not pod.faults for pod in self.pods)
         return admitted and (self.fit is None or not self.fit.error) and (self.if_live is None or self.if_live.fits)
 
     @property
@@ -164,7 +169,8 @@ def start_node(
     :func:`stale_pods` are released at the first admission.
 
     Raises :class:`KubeletConfigError` in the kubelet's words if it would not start, as from state files of another
-    policy or another machine.
+    policy or another machine. A state that a running kubelet can have and that it would not start with is no error, but
+    the node's :attr:`~runner.kubelet.admission.SimulatedNode.restart_refusal`.
     """
     kubelet = Kubelet.configured(hardware, configuration, devices=devices)
     empty = kubelet.empty_node
@@ -270,8 +276,9 @@ def _decided(
     pods: list[PodPlan] = []
     for manifest in manifests:
         explanation = explain(node, manifest.pod)
+        faults = tuple(_faults(node, explanation.admission))
         node = explanation.admission.node
-        pods.append(_pod(manifest, explanation, hardware, configuration))
+        pods.append(attrs.evolve(_pod(manifest, explanation, hardware, configuration), faults=faults))
         if explanation.admission.outcome in {Outcome.HANGS, Outcome.CRASHES}:
             break
     return tuple(pods), node.without()
@@ -323,6 +330,57 @@ def _pod(
         state.cpus.pod_assignments.get(pod.pod_uid, CpuSet()),
         state.memory.pod_assignments.get(pod.pod_uid, ()),
     )
+
+
+PERMUTATION = 77e-9
+"""Seconds that kubelet 1.36.2 takes for one combination of hints, on a machine of 2 cores; 255^4 of them take 325 s."""
+SLOW = 10.0
+"""Seconds of merging from which on a plan says so: the kubelet admits no other pod meanwhile."""
+
+
+def _faults(before: SimulatedNode, admission: Admission) -> Iterator[str]:
+    """Yield what the kubelet does wrong in *admission* to the node *before*."""
+    after, uid = admission.node, admission.pod.pod_uid
+    # single-numa-node leaves out all hints but those of one NUMA node before it combines them.
+    policy = after.kubelet.topology_manager.policy
+    merged = 0 if policy is Policy.SINGLE_NUMA_NODE else sum(step.merged.permutations for step in admission.steps)
+    seconds = merged * PERMUTATION
+    if seconds >= SLOW:
+        yield (
+            f"the kubelet merges {merged} combinations of hints for it, some {format_seconds(seconds)} in which it admits no"
+            " other pod (kubernetes#131738); fewer kinds of resources in the pod, or topologyManagerPolicy none, make them few"
+        )
+    manager = after.kubelet.cpu_manager
+    if not admission.admitted or manager is None:
+        return
+    cpus = after.cpus.assigned_to(uid)
+    if reserved := cpus & manager.reserved:
+        yield (
+            f"reserved CPUs {reserved} are given to it: this kubelet takes a core or socket of another size than the average for"
+            f" free ({Quirk.WHOLE_UNITS_UNCHECKED.value}), so the node's own processes run there too; give the CPUs of whole"
+            " cores to the system, and leave no sibling offline"
+        )
+    for other, theirs in after.cpus.assigned().items():
+        if other != uid and (shared := cpus & theirs):
+            yield (
+                f"CPUs {shared} are exclusive to it and to {other} at once: this kubelet takes a core or socket of another size"
+                f" than the average for free ({Quirk.WHOLE_UNITS_UNCHECKED.value})"
+            )
+    if not after.shared_pool and before.shared_pool:
+        yield (
+            "it takes the last CPUs of the shared pool (defaultCpuSet): containers without exclusive CPUs get no cpuset then, and"
+            " run on all CPUs, also on those of instances; reserve a CPU without strict-cpu-reservation, or ask for less"
+        )
+    if after.restart_refusal and not before.restart_refusal:
+        yield f"after it the next start of this kubelet fails: {after.restart_refusal}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write *seconds* for people: ``40 s``, ``5 minutes``, ``3 hours``, ``40 days``."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
@@ -449,6 +507,11 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
 def _of_states(plan: NodePlan) -> Iterator[str]:
     """Yield notes about assumptions where the state files of the node before *plan* are ambiguous."""
     before = plan.before
+    if before.restart_refusal:
+        yield (
+            f"the next start of this kubelet fails with these state files: {before.restart_refusal}; it runs on until then, as"
+            " planned here; before a restart or a reboot drain the node and remove the state files"
+        )
     gone = before.stale_memory - plan.unclear
     if plan.unclear:
         same = "which changes an answer, see 'if live'" if plan.if_live else "with the same answers"

@@ -193,6 +193,8 @@ def _pod_lines(pod: PodPlan, width: int) -> Iterator[str]:
         yield from _wrapped("  whole", "; ".join(parts), width)
     for container in pod.containers:
         yield from _container_lines(container, width)
+    for fault in pod.faults:
+        yield from _wrapped("  fault", fault, width)
     for reason in pod.manifest.why:
         yield from _wrapped("  QoS", f"not Guaranteed: {reason}", width)
     yield from _why_lines(explanation, width)
@@ -502,6 +504,7 @@ def _pod_json(pod: PodPlan) -> dict[str, Any]:
             }
             for each in explanation.alternatives
         ],
+        "faults": list(pod.faults),
         "notes": list(pod.notes),
     }
 

@@ -799,3 +799,80 @@ def test_all_cpus_are_accounted_for_after_any_pods(asked: list[tuple[int, str]])
     assert shown(plan)
     for each in plan.pods:
         assert each.explanation.admission.admitted == bool(each.containers)
+
+
+# --- what the kubelet does wrong --------------------------------------------------------------------------------------
+
+
+ONE_OFFLINE = attrs.evolve(EPYC, cpus=tuple(cpu for cpu in EPYC.cpus if cpu.cpu != 127), offline=CpuSet.parse("127"))
+"""A host with a core of one CPU: the average is 127 // 64 = 1, so a core with one free CPU of two counts as free."""
+
+
+def faults(plan: NodePlan) -> list[str]:
+    assert [fault for each in node_json(plan)["pods"] for fault in each["faults"]] == [
+        fault for each in plan.pods for fault in each.faults
+    ]
+    return [fault for each in plan.pods for fault in each.faults]
+
+
+def test_a_reserved_cpu_that_is_given_away_is_a_fault() -> None:
+    plan = planned(ONE_OFFLINE, pod("first", 2), reservedSystemCPUs="0")
+    (given,) = [each.cpus for each in plan.pods]
+    assert given == CpuSet.parse("0,64")
+    reserved, restart = faults(plan)
+    assert reserved.startswith("reserved CPUs 0 are given to it: this kubelet takes a core or socket of another size")
+    assert restart == (
+        'after it the next start of this kubelet fails: not all reserved cpus: "0" are present in defaultCpuSet: "1-63,65-126"'
+    )
+    assert plan.pods[0].explanation.admission.admitted
+    assert not plan.fits
+    assert "  fault     reserved CPUs 0 are given to it" in shown(plan)
+
+
+def test_a_cpu_that_two_pods_have_is_a_fault() -> None:
+    plan = planned(ONE_OFFLINE, pod("half", 2), pod("whole", 2), reservedSystemCPUs="0,64")
+    half, whole = (each.cpus for each in plan.pods)
+    assert (str(half), str(whole)) == ("1,63", "1,65")
+    (fault,) = faults(plan)
+    assert fault == (
+        "CPUs 1 are exclusive to it and to half at once: this kubelet takes a core or socket of another size than the"
+        " average for free (kubernetes#140495)"
+    )
+
+
+def test_a_shared_pool_without_cpus_is_a_fault() -> None:
+    options: dict[str, Any] = {"cpuManagerPolicyOptions": {"strict-cpu-reservation": "true"}}
+    plan = planned(EPYC, pod("all", 127), reservedSystemCPUs="0", **options)
+    empty, restart = faults(plan)
+    assert empty.startswith(
+        "it takes the last CPUs of the shared pool (defaultCpuSet): containers without exclusive CPUs"
+    )
+    assert restart == "after it the next start of this kubelet fails: default cpuset cannot be empty"
+    assert not faults(planned(EPYC, pod("most", 126), reservedSystemCPUs="0", **options))
+
+
+def test_minutes_of_merging_are_a_fault() -> None:
+    host_of_8 = host("xeon-8280l-8s")
+    keys: dict[str, Any] = {**STATIC, "topologyManagerPolicy": "best-effort"}
+    devices: Devices = {name: dict.fromkeys(range(8), 1) for name in ("example.com/gpu", "example.com/nic")}
+    wanted = dict.fromkeys(devices, 1)
+    (fault,) = faults(planned(host_of_8, pod("vm", 4, more=wanted), devices=devices, **keys))
+    assert fault.startswith(
+        "the kubelet merges 4228250625 combinations of hints for it, some 5 minutes in which it admits no other pod"
+    )
+    assert not faults(planned(host_of_8, pod("vm", 4), devices=devices, **keys))
+    single = {**keys, "topologyManagerPolicy": "single-numa-node"}
+    assert not faults(planned(host_of_8, pod("vm", 4, more=wanted), devices=devices, **single))
+
+
+def test_a_state_that_a_restart_would_refuse_is_a_note() -> None:
+    """The kubelet that wrote it runs on; the same state with a changed configuration is that of a restart."""
+    plan = planned(ONE_OFFLINE, pod("first", 2), reservedSystemCPUs="0")
+    after = plan.after.cpus
+    states = States(cpu=after)
+    again = planned(ONE_OFFLINE, pod("second", 2), states=states, running=[pod("first", 2)], reservedSystemCPUs="0")
+    assert again.pods[0].explanation.admission.admitted
+    (note,) = [each for each in again.notes if "next start" in each]
+    assert note.startswith(
+        'the next start of this kubelet fails with these state files: not all reserved cpus: "0" are present in'
+    )

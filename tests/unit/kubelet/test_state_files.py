@@ -453,17 +453,50 @@ def test_pod_entries_are_the_pods_until_it_ends() -> None:
     assert restored.without(A).cpus.shared_pool == CpuSet.parse("0-7")
     assert restored.without("uid-1").memory.numa_nodes == running.empty_node.memory.numa_nodes
     # Without a container that has a part of it the kubelet does not count it when it starts.
-    with pytest.raises(KubeletConfigError, match="the expected machine state is different from the real one"):
-        running.restored(cpus, attrs.evolve(memory, assignments={}))
+    forgotten = running.restored(cpus, attrs.evolve(memory, assignments={}))
+    assert "the expected machine state is different from the real one" in forgotten.restart_refusal
 
 
 def test_states_of_another_machine_are_refused_with_the_kubelet_s_message() -> None:
     cpus, memory = parse_cpu_state(CPU_STATE), parse_memory_state(MEMORY_STATE)
-    with pytest.raises(KubeletConfigError, match="doesn't match with CPUs in state"):
-        kubelet().restored(attrs.evolve(cpus, assignments={}), memory)
-    more_reserved = kubelet(reserved=2 * GIB)
-    with pytest.raises(KubeletConfigError, match="the expected machine state is different from the real one"):
-        more_reserved.restored(cpus, memory)
+    for others in ("0,4-9", "0,4-6"):
+        with pytest.raises(KubeletConfigError, match="doesn't match with CPUs in state"):
+            kubelet().restored(attrs.evolve(cpus, shared_pool=CpuSet.parse(others)), memory)
     elsewhere = parse_memory_state(MEMORY_STATE.replace(b"[0, 1]", b"[0, 7]"))
     with pytest.raises(KubeletConfigError, match="the memory assignment uses the NUMA that does not exist"):
         kubelet().restored(cpus, elsewhere)
+    other_pages = parse_memory_state(MEMORY_STATE.replace(b"hugepages-1Gi", b"hugepages-2Mi"))
+    with pytest.raises(KubeletConfigError, match="the expected machine state is different from the real one"):
+        kubelet().restored(cpus, other_pages)
+
+
+@pytest.mark.parametrize(
+    ("pool", "reserved", "refusal"),
+    [
+        ("0,4-7", GIB, ""),
+        ("4-7", GIB, 'not all reserved cpus: "0" are present in defaultCpuSet: "4-7"'),
+        ("0,3-7", GIB, 'pod: uid-1, container: vm cpuset: "1-3" overlaps with default cpuset "0,3-7"'),
+        ("0,4-7", 2 * GIB, "[memorymanager] the expected machine state is different from the real one"),
+    ],
+)
+def test_a_running_kubelet_goes_on_with_a_state_that_its_restart_would_refuse(
+    pool: str, reserved: int, refusal: str
+) -> None:
+    cpus = attrs.evolve(parse_cpu_state(CPU_STATE), shared_pool=CpuSet.parse(pool))
+    node = kubelet(reserved=reserved).restored(cpus, parse_memory_state(MEMORY_STATE))
+    assert node.restart_refusal == refusal
+    assert node.cpus == cpus
+
+
+def test_an_empty_shared_pool_stops_the_next_start() -> None:
+    """Under strict-cpu-reservation, after the last CPU was given away."""
+    cpus = attrs.evolve(parse_cpu_state(CPU_STATE), shared_pool=CpuSet(), assignments={A: {"vm": CpuSet.parse("1-7")}})
+    running = attrs.evolve(kubelet(), memory_manager=None)
+    node = running.restored(cpus, parse_memory_state(MEMORY_STATE))
+    assert node.restart_refusal == "default cpuset cannot be empty"
+
+
+def test_a_state_file_without_any_cpu_is_that_of_an_empty_node() -> None:
+    cpus = attrs.evolve(parse_cpu_state(CPU_STATE), shared_pool=CpuSet(), assignments={})
+    node = kubelet().restored(cpus, parse_memory_state(MEMORY_STATE))
+    assert node.cpus == kubelet().empty_node.cpus
