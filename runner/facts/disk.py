@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Literal, Protocol, assert_never
+from typing import TYPE_CHECKING, Literal, Protocol, assert_never
 
 import attrs
 
+from runner.facts.file_formats import FileFormat
 from runner.values import frozen
+
+if TYPE_CHECKING:  # only instances with disks have any
+    from runner.facts.disk_content import DiskContent
 
 FileKind = Literal["file", "directory", "block", "character", "other", "missing"]
 
@@ -18,17 +22,23 @@ class ImageFact:
     """A disk image, as its first bytes describe it."""
 
     format: str
-    """``raw`` or ``qcow2``."""
+    """``raw``, ``qcow2``, or the name of another format of :mod:`runner.facts.file_formats`."""
     size: int = 0
     """Bytes of the disk that the guest sees."""
     backing: PurePosixPath | None = None
     """The absolute path of the backing file, symbolic links resolved; the header names it relative to the image's directory."""
+    backing_elsewhere: str | None = attrs.field(default=None, kw_only=True)
+    """What the header names instead of a file: an address such as ``nbd://…``, or options that only QEMU understands."""
     backing_format: str | None = None
     """The format of the backing file in the header; ``None`` in old images, which do not have it."""
     locked: bool = False
     """Whether another QEMU holds a conflicting image lock (``block/file-posix.c``: byte ranges 100 and 200)."""
     error: str | None = None
     """Why the image cannot be used at all, as a verb phrase: encryption, damage, an external data file."""
+    lock_error: str | None = attrs.field(default=None, kw_only=True)
+    """Why QEMU can hold no locks on it (``strerror``); it then does without. ``None`` if it can."""
+    content: DiskContent | None = attrs.field(default=None, kw_only=True)
+    """The beginning of the disk that the guest sees; ``None`` if it lies in a backing file or cannot be read here."""
 
 
 @frozen
@@ -44,16 +54,20 @@ class FileFact:
     """Why it cannot even be opened for reading (``strerror``); ``None`` if it can."""
     everyone_reads: bool = True
     """Whether its mode lets any user read it."""
-    starts: bool = True
-    """Whether it begins as a kernel that QEMU starts; probed only for ``boot.kernel``."""
+    format: FileFormat | None = None
+    """Its format, for files that are no disks; ``None`` if no row of the table fits."""
     image: ImageFact | None = None
     """The disk image in it. This field and those below are set only for files that the spec names as disks."""
     direct: bool = False
     """Whether a read that bypasses the page cache (``O_DIRECT``) succeeded."""
+    alignment: int = attrs.field(default=512, kw_only=True)
+    """Bytes of which such a read must be a multiple."""
     sparse: bool = False
     """Whether the file has holes: a write into one allocates space."""
     sectors: tuple[int, int] = (512, 512)
     """Bytes of a logical and of a physical block, as the kernel reports them for a block device."""
+    error_number: int = attrs.field(default=0, kw_only=True)
+    """The ``errno`` of ``error``; 0 without one."""
 
     @property
     def words(self) -> str:
@@ -97,6 +111,10 @@ class DiskFacts(Protocol):
     def io_uring_error(self) -> str | None:
         """Why ``io_uring`` cannot be used; ``None`` if it can."""
 
+    @property
+    def free_space(self) -> int | None:
+        """Bytes free on the state directory's volume; ``None`` if that is not known."""
+
 
 @frozen
 class LateDiskFacts:
@@ -104,3 +122,4 @@ class LateDiskFacts:
 
     files: Mapping[PurePosixPath, FileFact]
     io_uring_error: str | None
+    free_space: int | None = None

@@ -202,6 +202,8 @@ class HostFacts:
     kvm: Kvm = Kvm("not found")
     io_uring_error: str | None = "it was not looked for"
     """Why ``io_uring`` cannot be used; tried only if a disk names it."""
+    free_space: int | None = None
+    """Bytes free on the volume of the state directory; ``None`` if it cannot be seen. Read only if a disk is ephemeral."""
     cpu_models: frozenset[str] = frozenset()
     """QEMU's CPU models; read only if the spec names one of its own, empty if QEMU did not list them."""
     console_log_error: str | None = None

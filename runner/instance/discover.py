@@ -28,6 +28,7 @@ from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
 from runner.kernel.files import (
     cpu_limits,
     find_program,
+    free_space,
     huge_limits,
     memory,
     memory_limits,
@@ -99,6 +100,7 @@ async def read_host_facts(
         files=dict(_files(spec)),
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
+        free_space=free_space(state_directory) if any(disk.ephemeral for disk in spec.disk) else None,
         io_uring_error=_io_uring_error(spec.disk),
         kvm=await _kvm(spec, roots.dev / "kvm", processes, qemu),
         user_namespace=procfs.in_user_namespace(),
@@ -393,11 +395,9 @@ def _delegation_error(roots: Roots, cgroup: str) -> str | None:
 
 
 def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
-    for path in (spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
+    for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware, *candidates(spec.boot)):
         if isinstance(path, PurePosixPath):
             yield path, probe_file(path)
-    if spec.boot.kernel is not None:
-        yield spec.boot.kernel, probe_file(spec.boot.kernel, kernel=True)
     if (variables := spec.boot.firmware_vars) is not None:
         yield variables, probe_file(variables, write=True, image=True)
         yield variables.parent, probe_file(variables.parent)
@@ -416,9 +416,11 @@ def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact
         yield path, read_document(path, LARGEST)
 
 
-def read_disk_facts(disk: DiskSpec) -> LateDiskFacts:
+def read_disk_facts(disk: DiskSpec, state_directory: PurePosixPath) -> LateDiskFacts:
     """Return what the plan of one disk needs to know."""
-    return LateDiskFacts(dict(_disk_files(disk)), _io_uring_error((disk,)))
+    return LateDiskFacts(
+        dict(_disk_files(disk)), _io_uring_error((disk,)), free_space(state_directory) if disk.ephemeral else None
+    )
 
 
 def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:

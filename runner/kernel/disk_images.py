@@ -14,9 +14,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from runner.errors import HostError
 from runner.facts.disk import ImageFact
+from runner.facts.disk_content import parse_content
+from runner.facts.file_formats import HEAD, identify
 
 _MAGIC = b"QFI\xfb"
 _HEADER = struct.Struct(">4sIQIIQI36xQ")
@@ -24,11 +27,17 @@ _HEADER = struct.Struct(">4sIQIIQI36xQ")
 _NEW = struct.Struct(">4sIQIIQIIQQIIQQQQII8x")
 """The whole header of version 3, with the compression type."""
 _DATA_FILE, _CORRUPT = 1 << 2, 1 << 1
+_COMPRESSION_TYPE, _EXTENDED_L2 = 1 << 3, 1 << 4
 _KNOWN_FEATURES = 0b11111
 """Dirty, corrupt, external data file, compression type, extended L2 entries: those that QEMU 7.2 knows."""
 _BACKING_FORMAT = 0xE2792ACA
 _LONGEST_NAME = 1023
-_LARGEST_CLUSTER_BITS = 21
+_SMALLEST_CLUSTER_BITS, _LARGEST_CLUSTER_BITS = 9, 21
+_OFFSET, _COMPRESSED = 0x00FFFFFFFFFFFE00, 1 << 62
+"""In an entry of a level 1 or level 2 table: the bits of an offset in the file, and the mark of a compressed cluster."""
+_ALL = (1 << 32) - 1
+"""All subclusters of a cluster."""
+_FILE_PROTOCOLS = {"file", "host_device"}
 _LARGEST = 1 << 56
 """Bytes; offsets of clusters have 56 bits (``docs/interop/qcow2.txt``, "Standard Cluster Descriptor")."""
 _CLUSTER = 1 << 16
@@ -41,24 +50,28 @@ _READ, _WRITE, _RESIZE = 0, 1, 3
 """QEMU locks an image byte by byte: 100+p means "I use permission p", 200+p "no other may" (``block/file-posix.c``)."""
 
 
-def read_image(path: PurePosixPath, fd: int, size: int, *, write: bool) -> ImageFact:
-    """Return what the first bytes of the image *fd* say, which is at *path* and has *size* bytes.
+def read_image(path: PurePosixPath, fd: int, size: int, ends: tuple[bytes, bytes], *, write: bool) -> ImageFact:
+    """Return what the bytes of the image *fd* say, which is at *path* and has *size* bytes; *ends* are its first and last ones.
 
     *write* says whether it is to be written, because QEMU's locks differ for readers and writers.
     """
-    locked = _is_locked(fd, write=write)
-    header = os.pread(fd, _HEADER.size, 0)
-    if not header.startswith(_MAGIC):
-        return ImageFact("raw", size, locked=locked)
+    locked, lock_error = _is_locked(fd, write=write)
+    head, tail = ends
+    found = identify(head, tail)
+    if found is None or found.kind != "image":
+        return ImageFact("raw", size, locked=locked, lock_error=lock_error, content=parse_content(head, tail))
+    if found.name != "qcow2":
+        return ImageFact(found.name, size, locked=locked, lock_error=lock_error)
+    header = head[: _HEADER.size]
     _, version, offset, length, bits, size, encrypted, features = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     if version == 2:  # noqa: PLR2004 - version 2 has no feature bits
         features = 0
-    backing, malformed_name = None, False
+    name, malformed_name = None, False
     if offset:  # the name lies in the first cluster, or QEMU refuses it (block/qcow2.c, qcow2_do_open)
         malformed_name = length > _LONGEST_NAME or offset + length > 1 << min(bits, _LARGEST_CLUSTER_BITS)
-        name = b"" if malformed_name else os.pread(fd, length, offset)
-        malformed_name = malformed_name or b"\0" in name
-        backing = None if malformed_name else _real_path(path, name.decode(errors="replace"))
+        encoded = b"" if malformed_name else os.pread(fd, length, offset)
+        malformed_name = malformed_name or b"\0" in encoded
+        name = None if malformed_name else encoded.decode(errors="replace")
     reasons = {
         f"is qcow2 of version {version}, which is not known": version not in {2, 3},
         "is encrypted": encrypted,
@@ -69,12 +82,130 @@ def read_image(path: PurePosixPath, fd: int, size: int, *, write: bool) -> Image
         f"is broken: its header gives a size of {size} bytes": size > _LARGEST,
     }
     reason = next((reason for reason, found in reasons.items() if found), None)
-    return ImageFact("qcow2", size, backing, _backing_format(fd, version, offset), locked, reason)
+    backing = _backing(path, name, _backing_format(fd, version, offset)) if name else _Backing()
+    seen = None if reason else _guest_head(fd, head, bits, features, has_backing=bool(name))
+    return ImageFact(
+        "qcow2",
+        size,
+        backing.path,
+        backing.format,
+        locked,
+        reason,
+        backing_elsewhere=backing.elsewhere,
+        lock_error=lock_error,
+        content=None if seen is None else parse_content(seen, b""),
+    )
+
+
+class _Backing(NamedTuple):
+    """The backing file that an image names: either a file here, or something else."""
+
+    path: PurePosixPath | None = None
+    format: str | None = None
+    elsewhere: str | None = None
+
+
+def _backing(image: PurePosixPath, name: str, format_: str | None) -> _Backing:
+    """Parse the *name* of a backing file in the header of *image* as QEMU does, and *format_*, which the header gives for it.
+
+    A colon before the first slash ends the name of a protocol (``block.c``: ``path_has_protocol``). Two protocols are
+    files, also as options in JSON (``parse_json_filename``). QEMU takes relative names behind a protocol as relative to its own
+    directory, which is / here; the image's is the only one that can be meant.
+    """
+    protocol, colon, rest = name.partition(":")
+    if not colon or "/" in protocol:
+        return _Backing(_real_path(image, name), format_)
+    if protocol in _FILE_PROTOCOLS:
+        return _Backing(_real_path(image, rest), format_)
+    if protocol == "json" and (found := _file_of_json(rest)) is not None:
+        return _Backing(_real_path(image, found[0]), format_ or found[1])
+    return _Backing(elsewhere=name)
+
+
+def _file_of_json(text: str) -> tuple[str, str] | None:
+    """Return file name and format of a block node in JSON; ``None`` if it is more than an image in a file."""
+    import json  # here, because few images have such names
+
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(options, dict):
+        return None
+    flat: dict[str, object] = {}
+    for key, value in options.items():
+        flat |= {f"{key}.{below}": each for below, each in value.items()} if isinstance(value, dict) else {key: value}
+    driver = flat.pop("driver", None)
+    protocol, name = flat.pop("file.driver", "file"), flat.pop("file.filename", None)
+    if driver not in {"raw", "qcow2"} or protocol not in _FILE_PROTOCOLS or not isinstance(name, str) or flat:
+        return None
+    return name, str(driver)
 
 
 def _real_path(image: PurePosixPath, name: str) -> PurePosixPath:
     """Return the path, without symbolic links, of what *image* calls *name*: relative to the image's directory."""
     return PurePosixPath(os.path.realpath(image.parent / name))
+
+
+def _guest_head(fd: int, head: bytes, bits: int, features: int, *, has_backing: bool) -> bytes | None:
+    """Return the first bytes of the disk in a qcow2 image that begins with *head*, at most :data:`HEAD` of them.
+
+    ``None`` if they lie in a backing file, or are stored in a way that is not read here (``docs/interop/qcow2.txt``, "Cluster
+    mapping").
+    """
+    if not _SMALLEST_CLUSTER_BITS <= bits <= _LARGEST_CLUSTER_BITS:
+        return None
+    entry_size = 16 if features & _EXTENDED_L2 else 8
+    zlib_used = not features & _COMPRESSION_TYPE or head[104] == 0
+    level_2 = _number(os.pread(fd, 8, _number(head[40:48]) & _OFFSET)) & _OFFSET
+    found = b""
+    for index in range(-(-HEAD >> bits)):
+        entry = os.pread(fd, entry_size, level_2 + index * entry_size) if level_2 else b""
+        cluster = _cluster_head(fd, entry.ljust(entry_size, b"\0"), bits, zlib_used=zlib_used, has_backing=has_backing)
+        if cluster is None:
+            break
+        found += cluster.ljust(min(HEAD, 1 << bits), b"\0")
+    return found[:HEAD] or None
+
+
+def _cluster_head(fd: int, entry: bytes, bits: int, *, zlib_used: bool, has_backing: bool) -> bytes | None:
+    """Return the first bytes of the cluster that *entry* of a level 2 table describes.
+
+    ``None`` if some of them lie in a backing file, or are compressed by something else than zlib.
+    """
+    descriptor, length = _number(entry[:8]), min(HEAD, 1 << bits)
+    if descriptor & _COMPRESSED:
+        return _unpacked(fd, descriptor, bits, length) if zlib_used else None
+    allocated, zero = (_ALL if descriptor & _OFFSET else 0), (_ALL if descriptor & 1 else 0)
+    if len(entry) > 8:  # noqa: PLR2004 - the bits of subclusters, 32 that are allocated and 32 that read as zeroes
+        zero, allocated = _number(entry[8:12]), _number(entry[12:])
+    size = (1 << bits) // 32
+    data = os.pread(fd, length, descriptor & _OFFSET) if allocated else b""
+    found = b""
+    for index in range(-(-length // size)):
+        part = 1 << index
+        if has_backing and not (allocated | zero) & part:
+            return None
+        held = allocated & ~zero & part
+        found += (data[index * size :][:size] if held else b"").ljust(size, b"\0")
+    return found
+
+
+def _unpacked(fd: int, descriptor: int, bits: int, length: int) -> bytes | None:
+    import zlib  # here, because few images are compressed
+
+    shift = 62 - (bits - 8)
+    at = descriptor & ((1 << shift) - 1)
+    sectors = ((descriptor & ~(3 << 62)) >> shift) + 1
+    try:
+        packed = os.pread(fd, sectors * 512 - at % 512, at)
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
+    except zlib.error:
+        return None
+
+
+def _number(value: bytes) -> int:
+    return int.from_bytes(value, "big")
 
 
 def _backing_format(fd: int, version: int, end: int) -> str | None:
@@ -91,17 +222,24 @@ def _backing_format(fd: int, version: int, end: int) -> str | None:
     return None
 
 
-def _is_locked(fd: int, *, write: bool) -> bool:
-    """Tell whether the locks of a running QEMU would keep another one from opening the image."""
+def _is_locked(fd: int, *, write: bool) -> tuple[bool, str | None]:
+    """Tell whether the locks of a running QEMU would keep another one from opening the image, and why it can hold none.
+
+    Some file systems have no locks of byte ranges: NFS version 3 without lockd, some of FUSE. QEMU asks in the same way
+    and then does without (``block/file-posix.c``: ``qemu_has_file_lock``).
+    """
     # A QEMU with the image as a disk always denies others writing and resizing, whether it writes itself or not.
     conflicting = [_DENIED + _READ, _USED + _WRITE, _USED + _RESIZE]
     if write:
         conflicting += [_DENIED + _WRITE, _DENIED + _RESIZE]
     for byte in conflicting:
-        lock = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        try:
+            lock = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            return False, error.strerror
         if _FLOCK.unpack(lock)[0] != fcntl.F_UNLCK:
-            return True
-    return False
+            return True, None
+    return False, None
 
 
 def empty_qcow2(size: int) -> dict[int, bytes]:

@@ -15,23 +15,22 @@ from pathlib import PurePosixPath
 
 from runner.errors import HostError
 from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
+from runner.facts.file_formats import HEAD, TAIL, identify
 from runner.facts.hardware import hugetlb_name
 
 _BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
-_MULTIBOOT_WITHIN = 8192
-"""Bytes at the beginning of a file, among which a multiboot header lies on a multiple of four (Multiboot 0.6.96, 3.1)."""
 
 
-def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False, kernel: bool = False) -> FileFact:
-    """Return the type of *path*, whether it opens for reading (or reading and *write*-ing), and the *image* it holds.
+def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
+    """Return the type of *path*, whether it opens for reading (or reading and *write*-ing), and what it holds.
 
-    With *kernel* its first bytes are examined. Never raises: an error is part of the result.
+    With *image* it is examined as a disk. Never raises: an error is part of the result.
     """
     try:
         found = os.stat(path)  # noqa: PTH116 - a pure path
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
-        return MISSING if missing else FileFact("other", error=error.strerror)
+        return MISSING if missing else FileFact("other", error=error.strerror, error_number=error.errno or 0)
     kind = _file_kind(found.st_mode)
     if kind not in {"file", "block"}:
         return FileFact(kind)
@@ -39,26 +38,24 @@ def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False,
     try:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         with closing(fd):
-            fact = FileFact(
-                kind,
-                os.lseek(fd, 0, os.SEEK_END),
-                everyone_reads=everyone_reads,
-                starts=not kernel or _starts_as_kernel(os.pread(fd, _MULTIBOOT_WITHIN, 0)),
-            )
-            return _with_image(fact, path, fd, found, write=write) if image else fact
+            size = os.lseek(fd, 0, os.SEEK_END)
+            ends = os.pread(fd, HEAD, 0), os.pread(fd, TAIL, max(0, size - TAIL))
+            if image:
+                fact = FileFact(kind, size, everyone_reads=everyone_reads)
+                return _probe_image(fact, path, fd, found, ends, write=write)
+            return FileFact(kind, size, everyone_reads=everyone_reads, format=identify(*ends))
     except OSError as error:
         read_error = probe_file(path).error if write else error.strerror
-        return FileFact(kind, found.st_size, error.strerror, read_error, everyone_reads)
+        return FileFact(kind, found.st_size, error.strerror, read_error, everyone_reads, error_number=error.errno or 0)
 
 
-def _starts_as_kernel(head: bytes) -> bool:
-    """Tell whether a file that begins with *head* is a kernel for QEMU: a bzImage, an ELF or a multiboot image.
-
-    ``Documentation/arch/x86/boot.rst``, "HdrS"; QEMU's ``hw/i386/x86-common.c`` (``x86_load_linux``) and ``multiboot.c``.
-    """
-    if head[0x202:0x206] == b"HdrS" or head.startswith(b"\x7fELF"):
-        return True
-    return any(head[at : at + 4] == b"\x02\xb0\xad\x1b" for at in range(0, len(head), 4))
+def free_space(path: PurePosixPath) -> int | None:
+    """Return how many bytes another user than root can write below *path*, or below its first parent that exists."""
+    for each in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            found = os.statvfs(each)
+            return found.f_bavail * found.f_frsize
+    return None
 
 
 def why_not_appended(path: PurePosixPath) -> str | None:
@@ -78,15 +75,19 @@ def why_not_appended(path: PurePosixPath) -> str | None:
     return None
 
 
-def _with_image(fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_result, *, write: bool) -> FileFact:
+def _probe_image(
+    fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_result, ends: tuple[bytes, bytes], *, write: bool
+) -> FileFact:
     from runner.kernel.disk_images import read_image  # here, because it takes 2 ms and only disks need it
 
+    alignment = _direct_alignment(path)
     return FileFact(
         fact.kind,
         fact.size,
         everyone_reads=fact.everyone_reads,
-        image=read_image(path, fd, fact.size, write=write),
-        direct=_reads_directly(path),
+        image=read_image(path, fd, fact.size, ends, write=write),
+        direct=alignment is not None,
+        alignment=alignment or 512,
         sparse=fact.kind == "file" and found.st_blocks * 512 < found.st_size,
         sectors=_sectors(fd) if fact.kind == "block" else (512, 512),
     )
@@ -105,20 +106,22 @@ def _file_kind(mode: int) -> FileKind:
     return "other"
 
 
-def _reads_directly(path: PurePosixPath) -> bool:
-    """Tell whether *path* can be read past the page cache; tmpfs before Linux 6.6, and some others, cannot."""
+def _direct_alignment(path: PurePosixPath) -> int | None:
+    """Return the least number of bytes, from 512 on, that can be read past the page cache; ``None`` if that does not work.
+
+    QEMU finds it in the same way (``block/file-posix.c``, ``raw_probe_alignment``). It is 4096 for a file on a disk with
+    such sectors. tmpfs before Linux 6.6, and some other file systems, have no ``O_DIRECT``.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return False
-    try:
-        with mmap.mmap(-1, mmap.PAGESIZE) as aligned:
-            os.preadv(fd, [aligned], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+        return None
+    with closing(fd), mmap.mmap(-1, mmap.PAGESIZE) as aligned, memoryview(aligned) as whole:
+        for length in (512, 1024, 2048, 4096):
+            with contextlib.suppress(OSError), whole[:length] as part:
+                os.preadv(fd, [part], 0)
+                return length
+    return None
 
 
 def _sectors(fd: int) -> tuple[int, int]:

@@ -10,19 +10,30 @@ space first, so it is chosen for block devices and files without holes; worker t
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from runner.facts.disk import MISSING, DiskFacts, FileFact, LateDiskFacts
+from runner.facts.disk import MISSING, DiskFacts, FileFact, ImageFact, LateDiskFacts
+from runner.facts.file_errors import remedy_of
+from runner.facts.file_formats import SUFFIXES
 from runner.facts.host import HostFacts
 from runner.plan.problems import Problems
 from runner.spec.instance import DetectZeroes, DiskFormat, DiskSpec
 from runner.spec.rules import format_size
 from runner.values import frozen
 
+if TYPE_CHECKING:
+    from runner.facts.disk_content import DiskContent
+
 LONGEST_CHAIN = 16
 """Files in one chain of backing files."""
+
+_FORMATS = get_args(DiskFormat)
+_EXTENT = re.compile(r"-(flat|f[0-9]+)\.vmdk$")
+"""The names of raw files that belong to a VMDK image's description."""
 
 Aio = Literal["native", "io_uring", "threads"]
 
@@ -93,24 +104,29 @@ def within(path: PurePosixPath, directories: Iterable[PurePosixPath]) -> bool:
 
 def plan_disks(disks: Sequence[DiskSpec], facts: HostFacts, problems: Problems) -> tuple[DiskPlan, ...]:
     """Decide about the disks that the machine starts with."""
-    return tuple(
+    plans = tuple(
         plan_disk(f"disk{index}", disk, _facts_of(disk, facts), f"disk[{index}]", problems)
         for index, disk in enumerate(disks)
     )
+    remark_little_space(plans, facts.free_space, problems)
+    return plans
 
 
 def _facts_of(disk: DiskSpec, facts: HostFacts) -> DiskFacts:
     """Return the facts about *disk*; for a descriptor that is not inherited yet the spec is believed."""
     if disk.fd is None or facts.descriptors is not None:
         return facts
-    return LateDiskFacts({disk.file: FileFact("file")}, facts.io_uring_error)
+    return LateDiskFacts({disk.file: FileFact("file")}, facts.io_uring_error, facts.free_space)
 
 
 def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, problems: Problems) -> DiskPlan:
     """Decide about *disk*; the paths of its problems begin with *where*."""
     fact = facts.files.get(disk.file, MISSING)
-    direct, aio = _access(disk, fact, facts.io_uring_error, where, problems)
+    found = len(problems.found)
     layers = tuple(_layers(disk, fact, facts.files, where, problems))
+    direct, aio = _access(disk, fact, facts.io_uring_error, where, problems)
+    if len(problems.found) == found:
+        _judge_content(disk, layers, facts.files, where, problems)
     size = 0 if fact.image is None else fact.image.size
     overlay = None
     if disk.ephemeral:
@@ -132,6 +148,83 @@ def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, problems:
     )
 
 
+def remark_little_space(disks: Iterable[DiskPlan], free: int | None, problems: Problems) -> None:
+    """Remark that ephemeral *disks* may grow to more than the *free* bytes of the state directory's volume."""
+    limits = {disk.name: disk.overlay.limit for disk in disks if disk.overlay is not None}
+    if free is None or sum(limits.values()) <= free:
+        return
+    problems.remark(
+        f"the guest gets write errors, and nothing else can write in the state directory, once it has written {format_size(free)} to "
+        f"{' and '.join(limits)}, which may take {format_size(sum(limits.values()))}: its volume has no more",
+        "set ephemeral_size, or name a directory on a larger volume with --state-dir",
+    )
+
+
+def remark_lockless(path: PurePosixPath, image: ImageFact, problems: Problems) -> None:
+    """Remark that the file system of *image*, which is at *path*, has no locks, without which QEMU runs as well."""
+    if image.lock_error is not None:
+        problems.remark(
+            f"nothing keeps another QEMU from using {str(path)!r} at the same time, which destroys what both write: its file system "
+            f"takes no locks ({image.lock_error})",
+            "see that no other instance has it, or keep it on a file system with locks",
+        )
+
+
+def content_of(layers: Iterable[Layer], files: Mapping[PurePosixPath, FileFact]) -> tuple[Layer, DiskContent] | None:
+    """Return the beginning of a disk as the guest sees it, and the layer that holds it; ``None`` if it is not known."""
+    for layer in layers:
+        image = files.get(layer.path, MISSING).image
+        if image is None or image.content is not None:
+            return None if image is None or image.content is None else (layer, image.content)
+    return None
+
+
+def _judge_content(
+    disk: DiskSpec,
+    layers: Sequence[Layer],
+    files: Mapping[PurePosixPath, FileFact],
+    where: str,
+    problems: Problems,
+) -> None:
+    """Judge what the guest would find on the disk."""
+    for layer in layers:
+        if (image := files.get(layer.path, MISSING).image) is not None:
+            remark_lockless(layer.path, image, problems)
+    found = content_of(layers, files)
+    if found is None:
+        return
+    layer, content = found
+    name, format_ = repr(str(layer.path)), content.format
+    if format_ is not None and format_.kind in {"image", "packed"}:
+        from runner.facts.file_formats import unusable
+
+        holds, remedy = unusable(format_, str(layer.path) if layer.format == "raw" else "RAW")
+        statement = f"{name} {holds}"
+        if layer.format != "raw":
+            unwrapped = f"`qemu-img convert -f {layer.format} -O raw {layer.path} RAW`"
+            statement = f"{name}, a {layer.format} image, {holds} as its disk"
+            remedy = f"take it out: {unwrapped}, then {remedy}"
+        if format_.kind == "packed" and disk.read_only:
+            problems.remark(f"the guest finds no disk but a file in {where}: {statement}", remedy)
+            return
+        also = ", or set read_only = true if the guest shall read it as it is" if format_.kind == "packed" else ""
+        problems.refuse(f"{where}.path", f"{statement}, which the guest would see as it is", remedy + also)
+        return
+    promised = SUFFIXES.get(disk.file.suffix[1:].lower())
+    if promised is not None and layers[0].format == "raw" and not _EXTENT.search(disk.file.name):
+        problems.remark(
+            f"the guest finds a damaged or an empty disk in {where}: {str(disk.file)!r} does not begin as the {promised} file that its "
+            "name promises",
+            "see whether it was made or copied as a whole; name a raw image .raw or .img",
+        )
+    if content.sector is not None and content.sector != files[disk.file].sectors[0]:
+        problems.remark(
+            f"the guest finds no partitions in {where}: the partition table in {name} is for sectors of {content.sector} bytes, and the "
+            f"guest sees sectors of {files[disk.file].sectors[0]}",
+            "copy the image to a disk with such sectors, or make its partition table anew",
+        )
+
+
 def _access(
     disk: DiskSpec, fact: FileFact, io_uring_error: str | None, where: str, problems: Problems
 ) -> tuple[bool, Aio]:
@@ -140,13 +233,23 @@ def _access(
         return False, "threads"
     found = fact.image is not None
     direct = disk.cache == "none" or (disk.cache == "auto" and (fact.direct or disk.aio == "native"))
+    key = "cache" if disk.cache == "none" else "aio"
     if direct and found and not fact.direct:
-        key = "cache" if disk.cache == "none" else "aio"
         problems.refuse(
             f"{where}.{key}",
             f"{str(disk.file)!r} cannot be used past the page cache (O_DIRECT): its file system does not support it",
             'leave it out, or set cache = "writeback"',
         )
+    # QEMU refuses it: "Cannot get 'write' permission without 'resize': Image size is not a multiple of request alignment".
+    ends_within = disk.format == "raw" and disk.writes and fact.kind == "file" and fact.size % fact.alignment
+    if direct and ends_within:
+        name, remedy = repr(str(disk.file)), f"`truncate -s %{fact.alignment} {disk.file}` makes it longer"
+        reason = f"its {fact.size} bytes are no multiple of the {fact.alignment} of its disk's sectors"
+        if disk.cache == "none" or disk.aio == "native":
+            problems.refuse(f"{where}.{key}", f"{name} cannot be written past the page cache: {reason}", remedy)
+        else:
+            problems.remark(f"what the guest writes to {name} takes room in the page cache: {reason}", remedy)
+            direct = False
     if disk.aio == "io_uring" and io_uring_error is not None:
         problems.refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_error}", "leave it out")
     if disk.aio != "auto":
@@ -163,45 +266,58 @@ def _layers(
     seen: list[PurePosixPath] = []
     while True:
         yield Layer(path, format_, fact.kind == "block")
-        error = next(_errors(repr(str(path)), format_, fact, writes=disk.writes), None)
+        error = next(_errors(path, format_, fact, writes=disk.writes and not seen, below=bool(seen)), None)
         if error is not None:
-            wrong_format = fact.image is not None and fact.image.format != format_
-            problems.refuse(f"{where}.format" if wrong_format and not seen else at, *error)
+            message, remedy = error
+            exchanged = fact.image is not None and fact.image.format in _FORMATS and fact.image.format != format_
+            if seen:
+                message = f"{str(seen[-1])!r} takes data from {str(path)!r}: {message}"
+                remedy = "; ".join(filter(None, (remedy, _flatten(seen[-1]))))
+            problems.refuse(f"{where}.format" if exchanged and not seen else at, message, remedy)
             return
         seen.append(path)
-        backing = None if fact.image is None else fact.image.backing
-        if backing is None or fact.image is None:
+        image = fact.image
+        if image is None or (image.backing is None and image.backing_elsewhere is None):
             return
-        needs = f"{str(path)!r} takes data from {str(backing)!r}"
-        if not within(backing, disk.backing):
-            allowed = ", ".join(map(repr, map(str, disk.backing)))
-            rule = (
-                f"which is not in {allowed}" if allowed else "which is not followed unless backing names its directory"
-            )
-            problems.refuse(
-                at, f"{needs}, {rule}", "flatten it with `qemu-img convert`, or name the directory in backing"
-            )
+        if (error := next(_backing_errors(path, image, disk.backing, seen), None)) is not None:
+            problems.refuse(at, *error)
             return
-        if backing in seen or len(seen) > LONGEST_CHAIN:
-            end = ", and so on without end" if backing in seen else f": more than {LONGEST_CHAIN} in a row"
-            problems.refuse(at, needs + end)
-            return
-        match fact.image.backing_format:
-            case "raw":
-                format_ = "raw"
-            case "qcow2":
-                format_ = "qcow2"
-            case other:
-                given = "no format" if other is None else f"the format {other!r}"
-                remedy = "set it with `qemu-img rebase -u -F raw` (or qcow2)"
-                problems.refuse(at, f"{needs} and gives {given} for it", remedy)
-                return
-        path, fact = backing, files.get(backing, MISSING)
+        path = image.backing or path
+        format_ = "raw" if image.backing_format == "raw" else "qcow2"
+        fact = files.get(path, MISSING)
 
 
-def _errors(name: str, format_: DiskFormat, fact: FileFact, *, writes: bool) -> Iterator[tuple[str, str]]:
-    """Yield the errors of one layer, each with its remedy, empty if there is none; *name* is its quoted path."""
-    image = fact.image
+def _backing_errors(
+    path: PurePosixPath, image: ImageFact, allowed: Sequence[PurePosixPath], seen: Sequence[PurePosixPath]
+) -> Iterator[tuple[str, str]]:
+    """Yield why the backing file that *image*, which is at *path*, names cannot be used, each with its remedy."""
+    backing, format_ = image.backing, image.backing_format
+    needs = f"{str(path)!r} takes data from {(image.backing_elsewhere or str(backing))!r}"
+    if backing is None:
+        yield f"{needs}, which is no file here", f"{_flatten(path)} where QEMU reaches that"
+        return
+    if not within(backing, allowed):
+        listed = ", ".join(map(repr, map(str, allowed)))
+        rule = f"which is not in {listed}" if listed else "which is not followed unless backing names its directory"
+        yield f"{needs}, {rule}", f"{_flatten(path)}, or name the directory in backing"
+    if backing in seen:
+        yield f"{needs}, and so on without end", ""
+    if len(seen) > LONGEST_CHAIN:
+        yield f"{needs}: more than {LONGEST_CHAIN} in a row", _flatten(seen[0])
+    if format_ not in _FORMATS:
+        given = "no format" if format_ is None else f"the format {format_!r}"
+        yield f"{needs} and gives {given} for it", "set it with `qemu-img rebase -u -F raw` (or qcow2)"
+
+
+def _flatten(path: PurePosixPath) -> str:
+    return f"flatten it with `qemu-img convert -O qcow2 {path} NEW`"
+
+
+def _errors(
+    path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes: bool, below: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the errors of one layer, each with its remedy, empty if there is none; *below*: it is a backing file."""
+    name, image = repr(str(path)), fact.image
     if fact.kind == "missing":
         yield f"{name} does not exist", ""
     if fact.kind not in {"file", "block"}:
@@ -210,20 +326,40 @@ def _errors(name: str, format_: DiskFormat, fact: FileFact, *, writes: bool) -> 
         yield f"cannot open {name}: {fact.error}", _open_remedy(fact, writes=writes)
     if image is None:
         return
+    if image.format not in _FORMATS:
+        from runner.facts.file_formats import FORMATS, unusable
+
+        holds, remedy = unusable(next(each for each in FORMATS if each.name == image.format), str(path))
+        yield f"{name} {holds}, which is neither raw nor qcow2", remedy
     if image.format != format_:
-        yield f'is "{format_}", but {name} holds a {image.format} image', ""
+        yield f'is "{format_}", but {name} holds a {image.format} image', _format_remedy(image.format, fact)
     if image.error is not None:
         yield f"{name} {image.error}", ""
     if image.locked:
         yield f"{name} is in use by another process (QEMU's image lock)", "stop it first"
-    if image.format == "raw" and (fact.size == 0 or fact.size % 512):
-        yield f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector", ""
+    if image.format == "raw" and not below and (fact.size == 0 or fact.size % 512):
+        yield (
+            f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
+            f"`truncate -s %512 {path}` makes it longer"
+            if fact.size
+            else f"`truncate -s 10G {path}` makes it a disk of 10 GiB",
+        )
+
+
+def _format_remedy(found: str, fact: FileFact) -> str:
+    """Return the remedy for a file that holds the other of the two formats that a disk can have."""
+    if found == "raw":
+        return 'set format = "raw" if it is a raw disk' if fact.size else "it is empty: make it with `qemu-img create`"
+    return 'set format = "qcow2" if it was made as one; a guest, too, can write such a beginning to its raw disk'
 
 
 def _open_remedy(fact: FileFact, *, writes: bool) -> str:
     """Return the remedy for a file or block device that cannot be opened."""
-    if writes and fact.read_error is None:
-        return "set read_only = true if the guest shall not write"
+    cause = remedy_of(fact.error_number)
+    if writes and fact.read_error is None and fact.error_number in {0, errno.EROFS, errno.EACCES, errno.EPERM}:
+        return "set read_only = true if the guest shall not write" + (f", or {cause}" if cause else "")
+    if cause:
+        return cause
     if fact.kind == "block":
         return "let this process use the device: volumeDevices in the pod, docker run --device"
     return "let the user of this process read it" + " and write it" * writes

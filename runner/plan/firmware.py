@@ -7,7 +7,10 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from runner.facts.disk import MISSING
+from runner.facts.file_errors import remedy_of
+from runner.facts.file_formats import FORMATS, unusable
 from runner.facts.host import HostFacts
+from runner.plan.disks import remark_lockless
 from runner.plan.problems import Problems
 from runner.spec.instance import BootSpec, FirmwareBuild
 from runner.values import frozen
@@ -125,7 +128,10 @@ def _kept(
     if fact.kind != "file":
         refuse(where, f"{name} is a {fact.kind}, not a file" if fact.kind != "other" else f"{name} is not a file")
     elif fact.error is not None:
-        refuse(where, f"cannot write {name}: {fact.error}")
+        refuse(where, f"cannot write {name}: {fact.error}", remedy_of(fact.error_number))
+    elif fact.image is not None and fact.image.format != "raw":
+        held, command = unusable(next(each for each in FORMATS if each.name == fact.image.format), str(path))
+        refuse(where, f"{name} {held}, not the variables as they are in the firmware's flash", command)
     elif wanted not in {None, fact.size}:
         refuse(
             where,
@@ -135,4 +141,6 @@ def _kept(
         )
     elif fact.image is not None and fact.image.locked:
         refuse(where, f"{name} is in use by another process (QEMU's image lock)", "stop it first")
+    elif fact.image is not None:
+        remark_lockless(path, fact.image, problems)
     return KeptVariables(path, None)

@@ -10,6 +10,8 @@ import attrs
 
 from runner.errors import Problem
 from runner.facts.disk import MISSING, FileFact
+from runner.facts.file_errors import remedy_of
+from runner.facts.file_formats import FORMATS, unusable
 from runner.facts.host import ROOT, HostFacts, User
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import DiskPlan
@@ -50,6 +52,13 @@ ROOT_BUS_SLOTS = 30
 """Of 32; q35 itself takes the first and the last one."""
 SLOTS_OF_EVERY_GUEST = 2
 """pvpanic and the source of random numbers."""
+
+
+UNPACKED = [each for each in FORMATS if each.name in {"gzip", "bzip2", "lzma", "xz", "lzop", "lz4 -l", "zstd"}]
+"""The formats of initial RAM disks that Linux unpacks besides cpio (``lib/decompress.c``)."""
+
+FLASH_SECTOR, MOST_FLASH = 4096, 8 << 20
+"""Bytes (``hw/i386/pc_sysfw.c``: ``pc_system_flash_map``; firmware and its variables together have the most)."""
 
 
 @frozen
@@ -219,25 +228,48 @@ def require_program(path: PurePosixPath | None, name: str, package: str, problem
 
 
 def plan_file(
-    where: str, path: PurePosixPath | None, user: User, facts: HostFacts, problems: Problems
+    use: Literal["kernel", "initrd", "firmware"],
+    path: PurePosixPath | None,
+    user: User,
+    facts: HostFacts,
+    problems: Problems,
 ) -> FilePlan | None:
-    """Decide how QEMU, which runs as *user*, reads the file at *path*."""
+    """Decide how QEMU, which runs as *user*, reads the file at *path* that the key *use* of ``[boot]`` names."""
     if path is None:
         return None
-    fact = facts.files.get(path, MISSING)
+    where, fact = f"boot.{use}", facts.files.get(path, MISSING)
     if fact.kind == "missing":
         problems.refuse(where, f"{str(path)!r} does not exist")
     elif fact.kind != "file":
         problems.refuse(where, f"{str(path)!r} {fact.words}, not a file")
     elif fact.error is not None:
-        problems.refuse(where, f"cannot read {str(path)!r}: {fact.error}")
-    elif not fact.starts:
-        problems.refuse(
-            where,
-            f"{str(path)!r} is no kernel that QEMU can start: it is no bzImage (no 'HdrS' at byte 0x202), ELF or multiboot image",
-            "name a kernel for x86-64, such as /boot/vmlinuz-…",
-        )
+        problems.refuse(where, f"cannot read {str(path)!r}: {fact.error}", remedy_of(fact.error_number))
+    elif (unfit := _unfit(use, path, fact)) is not None:
+        problems.refuse(where, *unfit)
     return FilePlan(path, copied=_is_copied(fact, user))
+
+
+def _unfit(use: Literal["kernel", "initrd", "firmware"], path: PurePosixPath, fact: FileFact) -> tuple[str, str] | None:
+    """Return why a file cannot be what its key says, with the remedy; ``None`` if it can, or its format is not known."""
+    name, format_ = repr(str(path)), fact.format
+    kind = "" if format_ is None else format_.kind
+    held, command = ("", "") if format_ is None else unusable(format_, str(path))
+    if use == "kernel" and kind != "kernel":
+        also = f"; it {held}" if held else ""
+        return (
+            f"{name} is no kernel that QEMU can start: it is no bzImage (no 'HdrS' at byte 0x202), ELF or multiboot image{also}",
+            command or "name a kernel for x86-64, such as /boot/vmlinuz-…",
+        )
+    if use == "initrd" and kind in {"image", "packed", "kernel", "program", "firmware"} and fact.format not in UNPACKED:
+        return f"{name} {held}, which Linux does not take as an initial RAM disk", command
+    if use == "firmware" and (fact.size == 0 or fact.size % FLASH_SECTOR or fact.size > MOST_FLASH):
+        return (
+            f"{name} has {fact.size} bytes, and QEMU takes firmware of a multiple of {FLASH_SECTOR} bytes, at most {MOST_FLASH}",
+            command or "name a firmware for x86, such as /usr/share/OVMF/OVMF_CODE_4M.fd",
+        )
+    if use == "firmware" and kind not in {"", "firmware"}:
+        return f"{name} is no firmware: it {held}", command or "name the file of the firmware's code"
+    return None
 
 
 def bytes_copied(boot: BootSpec, user: User, facts: HostFacts) -> int:

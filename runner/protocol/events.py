@@ -83,6 +83,7 @@ INSTANCE: Mapping[str, str] = {
     "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms": "vcpus_plugged",
     "vCPUs unplugged count=%d from=%d": "vcpus_unplugged",
     "vCPUs released by the guest count=%d from=%d": "vcpus_released",
+    "the disk %s: %s": "disk_remarked",
     "disk attached name=%s %s": "disk_attached",
     "disk detached name=%s": "disk_detached",
     "disk grown name=%s from=%s to=%s": "disk_grown",

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import struct
 import subprocess
+import tarfile
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from runner.errors import HostError, explain
+from runner.facts.disk import LateDiskFacts
+from runner.facts.disk_content import DiskContent
 from runner.instance.discover import read_disk_facts
 from runner.instance.disks import DiskEvents, opened
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
-from runner.plan.disks import DiskPlan, plan_disk
+from runner.plan.disks import DiskPlan, content_of, plan_disk
 from runner.plan.problems import Problems
 from runner.protocol.qmp import QmpEvent
 from runner.protocol.rate_limit import REPORTED_EVERY, LogRateLimit
@@ -42,14 +48,25 @@ def qemu_img(*words: object) -> None:
 
 def planned(disk: DiskSpec) -> DiskPlan:
     problems = Problems()
-    plan = plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", problems)
+    plan = plan_disk("disk0", disk, facts_of(disk), "disk[0]", problems)
     assert problems.found == []
     return plan
 
 
+def facts_of(disk: DiskSpec) -> LateDiskFacts:
+    return read_disk_facts(disk, PurePosixPath("/"))
+
+
+def remarks(disk: DiskSpec) -> list[str]:
+    problems = Problems()
+    plan_disk("disk0", disk, facts_of(disk), "disk[0]", problems)
+    assert problems.found == []
+    return list(map(str, problems.remarks))
+
+
 def refused(disk: DiskSpec) -> str:
     problems = Problems()
-    plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", problems)
+    plan_disk("disk0", disk, facts_of(disk), "disk[0]", problems)
     [problem] = problems.found
     return str(problem)
 
@@ -124,7 +141,7 @@ def test_images_of_qemu_img_are_read(tmp_path: Path) -> None:
     path = tmp_path / "image"
     disk = DiskSpec(path=PurePosixPath(path), format="qcow2")
     qemu_img("create", "-f", "qcow2", "-o", "compat=0.10", path, "3M")
-    assert read_disk_facts(disk).files[disk.file].image.size == 3 * MIB  # type: ignore[union-attr]
+    assert facts_of(disk).files[disk.file].image.size == 3 * MIB  # type: ignore[union-attr]
     planned(disk)
     secret = ("--object", "secret,id=s,data=x", "-o", "encrypt.format=luks,encrypt.key-secret=s")
     qemu_img("create", "-f", "qcow2", *secret, path, "3M")
@@ -162,6 +179,255 @@ def test_a_malformed_image_is_refused_with_a_message(tmp_path: Path, at: int, va
     path.write_bytes(content[:at] + value + content[at + len(value) :])
     disk = DiskSpec(path=PurePosixPath(path), format="qcow2", backing=(PurePosixPath(tmp_path),), ephemeral=True)
     assert words in refused(disk)
+
+
+FOREIGN = {
+    "vmdk": ("vmdk", "a VMDK image"),
+    "vmdk -o subformat=streamOptimized": ("vmdk", "a VMDK image"),
+    "vmdk -o subformat=monolithicFlat": ("vmdk", "a VMDK image"),
+    "vdi": ("vdi", "a VDI image"),
+    "vhdx": ("vhdx", "a VHDX image"),
+    "vpc": ("vpc", "a VHD image"),
+    "vpc -o subformat=fixed": ("vpc", "a VHD image"),
+    "qed": ("qed", "a QED image"),
+    "parallels": ("parallels", "a Parallels image"),
+    "qcow": ("qcow", "a qcow image of version 1"),
+}
+"""Arguments of ``qemu-img create -f`` → QEMU's driver for the image, and how a refusal calls it."""
+
+
+@pytest.mark.parametrize("keys", [{}, {"read_only": True}, {"ephemeral": True}, {"format": "qcow2"}])
+@pytest.mark.parametrize("made", FOREIGN)
+def test_an_image_of_another_format_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, made: str, keys: dict[str, Any]
+) -> None:
+    driver, noun = FOREIGN[made]
+    path = tmp_path / "disk.img"
+    qemu_img("create", "-f", *made.split(), path, "64M")
+    new = tmp_path / "new.qcow2"
+    message = refused(DiskSpec(path=PurePosixPath(path), **keys))
+    command = f"qemu-img convert -f {driver} -O qcow2 {path} NEW"
+    assert message == (f"disk[0].path: '{path}' holds {noun}, which is neither raw nor qcow2; convert it: `{command}`")
+    qemu_img(*command.replace("NEW", str(new)).split()[1:])
+    planned(DiskSpec(path=PurePosixPath(new), format="qcow2"))
+
+
+PACKERS = {
+    "gzip": ["gzip", "-c"],
+    "xz": ["xz", "-c"],
+    "bzip2": ["bzip2", "-c"],
+    "zstd": ["zstd", "-c"],
+    "lz4": ["lz4", "-c"],
+    "lzma": ["xz", "-c", "--format=lzma"],
+}
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_a_compressed_disk_is_refused_unless_it_is_only_read(tmp_path: Path, name: str) -> None:
+    if shutil.which(PACKERS[name][0]) is None:
+        pytest.skip(f"{PACKERS[name][0]} is not installed")
+    (tmp_path / "raw").write_bytes(b"\1" * MIB)
+    path = tmp_path / "disk"
+    packed = subprocess.run([*PACKERS[name], tmp_path / "raw"], check=True, stdout=subprocess.PIPE).stdout
+    path.write_bytes(packed.ljust(MIB, b"\0"))
+    message = refused(DiskSpec(path=PurePosixPath(path)))
+    assert f"'{path}' holds data packed by {name}, which the guest would see as it is; convert it: `" in message
+    assert "or set read_only = true if the guest shall read it as it is" in message
+    [remark] = remarks(DiskSpec(path=PurePosixPath(path), read_only=True))
+    assert remark.startswith("the guest finds no disk but a file in disk[0]")
+
+
+def archive(path: Path, member: str) -> None:
+    with tarfile.open(path, "w") as tar:
+        tar.addfile(tarfile.TarInfo(member))
+
+
+@pytest.mark.parametrize("member", ["machine.ovf", "disk.raw"])
+def test_an_archive_of_a_disk_is_refused_and_one_of_other_files_is_a_raw_disk(tmp_path: Path, member: str) -> None:
+    path = tmp_path / "disk"
+    archive(path, member)
+    assert "holds an archive with a disk image" in refused(DiskSpec(path=PurePosixPath(path)))
+    archive(path, "etc/passwd")
+    planned(DiskSpec(path=PurePosixPath(path)))
+
+
+def make_raw(kind: str, path: Path) -> None:
+    """Make a raw disk of *kind* as its own program makes it."""
+    with path.open("wb") as file:
+        file.truncate(64 * MIB)
+    sbin = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    commands: dict[str, list[str | Path]] = {
+        "gpt": ["sh", "-c", f"printf 'label: gpt\n,,L\n' | sfdisk -q {path}"],
+        "mbr": ["sh", "-c", f"printf 'label: dos\n,,L\n' | sfdisk -q {path}"],
+        "ext4": ["mkfs.ext4", "-q", path],
+        "swap": ["mkswap", path],
+    }
+    if kind in commands:
+        subprocess.run(commands[kind], check=True, env=sbin, stdout=subprocess.DEVNULL)
+    marks = {
+        "lvm": (512, b"LABELONE"),
+        "luks": (0, b"LUKS\xba\xbe\0\2"),
+        "iso": (0x8001, b"CD001"),
+        "xfs": (0, b"XFSB"),
+    }
+    if kind in marks:
+        with path.open("r+b") as file:
+            file.seek(marks[kind][0])
+            file.write(marks[kind][1])
+
+
+@pytest.mark.parametrize("kind", ["zeroes", "gpt", "mbr", "ext4", "swap", "lvm", "luks", "iso", "xfs"])
+def test_what_disks_hold_is_a_raw_disk_also_within_qcow2(tmp_path: Path, kind: str) -> None:
+    raw, image = tmp_path / "raw", tmp_path / "image.qcow2"
+    make_raw(kind, raw)
+    assert remarks(DiskSpec(path=PurePosixPath(raw))) == []
+    for options in ([], ["-c"], ["-o", "cluster_size=4k"], ["-o", "compat=0.10"], ["-o", "extended_l2=on"]):
+        qemu_img("convert", "-O", "qcow2", *options, raw, image)
+        disk = DiskSpec(path=PurePosixPath(image), format="qcow2")
+        assert remarks(disk) == []
+        within, bare = content(disk), content(DiskSpec(path=PurePosixPath(raw)))
+        assert (within.bios, within.esp, within.sector) == (bare.bios, bare.esp, bare.sector), options
+
+
+def content(disk: DiskSpec) -> DiskContent:
+    found = content_of(planned(disk).layers, facts_of(disk).files)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("options", [[], ["-c"], ["-o", "cluster_size=512"]])
+@pytest.mark.parametrize("driver", ["vmdk", "vdi", "qcow2"])
+def test_an_image_within_an_image_is_refused(tmp_path: Path, driver: str, options: list[str]) -> None:
+    """``qemu-img convert -f raw`` of an image that is not raw makes them; the image below may be in a backing file."""
+    inner, outer, top = (tmp_path / name for name in ("inner", "outer", "top"))
+    qemu_img("create", "-f", driver, inner, "64M")
+    qemu_img("convert", "-f", "raw", "-O", "qcow2", *options, inner, outer)
+    qemu_img("create", "-f", "qcow2", "-b", outer, "-F", "qcow2", top)
+    for disk in (
+        DiskSpec(path=PurePosixPath(outer), format="qcow2"),
+        DiskSpec(path=PurePosixPath(top), format="qcow2", backing=(PurePosixPath(tmp_path),)),
+    ):
+        message = refused(disk)
+        assert (
+            f"'{outer}', a qcow2 image, holds a {driver.upper() if driver != 'qcow2' else driver} image as its disk"
+            in message
+        )
+        assert (
+            f"`qemu-img convert -f qcow2 -O raw {outer} RAW`, then convert it: `qemu-img convert -f {driver}" in message
+        )
+
+
+def test_a_name_that_promises_another_format_is_remarked(tmp_path: Path) -> None:
+    for name, promised in (("disk.qcow2", True), ("disk.vmdk", True), ("disk-flat.vmdk", False), ("disk.raw", False)):
+        (tmp_path / name).write_bytes(bytes(MIB))
+        found = remarks(DiskSpec(path=PurePosixPath(tmp_path / name)))
+        assert [remark.partition(":")[0] for remark in found] == (
+            ["the guest finds a damaged or an empty disk in disk[0]"] if promised else []
+        )
+    (tmp_path / "empty.qcow2").write_bytes(b"")
+    assert "it is empty: make it with `qemu-img create`" in refused(
+        DiskSpec(path=PurePosixPath(tmp_path / "empty.qcow2"), format="qcow2")
+    )
+
+
+def test_partitions_for_other_sectors_are_remarked(tmp_path: Path) -> None:
+    path = tmp_path / "disk"
+    with path.open("wb") as file:
+        file.truncate(MIB)
+        file.seek(4096)
+        file.write(b"EFI PART")
+    [remark] = remarks(DiskSpec(path=PurePosixPath(path)))
+    assert remark.startswith("the guest finds no partitions in disk[0]: the partition table in")
+    assert "is for sectors of 4096 bytes, and the guest sees sectors of 512" in remark
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{directory}/base.raw",
+        "base.raw",
+        "./base.raw",
+        "file:base.raw",
+        "file:{directory}/base.raw",
+        'json:{{"driver":"raw","file":{{"driver":"file","filename":"{directory}/base.raw"}}}}',
+        'json:{{"driver":"raw","file.driver":"file","file.filename":"{directory}/base.raw"}}',
+    ],
+)
+def test_names_of_backing_files_are_parsed_as_qemu_does(tmp_path: Path, name: str) -> None:
+    base, top = tmp_path / "base.raw", tmp_path / "top"
+    base.write_bytes(b"\1" * MIB)
+    qemu_img("create", "-f", "qcow2", "-u", "-b", name.format(directory=tmp_path), "-F", "raw", top, "1M")
+    plan = planned(DiskSpec(path=PurePosixPath(top), format="qcow2", backing=(PurePosixPath(tmp_path),)))
+    assert [layer.path for layer in plan.layers] == [PurePosixPath(top), PurePosixPath(base)]
+    read = subprocess.run(
+        ["qemu-io", "-f", "qcow2", "-r", "-c", "read -P 1 0 64k", top],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "verification failed" not in read.stdout, "QEMU finds the same file"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nbd://127.0.0.1/x",
+        "nbd:127.0.0.1:10809",
+        "https://example.org/base.qcow2",
+        "rbd:pool/image",
+        "ssh://host/base.raw",
+        "host:base.raw",
+        'json:{"driver":"raw","offset":512,"file":{"driver":"file","filename":"/base.raw"}}',
+        'json:{"driver":"raw","file":{"driver":"nbd","host":"127.0.0.1"}}',
+        'json:{"driver":"file","filename":"/base.raw"}',
+        "json:[]",
+        "json:{",
+    ],
+)
+def test_a_backing_file_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    below, top = tmp_path / "below", tmp_path / "top"
+    qemu_img("create", "-f", "qcow2", below, "1M")
+    header = bytearray(below.read_bytes())
+    header[8:20] = struct.pack(">QI", 512, len(name))  # of the backing file's name: its offset and length
+    header[512 : 512 + len(name)] = name.encode()
+    below.write_bytes(header)
+    qemu_img("create", "-f", "qcow2", "-u", "-b", below, "-F", "qcow2", top, "1M")
+    message = refused(DiskSpec(path=PurePosixPath(top), format="qcow2", backing=(PurePosixPath(tmp_path),)))
+    assert message == (
+        f"disk[0].path: '{below}' takes data from '{name}', which is no file here; flatten it with "
+        f"`qemu-img convert -O qcow2 {below} NEW` where QEMU reaches that"
+    )
+
+
+def test_an_error_of_a_backing_file_names_the_image_that_needs_it(tmp_path: Path) -> None:
+    base, top = tmp_path / "base", tmp_path / "top"
+    disk = DiskSpec(path=PurePosixPath(top), format="qcow2", backing=(PurePosixPath(tmp_path),))
+    qemu_img("create", "-f", "vdi", base, "1M")
+    qemu_img("create", "-f", "qcow2", "-u", "-b", base, "-F", "raw", top, "1M")
+    assert refused(disk).startswith(f"disk[0].path: '{top}' takes data from '{base}': '{base}' holds a VDI image")
+    base.write_bytes(b"\1" * 700)
+    planned(disk)  # QEMU shows zeroes beyond its end
+    base.unlink()
+    assert refused(disk) == (
+        f"disk[0].path: '{top}' takes data from '{base}': '{base}' does not exist; flatten it with "
+        f"`qemu-img convert -O qcow2 {top} NEW`"
+    )
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_without_locks_a_disk_is_used_and_remarked(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(MIB))
+    FAULT_INJECTOR.begin(1, number, frozenset({"fcntl.fcntl"}))
+    try:
+        [remark] = remarks(DiskSpec(path=PurePosixPath(path)))
+    finally:
+        FAULT_INJECTOR.end()
+    assert remark == (
+        f"nothing keeps another QEMU from using '{path}' at the same time, which destroys what both write: its file system takes "
+        f"no locks ({os.strerror(number)}); see that no other instance has it, or keep it on a file system with locks"
+    )
 
 
 @pytest.mark.parametrize("size", [MIB, 3 << 30, 2 << 40])

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.fake_kernel import FAKE_FIRMWARE
+
 WATCHED = """
 import sys, runner.__main__
 def watch(event, arguments):
@@ -27,7 +29,7 @@ size = "32MiB"
 OURS = """
 __main__ arguments cpuset errors tasks values
 cli cli.commands cli.options cli.run cli.run_instance
-facts facts.descriptor facts.disk facts.hardware facts.host facts.memory facts.roots facts.threads
+facts facts.descriptor facts.disk facts.file_errors facts.file_formats facts.hardware facts.host facts.memory facts.roots facts.threads
 instance instance.cgroups instance.cgroups.active instance.cgroups.affinity instance.console instance.console_watch
 instance.daemons instance.discover instance.disks instance.display instance.init instance.lifecycle instance.memory
 instance.qemu instance.readiness instance.signs_of_life instance.state_directory instance.supervisor
@@ -67,7 +69,8 @@ def test_only_what_a_minimal_document_needs_is_imported_before_qemu_starts(tmp_p
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
     spec = tmp_path / "spec.toml"
-    spec.write_text(f'{MINIMAL}[boot]\nfirmware = "{program}"\n')
+    (tmp_path / "firmware").write_bytes(FAKE_FIRMWARE)
+    spec.write_text(f'{MINIMAL}[boot]\nfirmware = "{tmp_path}/firmware"\n')
     argv = ("-c", WATCHED, "run", "--not-pid1", "--state-dir", tmp_path / "state", spec)
     found = loaded_by(*argv, path=f"{tmp_path}:{os.environ['PATH']}")
     assert {name.removeprefix("runner.") for name in found if name.startswith("runner.")} == set(OURS.split())

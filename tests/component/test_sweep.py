@@ -53,7 +53,7 @@ def planned(fake_host: FakeHost, spec: str) -> InstancePlan:
     passt = PasstPlan("52:54:00:00:00:77", 65520, 1, fake_host.program("passt", "fake_daemon.py"))
     networks = (*plan.networks, passt)
     problems = Problems()
-    disks = (plan_disk("disk0", disk, read_disk_facts(disk), "disk[0]", problems),)
+    disks = (plan_disk("disk0", disk, read_disk_facts(disk, PurePosixPath("/")), "disk[0]", problems),)
     assert problems.found == []
     machine = attrs.evolve(plan.machine, networks=networks, disks=disks)
     return attrs.evolve(plan, machine=machine)

@@ -99,7 +99,7 @@ async def test_a_qemu_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
 
 async def finding(tmp_path: Path, accel: str, *, asked: bool = True) -> Finding | None:
     host = attrs.evolve(here(Path("/")), state_directory=PurePosixPath(tmp_path / "state"), try_guest=asked)
-    text = f'[cpu]\naccel = "{accel}"\nplacement = "affinity"\n[boot]\nfirmware = "{tmp_path}/bin/qemu-system-x86_64"\n'
+    text = f'[cpu]\naccel = "{accel}"\nplacement = "affinity"\n[boot]\nfirmware = "{tmp_path}/firmware"\n'
     report = await check_host(host, ("spec.toml", text.encode()))
     return next((each for each in report.findings if each.check == "trial-guest"), None)
 

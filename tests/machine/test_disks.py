@@ -150,6 +150,44 @@ grace = 1
     assert {path: path.read_bytes() for path in before} == before, "the writes to ephemeral disks go to another file"
 
 
+@pytest.fixture
+def on_4kn(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system on a disk with sectors of 4096 bytes, and yield its directory."""
+    backing, place = tmp_path / "4kn", tmp_path / "mounted"
+    with backing.open("wb") as file:
+        file.truncate(64 * MIB)
+    place.mkdir()
+    made = subprocess.run(
+        ["losetup", "-f", "--show", "-b", "4096", backing], check=True, capture_output=True, text=True
+    )
+    device = made.stdout.strip()
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-b", "4096", device], check=True)
+        subprocess.run(["mount", device, place], check=True)
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=False)
+        subprocess.run(["losetup", "-d", device], check=True)
+
+
+def test_a_raw_file_that_ends_within_a_sector_is_written_through_the_page_cache(
+    start: ProgramStarter, on_4kn: Path
+) -> None:
+    image(on_4kn / "raw", WRITER, 16 * MIB + 512)
+    spec = f'[[disk]]\npath = "{on_4kn}/raw"\n{{}}\n[shutdown]\ngrace = 1\n'
+    refused = start(spec.format('cache = "none"'), boot=False)
+    assert refused.wait() == 30
+    assert f"`truncate -s %4096 {on_4kn}/raw` makes it longer" in refused.log
+    run = start(spec.format(""), boot=False)
+    run.until("WRITTEN", lambda: run.console)
+    assert "takes room in the page cache" in run.log
+    assert run.stop() == 13
+    os.truncate(on_4kn / "raw", 16 * MIB + 4096)
+    run = start(spec.format('cache = "none"'), boot=False)
+    run.until("WRITTEN", lambda: run.console)
+    assert run.stop() == 13
+
+
 def test_a_full_disk_is_a_write_error_in_the_guest_and_in_the_log(start: ProgramStarter, tmp_path: Path) -> None:
     base = image(tmp_path / "base", WRITER)
     run = start(

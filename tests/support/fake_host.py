@@ -16,6 +16,7 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import RunnerError
 from runner.facts.disk import FileFact
+from runner.facts.file_formats import identify
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.instance.lifecycle import run_instance
 from runner.instance.qemu import GuestEnd
@@ -26,6 +27,7 @@ from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance
+from tests.support.fake_kernel import FAKE_KERNEL
 
 FAKES = Path(__file__).parents[1] / "component" / "fakes"
 
@@ -145,7 +147,10 @@ class FakeHost:
                 rust=True,
                 version=virtiofsd,
             ),
-            files={PurePosixPath(kernel): FileFact("file", 6), PurePosixPath(share): FileFact("directory")},
+            files={
+                PurePosixPath(kernel): FileFact("file", 6, format=identify(FAKE_KERNEL)),
+                PurePosixPath(share): FileFact("directory"),
+            },
             users={"root": User("root", 0, 0), "nobody": User("nobody", 65534, 65534)},
             kvm=Kvm("not in this test"),
         )

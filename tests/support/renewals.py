@@ -19,6 +19,7 @@ import attrs
 
 from runner.kernel.program_directory import digest_of, manifest_of
 from tests.support.fake_host import FAKES
+from tests.support.fake_kernel import FAKE_FIRMWARE
 from tests.support.program_runs import BLOCK, PROJECT, RUNNER, children_by_name, until
 
 PACKAGES = (
@@ -191,7 +192,7 @@ class RenewableStarter:
         _program(root, "qemu-system-x86_64", "fake_qemu.py", {"console": "plays", **(qemu or {})})
         for name in ("dnsmasq", "virtiofsd", "passt"):
             _program(root, name, "fake_daemon.py", daemon or {})
-        (root / "firmware").write_bytes(b"firmware")
+        (root / "firmware").write_bytes(FAKE_FIRMWARE)
         (root / "spec.toml").write_text(
             '[instance]\nuser = "root"\n[cpu]\naccel = "tcg"\nplacement = "affinity"\n[memory]\nsize = "32MiB"\nprealloc = false\n'
             f'[boot]\nfirmware = "{root}/firmware"\n[shutdown]\ngrace = 5\n{spec.format(root=root)}'

@@ -23,7 +23,7 @@ from runner.instance.discover import read_disk_facts
 from runner.instance.disks import DiskEvents, opened
 from runner.kernel.files import probe_file
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
-from runner.plan.disks import DiskPlan, disk_words, plan_disk
+from runner.plan.disks import DiskPlan, disk_words, plan_disk, remark_little_space
 from runner.plan.instance import InstancePlan
 from runner.plan.problems import Problems
 from runner.protocol.qmp import BadReplyError, ExecuteError, Monitor
@@ -153,11 +153,11 @@ class DiskHotplug:
 
     def _opened(self, name: str, disk: DiskSpec, held: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
         """Plan *disk* and open its files; if one is a block device, in the pod's cgroup, where the pod may open it."""
-        found = read_disk_facts(disk)
+        found = read_disk_facts(disk, self._plan.state_directory)
         with ExitStack() as moved:
             if any(file.kind == "block" for file in found.files.values()):
                 moved.enter_context(self._in_pod_cgroup())
-                found = read_disk_facts(disk)
+                found = read_disk_facts(disk, self._plan.state_directory)
             plan = self._planned(name, disk, found)
             return plan, held.enter_context(opened(plan, self._plan.state_directory))
 
@@ -171,8 +171,11 @@ class DiskHotplug:
             problems.refuse(
                 "disk.iothread", "must be false: with memory.lock all threads are counted at the start", "leave it out"
             )
+        remark_little_space((plan,), found.free_space, problems)
         if problems.found:
             raise SpecError("ctl", problems.found)
+        for remark in problems.remarks:
+            log.warning("the disk %s: %s", plan.name, remark)
         return plan
 
     async def _create(self, plan: DiskPlan, numbers: Mapping[str, int], bus: str) -> tuple[UndoCommand, ...]:

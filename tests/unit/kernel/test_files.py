@@ -80,21 +80,16 @@ def test_large_files_and_fifos_are_refused_without_blocking(tmp_path: Path) -> N
     assert read_document(PurePosixPath(tmp_path / "none"), 10) == DocumentFact(error="No such file or directory")
 
 
-@pytest.mark.parametrize(
-    ("head", "starts"),
-    [
-        (FAKE_KERNEL, True),
-        (b"\x7fELF", True),
-        (bytes(4096) + b"\x02\xb0\xad\x1b", True),
-        (bytes(4097) + b"\x02\xb0\xad\x1b", False),
-        (b"\x1f\x8b gzip, as of arm64", False),
-        (b"", False),
-    ],
-)
-def test_a_kernel_is_known_by_its_first_bytes(tmp_path: Path, head: bytes, *, starts: bool) -> None:
-    (tmp_path / "k").write_bytes(head)
-    assert probe_file(PurePosixPath(tmp_path / "k"), kernel=True).starts is starts
-    assert probe_file(PurePosixPath(tmp_path / "k")).starts
+def test_a_file_that_is_no_disk_is_known_by_its_first_and_last_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content, kind in (
+        (FAKE_KERNEL, "kernel"),
+        (bytes(40) + b"_FVH" + bytes(4052) + b"\xff" * 16, "other"),
+        (b"", None),
+    ):
+        path.write_bytes(content)
+        found = probe_file(PurePosixPath(path)).format
+        assert (found and found.kind) == kind
 
 
 @pytest.fixture

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import PurePosixPath
 
 import attrs
 import pytest
 
+from runner.facts.disk import FileFact, ImageFact
+from runner.facts.host import HostFacts
 from runner.plan.argv.block_nodes import block_nodes, disk_device
 from runner.plan.disks import DiskPlan, Overlay, disk_words, within
 from runner.plan.instance import InstancePlan
-from tests.unit.plan.test_plan import FACTS, GIB, plan_of
+from tests.unit.plan.test_plan import FACTS, GIB, plan_of, problems
 
 
 def disk_of(keys: str, **facts: object) -> DiskPlan:
@@ -36,6 +40,67 @@ def disk_of(keys: str, **facts: object) -> DiskPlan:
 def test_cache_and_aio_follow_what_the_disk_can_do(keys: str, *, direct: bool, aio: str) -> None:
     disk = disk_of(keys, io_uring_error=None)
     assert (disk.direct, disk.aio) == (direct, aio)
+
+
+ON_4KN = FileFact("file", GIB + 512, image=ImageFact("raw", GIB + 512), direct=True, alignment=4096)
+
+
+def with_file(fact: FileFact, **facts: object) -> HostFacts:
+    return attrs.evolve(FACTS, files={**FACTS.files, PurePosixPath("/d"): fact}, **facts)  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_raw_file_must_be_writable_past_the_page_cache() -> None:
+    """QEMU refuses one whose size is no multiple of what ``O_DIRECT`` takes there, such as 4096 bytes."""
+    plan = plan_of('[[disk]]\npath = "/d"\n', with_file(ON_4KN))
+    assert not plan.machine.disks[0].direct
+    assert [str(remark) for remark in plan.remarks if "page cache" in str(remark)] == [
+        (
+            "what the guest writes to '/d' takes room in the page cache: its 1073742336 bytes are no multiple of the 4096 of its disk's "
+            "sectors; `truncate -s %4096 /d` makes it longer"
+        )
+    ]
+    for keys in ('cache = "none"', 'aio = "native"'):
+        [problem] = problems(f'[[disk]]\npath = "/d"\n{keys}\n', with_file(ON_4KN))
+        assert "cannot be written past the page cache" in problem
+        assert problem.endswith("`truncate -s %4096 /d` makes it longer")
+    for keys in ("read_only = true", 'cache = "writeback"', "ephemeral = true"):
+        assert not any(
+            "page cache" in str(each) for each in plan_of(f'[[disk]]\npath = "/d"\n{keys}\n', with_file(ON_4KN)).remarks
+        )
+    assert plan_of('[[disk]]\npath = "/d"\n', with_file(attrs.evolve(ON_4KN, size=GIB))).machine.disks[0].direct
+
+
+def test_ephemeral_disks_that_can_fill_their_volume_are_remarked() -> None:
+    two = '[[disk]]\npath = "/raw"\nephemeral = true\n[[disk]]\npath = "/sparse"\nephemeral = true\nephemeral_size = "256MiB"\n'
+    room = 2 * GIB
+    found = [str(remark) for remark in plan_of(two, attrs.evolve(FACTS, free_space=GIB)).remarks]
+    assert [remark.partition(",")[0] for remark in found if "state directory" in remark] == [
+        "the guest gets write errors"
+    ]
+    assert any("disk0 and disk1, which may take 1345MiB" in remark for remark in found)
+    for free in (room, None):
+        assert not any(
+            "write errors" in str(each) for each in plan_of(two, attrs.evolve(FACTS, free_space=free)).remarks
+        )
+
+
+@pytest.mark.parametrize(
+    ("number", "keys", "remedy"),
+    [
+        (errno.EROFS, "", "set read_only = true if the guest shall not write, or mount its file system for writing"),
+        (errno.EACCES, "", "set read_only = true if the guest shall not write"),
+        (errno.ETXTBSY, "", "it runs as a program, or is swap space of this machine: end that first"),
+        (errno.ELOOP, "read_only = true", "its symbolic links lead in a circle: name the file itself"),
+        (errno.EACCES, "read_only = true", "let the user of this process read it"),
+        (errno.EIO, "", "the storage below it fails: `dmesg` says which"),
+    ],
+)
+def test_the_remedy_belongs_to_the_error(number: int, keys: str, remedy: str) -> None:
+    reason = os.strerror(number)
+    unread = None if number in {errno.EROFS, errno.ETXTBSY} or (number == errno.EACCES and not keys) else reason
+    fact = FileFact("file", GIB, reason, unread, error_number=number)
+    [problem] = problems(f'[[disk]]\npath = "/d"\n{keys}\n', with_file(fact))
+    assert problem == f"disk[0].path: cannot open '/d': {reason}; {remedy}"
 
 
 def test_only_writable_disks_bypass_the_page_cache() -> None:

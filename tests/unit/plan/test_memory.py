@@ -11,6 +11,7 @@ import pytest
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.facts.disk import FileFact
+from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
@@ -20,6 +21,7 @@ from runner.plan.machine import Accel
 from runner.plan.memory import memory_overhead, too_few_pages
 from runner.plan.render import plan_lines
 from runner.spec.instance import parse_instance
+from tests.support.fake_kernel import FAKE_KERNEL
 
 MIB, GIB = 1 << 20, 1 << 30
 KERNEL = '[boot]\nkernel = "/k"\n'
@@ -52,7 +54,10 @@ FACTS = HostFacts(
     sleep=PurePosixPath("/sleep"),
     dnsmasq=PurePosixPath("/d"),
     virtiofsd=Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)),
-    files={PurePosixPath("/k"): FileFact("file", 1), PurePosixPath("/srv"): FileFact("directory")},
+    files={
+        PurePosixPath("/k"): FileFact("file", 1, format=identify(FAKE_KERNEL)),
+        PurePosixPath("/srv"): FileFact("directory"),
+    },
     users={"nobody": User("nobody", 65534, 65534), "root": User("root", 0, 0)},
     kvm=Kvm(None, group_id=104, mode=0o660),
     container_uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
@@ -327,7 +332,10 @@ def test_memory_overhead_grows_with_every_part() -> None:
 
 def test_files_copied_into_memory_count_as_overhead() -> None:
     def overhead(user: str, *, everyone: bool) -> int:
-        files = {**ALONE.files, PurePosixPath("/k"): FileFact("file", 300 * MIB, everyone_reads=everyone)}
+        files = {
+            **ALONE.files,
+            PurePosixPath("/k"): FileFact("file", 300 * MIB, everyone_reads=everyone, format=identify(FAKE_KERNEL)),
+        }
         plan = plan_of(f'[instance]\nuser = "{user}"\n[memory]\nsize = "1GiB"\n', attrs.evolve(ALONE, files=files))
         return plan.machine.ram.overhead // MIB
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
+from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, NumaNode
 from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd
 from runner.facts.memory import MemoryLimits
@@ -28,6 +29,7 @@ from runner.plan.memory import VCPU
 from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
+from tests.support.fake_kernel import FAKE_KERNEL
 
 GOLDEN = Path(__file__).parents[2] / "data" / "argv"
 HOSTS = Path(__file__).parents[2] / "data" / "hosts"
@@ -45,6 +47,7 @@ POD = Interface(
     (IPv4Interface("10.244.1.5/32"),),
     (Route(IPv4Network("169.254.1.1/32")), Route(IPv4Network("0.0.0.0/0"), IPv4Address("169.254.1.1"))),
 )
+BZIMAGE = identify(FAKE_KERNEL)
 FACTS = HostFacts(
     allowed_cpus=CpuSet(range(8)),
     hardware=recorded("vm-8"),
@@ -56,8 +59,9 @@ FACTS = HostFacts(
     sleep=PurePosixPath("/usr/bin/sleep"),
     virtiofsd=Virtiofsd(PurePosixPath("/usr/libexec/virtiofsd"), rust=True, version=(1, 13, 2)),
     files={
-        PurePosixPath("/boot/vmlinuz"): FileFact("file", 8 << 20),
-        PurePosixPath("/boot/private"): FileFact("file", 8 << 20, everyone_reads=False),
+        PurePosixPath("/boot/vmlinuz"): FileFact("file", 8 << 20, format=BZIMAGE),
+        PurePosixPath("/boot/initrd"): FileFact("file", 8 << 20),
+        PurePosixPath("/boot/private"): FileFact("file", 8 << 20, everyone_reads=False, format=BZIMAGE),
         PurePosixPath("/boot/unreadable"): FileFact("file", 8 << 20, "Permission denied"),
         PurePosixPath("/closed/kernel"): FileFact("other", error="Permission denied"),
         PurePosixPath("/OVMF.fd"): FileFact("file", 4 << 20),
@@ -94,7 +98,7 @@ FACTS = HostFacts(
         PurePosixPath("/readonly"): FileFact("file", GIB, "Read-only file system"),
         PurePosixPath("/secret"): FileFact("file", GIB, "Permission denied", "Permission denied"),
         PurePosixPath("/dev/secret"): FileFact("block", 0, "Operation not permitted", "Operation not permitted"),
-        PurePosixPath("/text"): FileFact("file", 100, starts=False),
+        PurePosixPath("/text"): FileFact("file", 100),
         PurePosixPath("/srv"): FileFact("directory"),
         PurePosixPath("/dev/null"): FileFact("character"),
     },
@@ -150,7 +154,7 @@ accel = "tcg"
 size = "1GiB"
 [boot]
 kernel = "/boot/private"
-initrd = "/boot/vmlinuz"
+initrd = "/boot/initrd"
 [[disk]]
 path = "/disk"
 serial = "root"
@@ -425,7 +429,7 @@ def test_all_descriptors_are_passed_on() -> None:
         (
             '[[disk]]\npath = "/images/lost"\nformat = "qcow2"\nbacking = ["/images"]\n',
             {},
-            "disk[0].path: '/images/gone' does not exist",
+            "disk[0].path: '/images/lost' takes data from '/images/gone': '/images/gone' does not exist; flatten it with `qemu-img convert",
         ),
         ('[[disk]]\npath = "/encrypted"\nformat = "qcow2"\n', {}, "disk[0].path: '/encrypted' is encrypted"),
         (
@@ -848,7 +852,7 @@ def test_the_names_of_cpu_models_are_read_from_every_qemus_list() -> None:
 
 
 def test_a_kernel_qemu_may_not_read_is_copied() -> None:
-    text = '[boot]\nkernel = "/boot/private"\ninitrd = "/boot/vmlinuz"\n'
+    text = '[boot]\nkernel = "/boot/private"\ninitrd = "/boot/initrd"\n'
     machine = plan_of(text).machine
     assert machine.kernel is not None
     assert machine.initrd is not None
