@@ -21,8 +21,7 @@ from runner.cli.options import TERMINATION_LOG, read_spec_file
 from runner.errors import RunnerError, Status, UsageError, explain
 from runner.instance.init import ASK_TO_STOP, ExitReport, Streams, failed_system_call, run_as_init
 from runner.instance.supervisor import CarryOver
-from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
-from runner.protocol.logs import JsonConsole, LogHandler, json_of_dropped
+from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
 if TYPE_CHECKING:
     from runner.instance.carried import CarriedOutputs  # only a runner that is renewed carries any
@@ -55,8 +54,7 @@ class Outputs:
         self.termination_log: int | None = None
         self._log_level = log_level
         self._log_format = log_format
-        dropped = json_of_dropped if log_format == "json" else dropped_message
-        self.stdout, self.stderr = NonBlockingWriter(1, dropped), NonBlockingWriter(2, dropped)
+        self.stdout, self.stderr = open_output(1, log_format), open_output(2, log_format)
         self._json_console = JsonConsole(self.stdout) if log_format == "json" else None
         root = logging.getLogger()
         root.addHandler(LogHandler(self.stderr.write, log_format))

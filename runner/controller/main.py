@@ -43,11 +43,12 @@ from runner.controller.server import listening
 from runner.controller.tasks import restarted
 from runner.controller.tree import Tree
 from runner.cpuset import CpuSet
-from runner.errors import HostError, RunnerError, UsageError, explain
+from runner.errors import HostError, RunnerError, Status, UsageError, explain
 from runner.facts.hardware import hugetlb_name
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
+from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import Peers
 from runner.kernel.privileges import raise_descriptor_limit
 from runner.kernel.procfs import Procfs
@@ -55,7 +56,7 @@ from runner.kernel.resctrl import Resctrl
 from runner.kernel.sysfs import HugePool, read_huge_pools
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
-from runner.protocol.logs import LogHandler
+from runner.protocol.logs import LogHandler, open_output
 from runner.protocol.unix_server import SocketLimits, UnixServer
 from runner.values import frozen
 
@@ -121,9 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete(parser)
     arguments = parser.parse_args(argv)
-    root = logging.getLogger()
-    root.addHandler(LogHandler(_write_log, arguments.log_format))
-    root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
+    with open_output(_STDERR, arguments.log_format) as output:
+        root = logging.getLogger()
+        root.addHandler(LogHandler(output.write, arguments.log_format))
+        root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
+        return _run(arguments, output)
+
+
+def _run(arguments: argparse.Namespace, output: NonBlockingWriter) -> int:
     try:
         options = _options(arguments)
         partitions = options.partitions != "off"
@@ -131,19 +137,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.root, options.proc, options.device_rules, macvtaps=options.macvtaps, partitions=partitions
         )
         raise_descriptor_limit()  # some 20 for each instance (runner/controller/held_files.py)
-        trio.run(control, options, privileged)
+        trio.run(control, options, privileged, output)
     except RunnerError as error:
         return _failed(error)
-    except BaseExceptionGroup as group:
-        ours, others = group.split(RunnerError)
-        if ours is None or others is not None:
-            raise  # a fault of this program
-        return max(map(_failed, _leaves(ours)))
+    except Exception as error:
+        ours, others = error.split(RunnerError) if isinstance(error, ExceptionGroup) else (None, error)
+        if ours is not None and others is None:
+            return max(map(_failed, _leaves(ours)))
+        # Not left to the interpreter, whose own report could wait for the log's reader.
+        log.exception("this is a bug of instance-cgroup-controller:")
+        return Status.BUG
     return 0
 
 
-async def control(options: Options, privileged: PrivilegedParts) -> None:
-    """Hold everything until a signal asks to stop. Raises :class:`RunnerError`, bare or in an exception group."""
+async def control(options: Options, privileged: PrivilegedParts, output: NonBlockingWriter) -> None:
+    """Hold everything until a signal asks to stop. Raises :class:`RunnerError`, bare or in an exception group.
+
+    The log's backlog is written to *output* as its reader makes room.
+    """
     pods = PodCgroups(
         Cgroup(options.cgroupfs), Procfs(options.proc), kubelet=options.kubelet is not None, trusting=options.trusting
     )
@@ -178,6 +189,7 @@ async def control(options: Options, privileged: PrivilegedParts) -> None:
         async with running_loop(loop):
             with listening(options.socket) as listener, contextlib.ExitStack() as held:
                 async with trio.open_nursery() as nursery:
+                    nursery.start_soon(restarted, "log", output.drain, loop.counters)
                     nursery.start_soon(restarted, "tuner", tuner.follow, loop.counters)
                     serving = partial(UnixServer(methods, SocketLimits()).accept, listener)
                     nursery.start_soon(restarted, "socket", serving, loop.counters)
@@ -233,11 +245,6 @@ def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugeP
         huge_page_sizes=tuple(hugetlb_name(pool.size) for pool in pools),
         swap=pods.procfs.has_swap(),
     )
-
-
-def _write_log(line: bytes) -> None:
-    with contextlib.suppress(OSError):  # without a reader of the log, the node's instances still need this program
-        os.write(_STDERR, line)
 
 
 def _failed(error: RunnerError) -> int:

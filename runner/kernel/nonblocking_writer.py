@@ -3,6 +3,7 @@
 A container's log pipe may have no reader, a terminal may be stopped, a descriptor may be closed: none of that may stop
 PID 1 or the guest. What cannot be written at once is kept in a bounded backlog. A write that does not fit is dropped, whole,
 and so is every later one until the backlog is written: then the reader receives the number of dropped bytes, in their place.
+The controller's log is written in the same way, because the instances of a whole node wait for it.
 """
 
 from __future__ import annotations
@@ -92,9 +93,6 @@ class NonBlockingWriter:
         """Write *data*, or keep it, or drop it; never waits, never fails."""
         if self._fd is None:
             return
-        if self._dropped and not self._backlog:
-            self._backlog += self._dropped_message(self._dropped)
-            self._dropped = 0
         if self._dropped or len(self._backlog) + len(data) > BACKLOG:
             self._dropped += len(data)
         else:
@@ -102,8 +100,11 @@ class NonBlockingWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much of the backlog as the reader has room for."""
-        while self._backlog and self._fd is not None:
+        """Write as much of the backlog as the reader has room for, and after it what was dropped since."""
+        while self._fd is not None and (self._backlog or self._dropped):
+            if not self._backlog:
+                self._backlog += self._dropped_message(self._dropped)
+                self._dropped = 0
             if self._poll is not None and not self._poll.poll(0):
                 self._waiting.set()
                 return

@@ -124,6 +124,7 @@ INSTANCE: Mapping[str, str] = {
 """Template of an instance's message → name of the event."""
 
 CONTROLLER: Mapping[str, str] = {
+    "this is a bug of instance-cgroup-controller:": "controller_bug",
     "ready socket=%s root=%s frozen=%r": "controller_ready",
     "stopping signal=%s": "controller_stopping",
     "INSECURE: any process that reaches the socket may register and remove any instance": "insecure_peers",

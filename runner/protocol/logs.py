@@ -18,6 +18,7 @@ from typing import Protocol
 
 from runner.errors import escaped
 from runner.kernel.lines import LineFramer
+from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
 from runner.values import frozen
 
 LONGEST = 16 * 1024
@@ -117,6 +118,11 @@ def json_of_dropped(size: int) -> bytes:
     now = time.clock_gettime(time.CLOCK_REALTIME)
     named = {"stream": "event", "event": OUTPUT_DROPPED, "level": "warning", "logger": __name__}
     return _line(now, **named, message=message, fields={"bytes": size})
+
+
+def open_output(fd: int, style: str) -> NonBlockingWriter:
+    """Return a writer to *fd* whose message about dropped bytes is in *style*, one of :data:`~runner.arguments.LOG_FORMATS`."""
+    return NonBlockingWriter(fd, json_of_dropped if style == "json" else dropped_message)
 
 
 class LogHandler(logging.Handler):

@@ -38,6 +38,25 @@ async def test_an_unread_pipe_fills_up_and_the_rest_is_counted() -> None:
     os.close(writing)
 
 
+async def test_what_was_dropped_is_counted_as_soon_as_there_is_room_without_another_line() -> None:
+    reading, writing = os.pipe()
+    with NonBlockingWriter(writing) as writer:
+        for _ in range(20):
+            writer.write(b"x" * 65536)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writer.drain)
+            read = bytearray()
+            os.set_blocking(reading, False)
+            with trio.fail_after(10):
+                while not read.endswith(b"the reader was too slow]\n"):
+                    await trio.lowlevel.wait_readable(reading)
+                    read += os.read(reading, 1 << 20)
+            nursery.cancel_scope.cancel()
+    assert f"[{20 * 65536 - read.count(b'x')} bytes of output were dropped".encode() in read
+    os.close(reading)
+    os.close(writing)
+
+
 def test_closed_and_broken_outputs_are_ignored() -> None:
     reading, writing = os.pipe()
     with NonBlockingWriter(writing) as writer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -106,6 +107,68 @@ def test_it_continues_when_its_log_is_not_read(built: Node, process: subprocess.
     subprocess.run(command(built), capture_output=True, check=False, timeout=20)  # it connects, which is logged
     process.terminate()
     assert process.wait(10) == 0
+
+
+@pytest.fixture
+def unread() -> Iterator[tuple[int, int]]:
+    """Give the two ends of a pipe that is full, and whose reader is there and reads nothing."""
+    reading, writing = os.pipe()
+    filler = os.open(f"/proc/self/fd/{writing}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, b"\n" * 4096)
+    os.close(filler)
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_log_pipe_that_is_open_and_unread_does_not_hold_it_up(built: Node, unread: tuple[int, int]) -> None:
+    reading, writing = unread
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    async def ask() -> None:
+        with trio.fail_after(20):
+            assert (await asked_http(port, "/healthz")).endswith(b"\r\n\r\nok\n")
+            metrics = await asked_http(port, "/metrics")
+            async with connected(built.socket) as client:
+                await client.result("getStatus")
+        assert figures(metrics.decode().partition("\r\n\r\n")[2], PREFIX)["instances"] == 1
+
+    argv = command(built, "--metrics", f"127.0.0.1:{port}", "--insecure-trust-peer")
+    with subprocess.Popen(argv, stderr=writing) as process:
+        trio.run(ask)
+        process.terminate()
+        assert process.wait(10) == 0
+    os.set_blocking(reading, False)
+    assert os.read(reading, 1 << 20).strip() == b"", "nothing of the log had room"
+
+
+def test_a_bug_is_logged_without_waiting_for_the_logs_reader(node: Node, unread: tuple[int, int]) -> None:
+    """The interpreter's own report of an exception waits until its reader has made room."""
+    script = (
+        "import sys, runner.controller.main as program\n"
+        "async def control(*_): raise ExceptionGroup('', [ValueError('x')])\n"
+        "program.control = control\n"
+        "sys.exit(program.main())"
+    )
+    argv = [sys.executable, "-c", script, *command(node)[3:]]
+    assert subprocess.run(argv, stderr=unread[1], check=False, timeout=20).returncode == 1
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)
+    assert "this is a bug of instance-cgroup-controller:" in done.stderr
+    assert "ValueError: x" in done.stderr
+
+
+async def asked_http(port: int, path: str) -> bytes:
+    """Return the response to a request for *path*, as soon as a program listens on *port*."""
+    while True:
+        try:
+            stream = await trio.open_tcp_stream("127.0.0.1", port)
+        except OSError:
+            await trio.sleep(0.01)
+        else:
+            return await exchange(stream, f"GET {path} HTTP/1.0\r\n\r\n".encode())
 
 
 def test_killed_and_started_again_it_replaces_its_socket(built: Node, process: subprocess.Popen[str]) -> None:
@@ -257,7 +320,10 @@ def test_a_wrong_command_line_is_an_error(arguments: list[str], word: str, capsy
 
 
 async def get(path: Path, request: bytes) -> bytes:
-    stream = await trio.open_unix_socket(path)
+    return await exchange(await trio.open_unix_socket(path), request)
+
+
+async def exchange(stream: trio.SocketStream, request: bytes) -> bytes:
     async with stream:
         await stream.send_all(request)
         answer = b""
