@@ -66,14 +66,14 @@ class CacheTuner:
         """Write *value* to one of :meth:`shared`. Raises :class:`HostError`."""
         self.resctrl.write("", "schemata", f"L3:{setting.path.rpartition(':')[2]}={value}")
 
-    def apply(self, plan: CachePlan | None, missing: list[Missing]) -> None:
-        """Make and remove groups; what the kernel refuses is added to *missing*."""
+    def apply(self, plan: CachePlan | None, missing: list[Missing], *, creating: bool) -> None:
+        """Remove groups, and with *creating* make them; what the kernel refuses is added to *missing*."""
         if plan is None:
             return
         for name in plan.removed:
             with _added_to(missing, name):
                 self.resctrl.remove(name)
-        for name, group in plan.groups.items():
+        for name, group in plan.groups.items() if creating else ():
             has = plan.present.get(name)
             if has is not None and has.cpus == group.cpus and _contains(has.values, group.values):
                 continue

@@ -2,7 +2,13 @@
 
 No setting has a name for "as before", so what was there before is recorded, in a file, before it is first changed. What is
 wanted is derived anew each time: from the instances there are, and from the recorded value as far as one of ours is still
-in force. A value of another program's (an administrator, a driver, irqbalance) becomes the one to go back to.
+in force.
+
+Other programs change the same settings meanwhile. A set of CPUs is one in which each program takes and puts back its own
+(CRI-O does so with the interrupts' default), and a value that is not ours was derived from ours as often as not. So it is
+the CPUs that were taken or added that are undone, one by one, and all others stay as they are found. A setting with a
+single value, and the mask of an interrupt, which drivers and irqbalance set as a whole, are compared instead: a value of
+another program's becomes the one to go back to.
 """
 
 from __future__ import annotations
@@ -33,6 +39,14 @@ class AwayFrom:
     near: CpuSet = attrs.field(factory=CpuSet)
     prefer_near: bool = False
 
+    def members(self, value: str) -> CpuSet:
+        """Return the CPUs of a mask."""
+        return CpuSet.parse(value)
+
+    def value(self, members: CpuSet) -> str:
+        """Return the mask of these CPUs."""
+        return str(members)
+
     def target(self, before: str) -> str:
         """Return the mask for one that was *before*."""
         mask = CpuSet.parse(before)
@@ -48,6 +62,14 @@ class Added:
     """CPUs in addition to those that were there: the ones that irqbalance leaves alone."""
 
     cpus: CpuSet
+
+    def members(self, value: str) -> CpuSet:
+        """Return the CPUs of a list."""
+        return CpuSet.parse(value)
+
+    def value(self, members: CpuSet) -> str:
+        """Return the list of these CPUs."""
+        return str(members)
 
     def target(self, before: str) -> str:
         """Return the list for one that was *before*."""
@@ -71,6 +93,14 @@ class WaysBelow:
 
     first: int | None
 
+    def members(self, value: str) -> CpuSet:
+        """Return the numbers of the ways of a mask."""
+        return CpuSet.parse_mask(value)
+
+    def value(self, members: CpuSet) -> str:
+        """Return the mask of these ways."""
+        return f"{sum(1 << way for way in members):x}"
+
     def target(self, before: str) -> str:
         """Return the mask for one that was *before*."""
         ways = int(before, 16)
@@ -93,6 +123,9 @@ class Setting:
     """Whose it is: the handlers of an interrupt. Another owner's record says nothing about it."""
     begins_as: str = ""
     """The setting from which a new one takes its value: an interrupt that is new since an instance came."""
+    placed: bool = False
+    """Whether other programs set it as a whole. One that has most of the CPUs that were left in it is taken for one that they
+    have taken CPUs out of or put some back into, all the same."""
 
     @property
     def wanted(self) -> bool:
@@ -132,30 +165,67 @@ class SettingChange:
 
 @frozen
 class Decision:
-    """The values to be written, after the records have been."""
+    """The values to be written, and the records that are needed before and while they are."""
 
     changes: tuple[SettingChange, ...]
     records: Mapping[str, Record]
+    takes: bool
+    """Whether anything is taken that was not recorded yet: then the records have to be written first."""
 
 
-def decide(settings: Iterable[Setting], records: Mapping[str, Record], lasting: Iterable[str] = ()) -> Decision:
-    """Return what to write so that each of *settings* is as its rule says, and the records that are needed after it.
+def decide(
+    settings: Iterable[Setting], records: Mapping[str, Record], lasting: Iterable[str] = (), *, recordable: bool = True
+) -> Decision:
+    """Return what to write so that each of *settings* is as its rule says, and the records for it.
 
     The records of the settings *lasting* stay although they were not found: these may come back with the value of ours.
+    Where nothing is *recordable*, what the records have is given back as far as it is not wanted any more, and nothing else
+    is changed.
     """
-    changes, kept = [], {path: records[path] for path in lasting if path in records}
-    for setting in settings:
-        record = _record_of(setting, records)
+    changes, kept, takes = [], {path: records[path] for path in lasting if path in records}, False
+    for found in settings:
+        record, setting = _record_of(found, records), found
+        if not recordable:
+            if record is None:
+                continue
+            setting = attrs.evolve(found, rule=_limited(found.rule, record))
+        ours = record is not None and setting.current in record.ours
         before = _before(setting, record, records)
         target = setting.rule.target(before)
         written = record.ours[-1] if record is not None else setting.current
+        needed = None
+        if setting.wanted or setting.current != before or written != before:
+            # All of them: the writing may be refused, take effect later, or this program be killed before it. After a change
+            # by another program the one in force is known, and earlier ones would be compared with what was not there then.
+            earlier = dict.fromkeys(
+                value for value in (*([written] if ours else []), setting.current) if value != target
+            )
+            needed = Record(before, (*earlier, target), setting.owner)
+        recorded = needed is None or (record is not None and _covers(setting.rule, record, needed))
+        if not recordable and not recorded and record is not None:
+            kept[setting.path] = record
+            continue
+        takes |= not recorded
+        if needed is not None:
+            kept[setting.path] = needed
         if setting.current != target or written != target:
             changes.append(SettingChange(setting, target))
-        if setting.wanted or setting.current != before or written != before:
-            # All of them: the writing may be refused, take effect later, or this program be killed before it.
-            earlier = dict.fromkeys(value for value in (written, setting.current) if value != target)
-            kept[setting.path] = Record(before, (*earlier, target), setting.owner)
-    return Decision(tuple(changes), kept)
+    return Decision(tuple(changes), kept, takes)
+
+
+def settled(decision: Decision, refused: Iterable[str], late: Iterable[str] = ()) -> Mapping[str, Record]:
+    """Return the records that are left when *decision*'s values have been written.
+
+    Those of the settings *refused* stay, and those of *late*, which show a value some time after it was written.
+    """
+    records, stay = dict(decision.records), {*refused, *late}
+    for change in decision.changes:
+        path = change.setting.path
+        if path in records and path not in stay:
+            records[path] = attrs.evolve(records[path], ours=(change.value,))
+            if change.value == records[path].before and not change.setting.wanted:
+                del records[path]
+    return records
 
 
 def _record_of(setting: Setting, records: Mapping[str, Record]) -> Record | None:
@@ -167,17 +237,59 @@ def _usable_record(setting: Setting, record: Record | None) -> Record | None:
     """Return *record*, or ``None`` if what is in it was never a value of *setting*."""
     try:
         if record is not None:
-            setting.rule.target(record.before)
+            for value in (record.before, *record.ours):
+                setting.rule.target(value)
     except ValueError:
         return None
     return record
 
 
 def _before(setting: Setting, record: Record | None, records: Mapping[str, Record]) -> str:
-    if record is not None:
-        return record.before if setting.current in record.ours else setting.current
-    beginning = _usable_record(setting, records.get(setting.begins_as))
-    return beginning.before if beginning is not None and setting.current in beginning.ours else setting.current
+    """Return the value that *setting* would have without the instances."""
+    if record is None:
+        beginning = _usable_record(setting, records.get(setting.begins_as))
+        return beginning.before if beginning is not None and setting.current in beginning.ours else setting.current
+    if setting.current in record.ours:
+        return record.before
+    rule = setting.rule
+    if isinstance(rule, Fixed):
+        return setting.current
+    current, written = rule.members(setting.current), rule.members(record.ours[-1])
+    if setting.placed and 2 * len(current & written) <= len(written):
+        return setting.current
+    taken, added = _difference(rule, record)
+    return rule.value((current | taken) - added)
+
+
+def _difference(rule: AwayFrom | Added | WaysBelow, record: Record) -> tuple[CpuSet, CpuSet]:
+    """Return what may have been taken from the value that was there before, and what may have been added to it."""
+    before, ours = rule.members(record.before), [rule.members(each) for each in record.ours]
+    return (
+        CpuSet(cpu for each in ours for cpu in before - each),
+        CpuSet(cpu for each in ours for cpu in each - before),
+    )
+
+
+def _covers(rule: Rule, record: Record, needed: Record) -> bool:
+    """Tell whether *record* suffices to give back all that *needed* has."""
+    if isinstance(rule, Fixed):
+        return record.before == needed.before and {*needed.ours} <= {record.before, *record.ours}
+    return all(less <= more for less, more in zip(_difference(rule, needed), _difference(rule, record), strict=True))
+
+
+def _limited(rule: Rule, record: Record) -> Rule:
+    """Return *rule* without what *record* does not have."""
+    match rule:
+        case Fixed(value):
+            return rule if value in record.ours else Fixed(None)
+        case AwayFrom(occupied):
+            return attrs.evolve(rule, occupied=occupied & _difference(rule, record)[0])
+        case Added(cpus):
+            return Added(cpus & _difference(rule, record)[1])
+        case WaysBelow(first):
+            return rule if first in _difference(rule, record)[0] else WaysBelow(None)
+        case _ as never:
+            assert_never(never)
 
 
 def parse_records(text: str, boot: str) -> dict[str, Record]:

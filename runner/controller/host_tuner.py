@@ -38,6 +38,7 @@ from runner.controller.disturbances import (
     format_records,
     parse_records,
     sentences,
+    settled,
 )
 from runner.controller.irqbalance import Irqbalance, find_irqbalance
 from runner.controller.loop import ReconcileLoop
@@ -125,6 +126,8 @@ class HostTuner:
     _missing: tuple[Missing, ...] = ()
     """Of the last pass."""
     _boot: str = ""
+    _stale: str = ""
+    """Why the records could not follow the settings in the last pass; empty if they did."""
 
     async def follow(self) -> None:
         """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
@@ -158,7 +161,7 @@ class HostTuner:
                 self._tuned_for, online = self.instances(), self.loop.machine().online
                 # In a thread: a machine has thousands of interrupts, a file each.
                 missing, reasons = await trio.to_thread.run_sync(self._tuned, self._tuned_for, online)
-            except (HostError, OSError, ValueError) as error:
+            except (HostError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 missing, reasons = (), (f"the machine's settings stay as they are: {explain(error)}",)
             for reason in reasons:
                 if reason not in self.reasons:
@@ -202,12 +205,22 @@ class HostTuner:
             for path in records
             if path not in found and (path == _IRQBALANCE if irqbalance else (self.host.root / path).exists())
         ]
-        decision = decide(settings, records, lasting)
+        decision, recorded, recordable = decide(settings, records, lasting), records, True
+        if decision.takes:
+            try:
+                self._publish(decision.records)
+                recorded = decision.records
+            except HostError as error:  # nothing is taken that could not be given back
+                recordable = False
+                reason = f"the machine's settings stay as they are: {explain(error)}"
+                missing.append(Missing("interrupt", str(self.store), reason))
+                decision = decide(settings, records, lasting, recordable=recordable)
         managed: dict[str, str] = {}
-        if self._recorded(records, decision.records, missing):
-            for change in decision.changes:
-                self._write(change, irqbalance, managed, missing)
-            self.caches.apply(plan, missing)
+        refused = [
+            change.setting.path for change in decision.changes if not self._write(change, irqbalance, managed, missing)
+        ]
+        self.caches.apply(plan, missing, creating=recordable)
+        self._follow_up(recorded, settled(decision, refused, late=[_IRQBALANCE]))
         self.loop.counters.disturbances = Counter([each.kind for each in missing] + ["interrupt"] * len(managed))
         return tuple(missing), tuple(sentences(missing, managed, occupied))
 
@@ -226,7 +239,7 @@ class HostTuner:
             # has the device cannot be read from the interrupt, and on a vCPU's CPU the handler would stop the guest; where
             # the hardware posts interrupts, it delivers them to the vCPU whatever is set here (intel_ir_set_affinity).
             rule = AwayFrom(occupied, online, numa_nodes[line.numa_node], prefer_near=line.handlers.startswith(_VFIO))
-            yield Setting(line.path, "interrupt", str(line.cpus), rule, line.handlers, DEFAULT_AFFINITY)
+            yield Setting(line.path, "interrupt", str(line.cpus), rule, line.handlers, DEFAULT_AFFINITY, placed=True)
 
     def _work_queues(self, occupied: CpuSet, online: CpuSet, records: Mapping[str, Record]) -> Iterator[Setting]:
         cpus = self.host.work_queue_cpus()
@@ -294,7 +307,8 @@ class HostTuner:
 
     def _write(
         self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], missing: list[Missing]
-    ) -> None:
+    ) -> bool:
+        """Write a value; return whether it is in force, or there is nothing to be given back."""
         setting = change.setting
         try:
             if setting.kind == "irqbalance" and irqbalance is not None:
@@ -305,7 +319,7 @@ class HostTuner:
                 self.host.write(setting.path, change.value)
         except SettingError as error:
             if change.value == setting.current:
-                return  # given back a value that had never been taken
+                return True  # given back a value that had never been taken
             if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
                 number = setting.path.split("/")[-2]
                 effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")
@@ -318,6 +332,8 @@ class HostTuner:
             missing.append(Missing(setting.kind, setting.path, explain(error)))
         else:
             log.debug("setting written path=/%s value=%s before=%s", setting.path, change.value, setting.current)
+            return True
+        return False
 
     # -- records -----------------------------------------------------------------------------------------------------
 
@@ -335,18 +351,21 @@ class HostTuner:
             discard(self.store)
             return {}
 
-    def _recorded(self, before: Mapping[str, Record], after: Mapping[str, Record], missing: list[Missing]) -> bool:
-        """Write the records; return whether settings may be changed: never one that could not be given back."""
-        if after == before:
-            return True
-        try:
-            publish(self.store, format_records(after, self._boot).encode())
-        except HostError as error:
-            missing.append(
-                Missing("interrupt", str(self.store), f"the machine's settings stay as they are: {explain(error)}")
-            )
-            return False
-        return True
+    def _publish(self, records: Mapping[str, Record]) -> None:
+        """Write the records. Raises :class:`HostError`."""
+        publish(self.store, format_records(records, self._boot).encode())
+
+    def _follow_up(self, recorded: Mapping[str, Record], left: Mapping[str, Record]) -> None:
+        """Write the records that are *left* after the settings. Where that fails, those that are *recorded* do as well."""
+        error = ""
+        if left != recorded:
+            try:
+                self._publish(left)
+            except HostError as failure:
+                error = explain(failure)
+        if error and error != self._stale:
+            log.warning("records of the machine's settings are not up to date path=%s reason=%r", self.store, error)
+        self._stale = error
 
 
 def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:

@@ -157,6 +157,7 @@ CONTROLLER: Mapping[str, str] = {
     "an instance's CPUs are disturbed reason=%r": "instance_disturbed",
     "setting written path=/%s value=%s before=%s": "setting_written",
     "records of the machine's settings lost path=%s reason=%r": "settings_records_lost",
+    "records of the machine's settings are not up to date path=%s reason=%r": "settings_records_stale",
     "records of the machine's settings not taken over path=%s reason=%r": "settings_records_not_moved",
     "memory short, %s%s uuid=%s processes=%d private=%d shared=%d kernel=%d excess=%d": "memory_holder_ended",
     "task failed and is begun again task=%s reason=%r": "task_begun_again",

@@ -339,6 +339,26 @@ async def test_nothing_is_changed_that_could_not_be_recorded(node: Node) -> None
         assert str(reason).startswith("the machine's settings stay as they are: cannot write")
 
 
+async def test_settings_are_given_back_while_no_record_can_be_written(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kubelet evicts pods when the disk is full: their CPUs are nobody's then."""
+    before = settings(node)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        assert await missing(client, B, latency="low") == []
+        (node.path / f"{RECORDS}.new").mkdir()
+        await client.result("deregisterCgroup", uuid=B)
+        await settled(controller)
+        assert settings(node) == before
+        assert controller.tuner.reasons == ()
+        await settled(controller)
+        assert caplog.text.count("records of the machine's settings are not up to date") == 1
+        (node.path / f"{RECORDS}.new").rmdir()
+        await settled(controller)
+        assert (settings(node), json.loads((node.path / RECORDS).read_text())["settings"]) == (before, {})
+
+
 @pytest.mark.parametrize("readable", [True, False])
 async def test_a_machine_without_any_of_it_runs_instances(tmp_path: Path, *, readable: bool) -> None:
     node = Node.new(tmp_path)

@@ -21,6 +21,7 @@ from runner.controller.disturbances import (
     format_records,
     parse_records,
     sentences,
+    settled,
 )
 from runner.cpuset import CpuSet
 
@@ -73,20 +74,27 @@ class FakeMachine:
     refused: frozenset[str] = frozenset()
     handlers: dict[str, str] = attrs.field(factory=dict)
 
-    def tune(self, occupied: str, *, dies_after: int | None = None) -> None:
+    def tune(self, occupied: str, *, dies_after: int | None = None, recordable: bool = True) -> None:
         settings = [
-            Setting(path, "interrupt", value, away(occupied), self.handlers.get(path, ""), DEFAULT)
+            Setting(
+                path, "interrupt", value, away(occupied), self.handlers.get(path, ""), DEFAULT, placed=path != DEFAULT
+            )
             for path, value in sorted(self.values.items(), key=lambda pair: pair[0] != DEFAULT)
         ]
         decision = decide(settings, self.records)
+        if decision.takes and not recordable:
+            decision = decide(settings, self.records, recordable=False)
         if dies_after == 0:
             return
-        self.records = parse_records(format_records(decision.records, "boot"), "boot")
+        if decision.takes:
+            self.records = parse_records(format_records(decision.records, "boot"), "boot")
         for number, change in enumerate(decision.changes, 1):
             if dies_after == number:
                 return
             if change.setting.path not in self.refused:
                 self.values[change.setting.path] = change.value
+        if recordable:
+            self.records = settled(decision, self.refused)
 
 
 def machine() -> FakeMachine:
@@ -105,7 +113,6 @@ def test_an_instance_comes_and_goes() -> None:
     assert found.values["b"] == "3"
     found.tune("")
     assert found.values == before
-    found.tune("")  # only what was found again as it was needs no record
     assert found.records == {}
 
 
@@ -132,6 +139,107 @@ def test_what_another_program_sets_meanwhile_is_what_comes_back() -> None:
     assert found.values["a"] == "1"
     found.tune("")
     assert found.values["a"] == "1-3"
+
+
+def take(found: FakeMachine, path: str, taken: str) -> None:
+    """Take CPUs out of a mask as another program does it: read, clear their bits, write."""
+    found.values[path] = str(cpus(found.values[path]) - cpus(taken))
+
+
+def put_back(found: FakeMachine, path: str, given: str) -> None:
+    found.values[path] = str(cpus(found.values[path]) | cpus(given))
+
+
+STEPS = ("instance comes", "instance goes", "other comes", "other goes")
+
+
+@pytest.mark.parametrize(
+    "order", [each for each in itertools.permutations(STEPS) if each.index(STEPS[0]) < each.index(STEPS[1])]
+)
+@pytest.mark.parametrize("path", [DEFAULT, "a"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_beside_a_program_that_takes_and_puts_back_its_own_cpus(
+    order: tuple[str, ...], path: str, *, seen: bool
+) -> None:
+    """In every order all CPUs are there again when both have gone; *seen*: there is a pass after each of its steps."""
+    found = machine()
+    if order.index("other goes") < order.index("other comes"):
+        take(found, path, "5-6")  # its container was there first
+        expected = "0-4,7-15"  # and another one comes
+    else:
+        expected = "0-15"
+    occupied = ""
+    for step in order:
+        match step:
+            case "other comes":
+                take(found, path, "5-6")
+            case "other goes":
+                put_back(found, path, "5-6")
+            case _:
+                occupied = "2-3" if step == "instance comes" else ""
+        if seen or step.startswith("instance"):
+            found.tune(occupied)
+        assert cpus(found.values[path]).isdisjoint(cpus(occupied))
+    found.tune("")
+    assert found.values[path] == expected
+    assert found.records == {}
+
+
+def test_what_another_program_takes_after_the_end_stays_its_own() -> None:
+    """Its container may have the CPUs of the instance that has just ended."""
+    found = machine()
+    found.tune("2-3")
+    found.tune("")
+    take(found, DEFAULT, "2-3")
+    found.tune("")
+    assert found.values[DEFAULT] == "0-1,4-15"
+    found.tune("8-9")
+    found.tune("")
+    assert found.values[DEFAULT] == "0-1,4-15"
+
+
+def test_an_interrupt_that_another_program_places_anew_stays_where_it_is() -> None:
+    """As irqbalance does it, and a driver with its own hints: what was there before says nothing any more."""
+    found = machine()
+    found.tune("2-3")
+    found.values |= {"a": "5", "b": "7"}
+    found.tune("2-3")
+    found.tune("")
+    assert (found.values["a"], found.values["b"]) == ("5", "7")
+
+
+def test_giving_back_needs_no_room_for_records() -> None:
+    found = machine()
+    before = dict(found.values)
+    found.tune("2-3,8-9")
+    taken = dict(found.values)
+    found.tune("2-3,5,8-9", recordable=False)
+    assert found.values == taken, "nothing is taken that could not be given back"
+    found.tune("2,5", recordable=False)
+    assert found.values == {DEFAULT: "0-1,3-15", "a": "0-1,3-15", "b": "3", "c": "8-9"}
+    found.tune("5", recordable=False)
+    assert found.values == before
+    found.tune("")
+    assert (found.values, found.records) == (before, {})
+
+
+def test_a_single_value_is_given_back_without_room_for_records() -> None:
+    setting = Setting("governor", "governor", "powersave", Fixed("performance"))
+    taken = decide([setting], {})
+    assert taken.takes
+    assert decide([setting], {}, recordable=False).changes == ()
+    found = attrs.evolve(setting, current="performance", rule=Fixed(None))
+    given_back = decide([found], settled(taken, ()))
+    assert not given_back.takes
+    assert [change.value for change in given_back.changes] == ["powersave"]
+    assert settled(given_back, ()) == {}
+
+
+def test_ways_that_another_program_takes_are_not_given_back() -> None:
+    setting = Setting("L3", "cache", "fff", WaysBelow(8))
+    taken = decide([setting], {})
+    found = attrs.evolve(setting, current="7f", rule=WaysBelow(None))
+    assert [change.value for change in decide([found], settled(taken, ())).changes] == ["f7f"]
 
 
 def test_an_interrupt_that_is_new_comes_back_to_what_new_ones_begin_with() -> None:
