@@ -15,6 +15,10 @@ from runner.kernel.resctrl import CacheCapabilities, CacheGroup
 from runner.kubelet.pod_cgroups import instance_group, instance_uid
 from runner.values import frozen
 
+_PERCENT = 100
+"""The highest value of a group's ``MB`` where the kernel takes percent: a new group begins with the highest that there is
+(``rdtgroup_init_mba``). AMD's is 2048 (``__rdt_get_mem_config_amd``), that of ``mba_MBps`` 4294967295."""
+
 
 @frozen
 class CacheRequest:
@@ -70,7 +74,8 @@ def plan_cache_groups(
         values: dict[str, dict[int, str]] = {}
         touched = [cache for cache, cpus in caches.items() if not cpus.isdisjoint(request.cpus)]
         ways, reasons = request.tuning.cache_ways, [*_ways_errors(request, capabilities)]
-        errors += ((request.group, reason) for reason in (*reasons, *_bandwidth_errors(request, capabilities)))
+        no_limit = [*_bandwidth_errors(request, capabilities, groups)]
+        errors += ((request.group, reason) for reason in (*reasons, *no_limit))
         if ways is not None and not reasons:
             for cache in touched:
                 if mask := given[cache].get(request.group) or _free_ways(ways, capabilities.all_ways, given[cache]):
@@ -79,7 +84,7 @@ def plan_cache_groups(
                 else:
                     reason = f"{ways} ways of L3 cache {cache}: other instances have them"
                     errors.append((request.group, f"cannot give instance {request.pod_uid!r} {reason}"))
-        if request.tuning.memory_bandwidth is not None and capabilities.least_bandwidth:
+        if request.tuning.memory_bandwidth is not None and not no_limit:
             values["MB"] = dict.fromkeys(touched, str(_bandwidth(request.tuning.memory_bandwidth, capabilities)))
         if values:
             planned[request.group] = CacheGroup(request.cpus, values)
@@ -92,16 +97,32 @@ def plan_cache_groups(
     return CachePlan(planned, removed, lowest, tuple(errors), groups)
 
 
-def _bandwidth_errors(request: CacheRequest, capabilities: CacheCapabilities) -> Iterator[str]:
-    if request.tuning.memory_bandwidth is not None and not capabilities.least_bandwidth:
-        yield f"cannot limit the memory bandwidth of instance {request.pod_uid!r}: this machine's CPUs cannot"
+def _bandwidth_errors(
+    request: CacheRequest, capabilities: CacheCapabilities, groups: Mapping[str, CacheGroup]
+) -> Iterator[str]:
+    if request.tuning.memory_bandwidth is None:
+        return
+    what = f"cannot limit the memory bandwidth of instance {request.pod_uid!r}"
+    most = max((int(value) for group in groups.values() for value in group.values.get("MB", {}).values()), default=0)
+    if not capabilities.least_bandwidth:
+        yield f"{what}: this machine's CPUs cannot"
+    elif most > _PERCENT:
+        yield (
+            f"{what} to {request.tuning.memory_bandwidth} percent: resctrl has no percent here, its schemata have up to {most} "
+            "(AMD: eighths of a GB/s; mount option mba_MBps: MB/s); leave cpu.memory_bandwidth out"
+        )
 
 
 def _ways_errors(request: CacheRequest, capabilities: CacheCapabilities) -> Iterator[str]:
     ways, most = request.tuning.cache_ways, capabilities.all_ways.bit_count() // 2
     if ways is None:
         return
-    if not capabilities.all_ways:
+    if capabilities.code_and_data:
+        yield (
+            f"cannot give instance {request.pod_uid!r} ways of the L3 cache: resctrl has separate ones for code and data; mount "
+            "it without the option cdp"
+        )
+    elif not capabilities.all_ways:
         yield f"cannot give instance {request.pod_uid!r} ways of the L3 cache: this machine's CPUs cannot"
     elif not capabilities.fewest_ways <= ways <= most:
         yield (
@@ -146,4 +167,4 @@ def _shared_ways(all_ways: int) -> int:
 
 def _bandwidth(percent: int, capabilities: CacheCapabilities) -> int:
     step = capabilities.bandwidth_step
-    return min(max(-(-percent // step) * step, capabilities.least_bandwidth), 100)
+    return min(max(-(-percent // step) * step, capabilities.least_bandwidth), _PERCENT)

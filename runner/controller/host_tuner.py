@@ -53,7 +53,6 @@ from runner.kernel.host_settings import (
     WORK_QUEUES,
     HostSettings,
     SettingError,
-    governor_path,
     latency_path,
 )
 from runner.kernel.leases import open_at_once, read_at_once
@@ -142,7 +141,7 @@ class HostTuner:
         missing = await self.tune()
         own = {pod_uid, instance_group(pod_uid), RESCTRL}
         if (instance := self.instances().get(pod_uid)) is not None:
-            own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, governor_path)}
+            own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
         return tuple(each.reason for each in missing if each.path in own)
 
     async def tune(self) -> tuple[Missing, ...]:
@@ -263,19 +262,23 @@ class HostTuner:
             Missing("latency", pod_uid, f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it")
             for pod_uid in sorted(refused)
         ]
+        wanted: dict[str, tuple[SettingKind, str | None]] = {}
         for cpu in self.loop.machine().present:
             kinds: tuple[tuple[SettingKind, str, str], ...] = (
                 ("latency", latency_path(cpu), LOW_LATENCY),
-                ("governor", governor_path(cpu), PERFORMANCE),
+                ("governor", self.host.governor(cpu), PERFORMANCE),
             )
             for kind, path, value in kinds:
-                if cpu not in low and path not in records:
-                    continue
-                current = self.host.text(path)
-                if current is not None:
-                    yield Setting(path, kind, current, Fixed(value if cpu in low else None))
-                elif cpu in low and kind == "latency":  # a machine may have no driver for frequencies
-                    missing.append(Missing(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
+                if cpu in low:  # or another CPU of the same frequency policy
+                    wanted[path] = kind, value
+                elif path in records:
+                    wanted.setdefault(path, (kind, None))
+        for path, (kind, target) in wanted.items():
+            current = self.host.text(path)
+            if current is not None:
+                yield Setting(path, kind, current, Fixed(target))
+            elif target is not None and kind == "latency":  # a machine may have no driver for frequencies
+                missing.append(Missing(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
 
     def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, missing: list[Missing]) -> Iterator[Setting]:
         if irqbalance is None:

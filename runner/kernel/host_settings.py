@@ -18,7 +18,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError
@@ -67,7 +67,7 @@ def latency_path(cpu: int) -> str:
 
 
 def governor_path(cpu: int) -> str:
-    """Return the setting of *cpu*'s frequency governor."""
+    """Return where *cpu*'s frequency governor is read; :meth:`HostSettings.governor` says where it is set."""
     return f"{_CPUS}/cpu{cpu}/cpufreq/scaling_governor"
 
 
@@ -104,6 +104,18 @@ class HostSettings:
                     cpus = CpuSet.parse(read_at_once(line / "smp_affinity_list").decode())
                     effective = self.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list") or cpus
                     yield InterruptLine(number, handlers, cpus, effective, _number(line / "node"))
+
+    def governor(self, cpu: int) -> str:
+        """Return the setting of the governor of *cpu*'s frequency policy: one for all CPUs of the policy.
+
+        Each CPU has a link to it (``Documentation/admin-guide/pm/cpufreq.rst``, "Policy Interface in sysfs").
+        """
+        path = governor_path(cpu)
+        try:
+            policy = (self.root / path).parent.readlink()
+        except OSError:  # no driver for frequencies
+            return path
+        return f"{_CPUS}/cpufreq/{policy.name}/{PurePosixPath(path).name}"
 
     def cpus(self, path: str) -> CpuSet | None:
         """Return the CPUs in the setting *path*; ``None`` where the kernel does not have it."""

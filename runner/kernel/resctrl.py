@@ -35,8 +35,10 @@ class CacheCapabilities:
     all_ways: int
     fewest_ways: int
     least_bandwidth: int
-    """Percent; 0 where memory bandwidth cannot be limited."""
+    """In the unit of ``MB`` in ``schemata``; 0 where memory bandwidth cannot be limited."""
     bandwidth_step: int
+    code_and_data: bool = False
+    """Whether ways are given to code and to data separately (mount option ``cdp``), and so none to both."""
 
 
 @frozen
@@ -57,6 +59,7 @@ class Resctrl:
             int(_text(info / "L3/min_cbm_bits") or 1),
             int(_text(info / "MB/min_bandwidth") or 0),
             int(_text(info / "MB/bandwidth_gran") or 1),
+            code_and_data=(info / "L3CODE").exists(),
         )
 
     def groups(self) -> dict[str, CacheGroup]:

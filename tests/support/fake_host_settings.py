@@ -51,13 +51,19 @@ class FakeHostSettings(HostSettings):
             self.put(f"{line}/managed", "")
 
     def add_machine(self, cpus: int) -> None:
-        """Make the settings of a machine with *cpus* CPUs on two NUMA nodes, without interrupts."""
+        """Make the settings of a machine with *cpus* CPUs on two NUMA nodes, without interrupts.
+
+        Each two CPUs have one frequency policy.
+        """
         everything = CpuSet(range(cpus))
         self.put(DEFAULT_AFFINITY, everything.mask())
         self.put(WORK_QUEUES, everything.mask())
         for cpu in everything:
             self.put(latency_path(cpu), "0")
-            self.put(governor_path(cpu), "powersave")
+            directory = (self.root / governor_path(cpu)).parent
+            policy = directory.parent.parent / f"cpufreq/policy{cpu & ~1}"
+            self.put(str((policy / "scaling_governor").relative_to(self.root)), "powersave")
+            directory.symlink_to(f"../cpufreq/{policy.name}")
         for node, half in enumerate((range(cpus // 2), range(cpus // 2, cpus))):
             self.put(f"sys/devices/system/node/node{node}/cpulist", str(CpuSet(half)))
 
@@ -65,8 +71,8 @@ class FakeHostSettings(HostSettings):
 class FakeResctrl(Resctrl):
     """A resctrl of files: CPUs are in one group, a group begins with all ways, and its CPUs go back when it is removed."""
 
-    def mount(self, cpus: CpuSet, *, caches: int) -> None:
-        """Mount it, with the ways of a machine of twelve."""
+    def mount(self, cpus: CpuSet, *, caches: int, bandwidth: str = "100") -> None:
+        """Mount it, with the ways of a machine of twelve; *bandwidth* is the highest value of memory bandwidth."""
         for path, content in (
             ("info/L3/cbm_mask", ALL_WAYS),
             ("info/L3/min_cbm_bits", "1"),
@@ -76,7 +82,9 @@ class FakeResctrl(Resctrl):
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             (self.root / path).write_text(f"{content}\n")
         self._put(
-            self.root, cpus, {"MB": dict.fromkeys(range(caches), "100"), "L3": dict.fromkeys(range(caches), ALL_WAYS)}
+            self.root,
+            cpus,
+            {"MB": dict.fromkeys(range(caches), bandwidth), "L3": dict.fromkeys(range(caches), ALL_WAYS)},
         )
 
     def _put(self, path: Path, cpus: CpuSet, values: dict[str, dict[int, str]]) -> None:

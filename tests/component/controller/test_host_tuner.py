@@ -228,9 +228,27 @@ async def test_low_latency_is_for_the_cpus_that_ask_for_it(node: Node) -> None:
         assert {text(node, governor_path(cpu)) for cpu in range(20)} == {"powersave"}
 
 
+async def test_a_frequency_policy_of_several_cpus_follows_all_of_them(node: Node) -> None:
+    """CPUs 12 and 13 are A's and 14 is B's; 13 and 14 have one policy here."""
+    (node.host.root / governor_path(14)).parent.unlink()
+    (node.host.root / governor_path(14)).parent.symlink_to("../cpufreq/policy12")
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await register(node, client, A, "0-1,12-13")
+        assert await missing(client, A, latency="low") == []
+        await register(node, client, B, "14-17")
+        assert await missing(client, B, latency="low") == []
+        await client.result("deregisterCgroup", uuid=B)
+        await settled(controller)
+        assert (text(node, governor_path(13)), text(node, governor_path(16))) == ("performance", "powersave")
+        node.become(A)
+        await client.result("deregisterCgroup", uuid=A)
+        await settled(controller)
+        assert {text(node, governor_path(cpu)) for cpu in range(20)} == {"powersave"}
+
+
 async def test_without_a_driver_for_frequencies_the_rest_is_set(node: Node) -> None:
     for cpu in range(20):
-        (node.host.root / governor_path(cpu)).unlink()
+        (node.host.root / governor_path(cpu)).parent.unlink()
     async with controlled(node), connected(node.socket) as client:
         await register(node, client, B, "14-17")
         assert await missing(client, B, latency="low") == []
@@ -279,6 +297,25 @@ async def test_an_instance_gets_ways_that_all_others_lose(node: Node, resctrl: F
         await settled(controller)
         assert resctrl.groups_there() == before
         assert resctrl.cpus("") == CpuSet(range(20))
+
+
+async def test_memory_bandwidth_in_another_unit_than_percent_is_not_limited(node: Node, resctrl: FakeResctrl) -> None:
+    """AMD counts eighths of a GB/s up to 2048: what is meant as half would be a fortieth."""
+    resctrl.mount(CpuSet(range(20)), caches=2, bandwidth="2048")
+    async with controlled(node), connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        [reason] = await missing(client, B, memory_bandwidth=50)
+        assert "to 50 percent: resctrl has no percent here, its schemata have up to 2048" in reason
+        assert resctrl.groups_there().keys() == {""}
+        assert await missing(client, B, cache_ways=4) == []
+
+
+async def test_a_resctrl_with_ways_for_code_and_for_data_is_named(node: Node, resctrl: FakeResctrl) -> None:
+    (resctrl.root / "info/L3").rename(resctrl.root / "info/L3CODE")
+    async with controlled(node), connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        [reason] = await missing(client, B, cache_ways=4)
+        assert reason.endswith("resctrl has separate ones for code and data; mount it without the option cdp")
 
 
 async def test_without_resctrl_the_answer_names_the_remedy(node: Node) -> None:
