@@ -44,6 +44,8 @@ class ContainerProcess:
     container: ContainerCgroup
     cgroup: str
     pid_namespace: int | None
+    container_id: int = 0
+    """The id of the container's own cgroup: the kernel numbers cgroups in the order in which they are made."""
 
 
 @frozen
@@ -85,16 +87,19 @@ def identify_container(
 
     *own* is the container that the peer's own cgroup names, ``None`` if it is in none or has left it; *processes* are some
     of those in the cgroups of the pod *pod_uid*. *own_namespace* is the controller's PID namespace.
+
+    Several containers may have processes in the peer's PID namespace (``kubectl debug --target``). The oldest of them is
+    that of the namespace's first process: all others could join the namespace only when that one ran.
     """
     check_init_process(peer, own_namespace)
     found = None
     if own is not None:
         found = ContainerIdentity(own, peer.cgroup)
     else:
-        for process in processes:
-            if process.pid_namespace == peer.pid_namespace:
-                found = ContainerIdentity(process.container, process.cgroup)
-                break
+        sharing = [process for process in processes if process.pid_namespace == peer.pid_namespace]
+        if sharing:
+            first = min(sharing, key=lambda process: process.container_id)
+            found = ContainerIdentity(first.container, first.cgroup)
     if found is None and peer.cgroup.startswith("/.."):
         raise RequestRefusedError(
             IDENTITY,

@@ -60,11 +60,13 @@ from runner.controller.tuning import Tuning
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.device_filter import cgroup_id
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kubelet.pod_cgroups import (
     FLOAT,
     INSTANCE_NAME,
+    ContainerCgroup,
     instance_group,
     pod_float_group,
 )
@@ -650,14 +652,18 @@ class RpcMethods:
         self._peer(identify)
 
     async def _witnesses(self, peer: Peer, pod_uid: str) -> tuple[ContainerProcess, ...]:
-        """Return a process in the cgroups of *pod_uid*'s containers that is in the peer's PID namespace, if there is one."""
+        """Return a process in the peer's PID namespace of each container of *pod_uid* that has one."""
+        found: dict[ContainerCgroup, ContainerProcess] = {}
         async with self._walk(peer):
             for number, process in enumerate(islice(self.loop.pods.processes(pod_uid), MOST_PROCESSES)):
                 if number % BETWEEN_CHECKPOINTS == 0:
                     await trio.lowlevel.checkpoint()
-                if self.peers.namespace(process.pid) == peer.pid_namespace:
-                    return (ContainerProcess(process.container, process.cgroup, peer.pid_namespace),)
-        return ()
+                container = process.container
+                if container not in found and self.peers.namespace(process.pid) == peer.pid_namespace:
+                    made_as = cgroup_id(self.mount.at(container.path).path)
+                    if made_as is not None:  # else it has just been removed
+                        found[container] = ContainerProcess(container, process.cgroup, peer.pid_namespace, made_as)
+        return tuple(found.values())
 
     def _walk(self, peer: Peer | None) -> trio.Lock:
         """Return the lock that the requests of the peer's container take to look at processes."""

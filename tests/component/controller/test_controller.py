@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import trio
 from runner.controller.loop import Intervals
 from runner.controller.main import Pages
 from runner.controller.methods import Timeouts
+from runner.controller.pods import MemberProcess, PodCgroups
 from runner.controller.privileged_start import DeviceFilter
 from runner.kernel.kubelet_files import Frozen
 from tests.support.fake_node import (
@@ -695,3 +697,44 @@ async def test_a_pod_can_neither_flood_the_log_nor_keep_another_out_of_it(
         assert sum(line.startswith(words) for line in lines) == (2 if words == "request refused" else 1), words
     left = [record.args[2] for record in caplog.records if "left out of this log" in str(record.msg) and record.args]  # type: ignore[index] # a tuple
     assert left == [49] * 4
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+async def test_a_debugger_in_its_pid_namespace_is_not_taken_for_the_instance(
+    node: Node, monkeypatch: pytest.MonkeyPatch, *, backwards: bool
+) -> None:
+    """``kubectl debug --target``: a container beside the instance's; a hash of the names decides which is listed first."""
+    node.become(B)
+    before = PodCgroups.processes
+
+    def processes(pods: PodCgroups, pod_uid: str) -> list[MemberProcess]:
+        return list(before(pods, pod_uid))[:: -1 if backwards else 1]
+
+    monkeypatch.setattr(PodCgroups, "processes", processes)
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        put_debugger(node, 4242)
+        # PID 1 is in float since.
+        node.put_process(os.getpid(), f"/stelia/float/{B}", inner=1, namespace=f"pid-{B}")
+        (node.proc / "self").unlink()
+        (node.proc / "self").symlink_to("1")
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert await client.result("unsealCgroup", uuid=B) == {"unsealed": False}
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+
+
+def put_debugger(node: Node, pid: int) -> None:
+    """Make a container of B's pod whose process *pid* is in the PID namespace of B's instance, and its cgroup the younger."""
+    own = node.scope(B)
+    # A file system of this machine may number directories in another order than cgroupfs.
+    scopes = (own.parent.child(f"cri-containerd-{number:064x}.scope") for number in itertools.count())
+    for scope in scopes:
+        scope.create()
+        if scope.path.stat().st_ino > own.path.stat().st_ino:
+            break
+    else:
+        raise AssertionError("directories have numbers")
+    scope.write("cpuset.cpus", SHARED)
+    path = scope_path(B).replace(own.name, scope.name)
+    node.put_process(pid, path, inner=77, namespace=f"pid-{B}", name="sh")
+    (scope.path / "cgroup.procs").write_text(f"{pid}\n")

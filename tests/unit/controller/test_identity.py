@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import attrs
 import pytest
 
 from runner.controller.identity import (
@@ -41,6 +42,17 @@ def test_in_float_it_is_identified_by_the_pid_namespace_of_its_anchor() -> None:
     for residents in ((), (PAUSE_A,), (ANCHOR_B,), (ContainerProcess(A, A.path, None),)):
         with pytest.raises(RequestRefusedError, match="keep the anchor running"):
             identify_container(floating, None, residents, "a", OURS)
+
+
+@pytest.mark.parametrize("listed_first", ["instance", "debugger"])
+def test_beside_a_debugger_in_its_pid_namespace_it_is_the_container_that_was_there_first(listed_first: str) -> None:
+    """``kubectl debug --target`` puts the processes of a container of their own into the instance's PID namespace."""
+    anchor = attrs.evolve(ANCHOR_A, container_id=70)
+    other = ContainerCgroup("a", "guaranteed", "/kubepods/poda/9")
+    debugger = ContainerProcess(other, other.path, POD_A, container_id=71)
+    residents = (anchor, debugger) if listed_first == "instance" else (debugger, anchor)
+    found = identify_container(peer(cgroup="/stelia/float"), None, residents, "a", OURS)
+    assert found == ContainerIdentity(A, ANCHOR_A.cgroup)
 
 
 def test_a_process_cannot_act_for_another_pod() -> None:
