@@ -176,7 +176,7 @@ class HostFacts:
     """Everything that a plan needs to know about the host and the pod."""
 
     allowed_cpus: CpuSet
-    """The CPUs this process may use (``sched_getaffinity``)."""
+    """The CPUs of this process's cpuset, which are the container's."""
     hardware: Hardware
     memory_nodes: CpuSet
     """The NUMA nodes this process may take memory from (``Mems_allowed_list``)."""
@@ -184,6 +184,8 @@ class HostFacts:
     """Bytes that the pod may use: the smallest of the machine's RAM and the memory limits of its cgroups."""
     state_directory: PurePosixPath
     """The directory for this instance's sockets, logs and temporary files."""
+    masked_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """Those of the cpuset that the mask with which this process was started leaves out (``sched_setaffinity(2)``)."""
     limits: MemoryLimits = attrs.field(factory=MemoryLimits)
     preallocator: tuple[str, ...] = ()
     """The command that preallocates guest memory; :mod:`runner.kernel.preallocate` describes its arguments."""

@@ -26,6 +26,7 @@ from runner.placement.threads import (
     Intruder,
     MisplacedVcpu,
     MissingVcpu,
+    NarrowMask,
     ObservedThread,
     Role,
     SharedCpu,
@@ -104,6 +105,8 @@ def vcpus_alone(instance: InstanceObservation) -> RuleVerdict:
 def cpus_exclusive(instance: InstanceObservation) -> RuleVerdict:
     """Judge that nothing but the vCPUs may run on the instance's CPUs, and that its threads are in their cgroups.
 
+    Those in float are to have all of float's CPUs.
+
     What may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) is counted in the reasons.
     """
     violations = tuple(sentences(each for each in _violations(instance) if not _is_about_vcpus(each)))
@@ -124,7 +127,7 @@ def _is_about_vcpus(violation: Violation) -> bool:
     match violation:
         case MissingVcpu() | SharedCpu() | MisplacedVcpu():
             return True
-        case Intruder():
+        case Intruder() | NarrowMask():
             return False
         case WrongCgroup(thread):
             return thread.role is Role.VCPU

@@ -39,7 +39,7 @@ from runner.kernel.files import (
 )
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
-from runner.kernel.scheduler import read_mask
+from runner.kernel.scheduler import read_cpuset, read_mask
 from runner.kernel.sysfs import read_hardware, read_huge_pools
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
@@ -80,8 +80,10 @@ async def read_host_facts(
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
     virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
     limits = _memory_limits(spec, procfs, roots, cgroup)
+    mask = read_mask()
     facts = HostFacts(
         allowed_cpus=read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots),
+        masked_cpus=read_cpuset() - mask,
         hardware=read_hardware(roots.sys.parent),
         memory_nodes=procfs.memory_nodes(),
         cpu_vendor=procfs.cpu_vendor(),
@@ -135,17 +137,17 @@ async def _kvm(spec: InstanceSpec, device: Path, processes: Processes, qemu: Pur
 
 
 def read_allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:
-    """Return the CPUs that this process may use.
+    """Return the CPUs of this process's cpuset.
 
     While another instance's partition still has some of them, the kernel shows the others alone, or CPUs that are not this
     container's at all. Its *own* cgroup names what it was given, if it can be seen here.
     """
-    mask = read_mask()
+    cpus = read_cpuset()
     try:
         given, effective = own.cpus() & _online_cpus(roots), own.effective_cpus()
     except (HostError, ValueError):
-        return mask
-    return given if given and mask == effective and not given <= effective else mask
+        return cpus
+    return given if given and cpus == effective and not given <= effective else cpus
 
 
 def _online_cpus(roots: Roots) -> CpuSet:

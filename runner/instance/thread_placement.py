@@ -19,6 +19,9 @@ from runner.placement.threads import ObservedThread, Receipt, Role, sentences, t
 from runner.protocol.qmp import VcpuThread
 from runner.values import frozen
 
+READINGS = 3
+"""Readings of all threads in a row, each of a few milliseconds; float's CPUs change once for a pod that comes or goes."""
+
 
 @frozen
 class QemuThreads:
@@ -89,8 +92,17 @@ def verified(receipt: Receipt) -> Receipt:
 def read_threads(
     processes: Processes, procfs: Procfs, active: ActivePlacement, qemu: QemuThreads
 ) -> tuple[ObservedThread, ...]:
-    """Return every thread that this process and its children have now, as the kernel shows it."""
-    return tuple(_threads(processes, ThreadReader(procfs, active.members()), qemu))
+    """Return every thread that this process and its children have now, as the kernel shows it.
+
+    Float's CPUs change with the kubelet's shared pool: where they did while the threads were read, they are read again.
+    """
+    readings = 0
+    while True:
+        before = read_mask()
+        threads = tuple(_threads(processes, ThreadReader(procfs, active.members()), qemu))
+        readings += 1
+        if readings == READINGS or read_mask() == before:
+            return threads
 
 
 def _threads(processes: Processes, reader: ThreadReader, qemu: QemuThreads) -> Iterator[ObservedThread]:

@@ -16,6 +16,20 @@ def read_mask(tid: int = 0) -> CpuSet:
     return CpuSet(os.sched_getaffinity(tid))
 
 
+def read_cpuset() -> CpuSet:
+    """Return the CPUs of the calling thread's cpuset, whatever its own mask, which is lifted for a moment.
+
+    A cgroup may be hidden from its processes; the kernel applies of any mask what the cpuset has. Raises
+    :exc:`~runner.errors.PlacementError`.
+    """
+    mask = read_mask()
+    unpin(0)
+    cpus = read_mask()
+    if mask != cpus:
+        pin(0, mask)
+    return cpus
+
+
 def unpin(tid: int) -> None:
     """Let thread *tid* run on all CPUs of its cpuset, and on those that this gets later.
 

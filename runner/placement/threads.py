@@ -138,13 +138,25 @@ class WrongCgroup:
     expected: str
 
 
-Violation = MissingVcpu | SharedCpu | MisplacedVcpu | Intruder | WrongCgroup
+@frozen
+class NarrowMask:
+    """A thread in float that may run on some of float's CPUs alone."""
+
+    thread: ObservedThread
+    float_cpus: CpuSet
+
+
+Violation = MissingVcpu | SharedCpu | MisplacedVcpu | Intruder | WrongCgroup | NarrowMask
 """A way in which the threads of an instance break its rules."""
 
 
 def sentences(violations: Iterable[Violation]) -> Iterator[str]:
-    """Yield a sentence for each of *violations*, but only one for all intruders of a process, which names the first."""
+    """Yield a sentence for each of *violations*, but only one for all of a kind of a process, which names the first.
+
+    That is for intruders, and for threads with narrow masks.
+    """
     intruders: dict[int, list[Intruder]] = {}
+    narrow: dict[int, list[NarrowMask]] = {}
     for violation in violations:
         match violation:
             case MissingVcpu(vcpu):
@@ -158,17 +170,30 @@ def sentences(violations: Iterable[Violation]) -> Iterator[str]:
                 intruders.setdefault(thread.thread.pid, []).append(violation)
             case WrongCgroup(thread, expected):
                 yield f"{thread} is in the cgroup '{thread.thread.cgroup}' instead of '{expected}'"
+            case NarrowMask(thread):
+                narrow.setdefault(thread.thread.pid, []).append(violation)
             case _ as never:
                 assert_never(never)
     yield from map(_intrusion, intruders.values())
+    yield from map(_narrowness, narrow.values())
 
 
 def _intrusion(of_process: Sequence[Intruder]) -> str:
     first = of_process[0].thread
     cpus = CpuSet(cpu for each in of_process for cpu in each.cpus)
-    more = "" if len(of_process) == 1 else f" and {len(of_process) - 1} more of process {first.thread.pid}"
+    more = _more(of_process)
     where = f" in the cgroup '{first.thread.cgroup}'" if first.thread.cgroup else ""
     return f"{first}{more}{where} may run on '{cpus}', which belong to vCPUs"
+
+
+def _narrowness(of_process: Sequence[NarrowMask]) -> str:
+    first, float_cpus = of_process[0].thread, of_process[0].float_cpus
+    return f"{first}{_more(of_process)} may run on '{first.thread.cpus}' alone of float's CPUs '{float_cpus}': it has a CPU mask"
+
+
+def _more(of_process: Sequence[Intruder] | Sequence[NarrowMask]) -> str:
+    number, pid = len(of_process) - 1, of_process[0].thread.thread.pid
+    return f" and {number} more of process {pid}" if number else ""
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------
@@ -219,7 +244,26 @@ class ThreadRules:
 
     def violations(self, threads: Sequence[ObservedThread]) -> tuple[Violation, ...]:
         """Return the violations by *threads*: all threads of the instance, and other threads that may be intruders."""
-        return (*self._of_vcpus(threads), *(found for observed in threads for found in self._of_thread(observed)))
+        return (
+            *self._of_vcpus(threads),
+            *(found for observed in threads for found in self._of_thread(observed)),
+            *self._narrow(threads),
+        )
+
+    def _narrow(self, threads: Sequence[ObservedThread]) -> Iterator[NarrowMask]:
+        """Yield the threads with fewer CPUs than float has: those that any of the instance's threads there may run on."""
+        if self.cgroups is None:
+            return
+        floating = [each for each in threads if self.cgroups.of(each.role) and self._floats(each)]
+        most = CpuSet(cpu for each in floating for cpu in each.thread.cpus)
+        if not self.shared:
+            most -= self.cpus  # one that may run there is an intruder
+        yield from (NarrowMask(each, most) for each in floating if not most <= each.thread.cpus)
+
+    def _floats(self, observed: ObservedThread) -> bool:
+        """Tell whether *observed* is in float, and belongs there."""
+        floats = self.cgroups is not None and self.cgroups.of(observed.role) == self.cgroups.float_cgroup
+        return floats and self.cgroups is not None and not self.cgroups.misses(observed)
 
     def _of_vcpus(self, threads: Sequence[ObservedThread]) -> Iterator[Violation]:
         vcpus = [observed for observed in threads if observed.role is Role.VCPU]

@@ -19,8 +19,11 @@ from runner.plan.host_checks import ASKING_FOR_LESS, CPU_TIME, OWN_CPUS, shared_
 from runner.plan.machine import VcpuHotplugPlan
 from runner.plan.memory import PAGE_SIZE
 from runner.plan.problems import Problems
+from runner.plan.resolve import usable_cpus
 from runner.spec.instance import CpuSpec, InstanceSpec
 from runner.spec.rules import format_size
+
+_MASK_REMEDY = "see CPUAffinity= in the systemd unit or system.conf of what started it, and taskset"
 
 
 def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backend:
@@ -60,18 +63,19 @@ def plan_placement(
 ) -> Placement | None:
     """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible. *growing*: others may be plugged later."""
     _refuse_shared_cpus(cpu, vcpus, backend, facts, problems)
-    allowed = facts.allowed_cpus
+    allowed = usable_cpus(backend, facts)
+    masked = _remark_mask(backend, facts, problems)
     if cpu.cpus is not None and not cpu.cpus <= allowed:
         problems.refuse(
             "cpu.cpus",
-            f"'{cpu.cpus - allowed}' of '{cpu.cpus}' may not be used by this process, which has '{allowed}'",
+            f"'{cpu.cpus - allowed}' of '{cpu.cpus}' may not be used by this process, which has '{allowed}'{masked}",
         )
         return None
     if vcpus > len(allowed):
         problems.refuse(
             "cpu.count",
-            f"asks for {vcpus} vCPUs, but this process may use {len(allowed)} CPUs ('{allowed}')",
-            "one CPU for each vCPU",
+            f"asks for {vcpus} vCPUs, but this process may use {len(allowed)} CPUs ('{allowed}'){masked}",
+            _MASK_REMEDY if masked else "one CPU for each vCPU",
         )
         return None
     if backend == "controller" and vcpus < len(allowed) and not growing:
@@ -82,14 +86,14 @@ def plan_placement(
             f"give the container as many CPUs as vCPUs; so that they are its own, {OWN_CPUS}",
         )
         return None
-    pins = _choose_pins(cpu, vcpus, facts, problems)
+    pins = _choose_pins(cpu, vcpus, allowed, facts, problems)
     return None if pins is None else _placement(backend, pins, cpu, facts, problems)
 
 
 def _placement(
     backend: Backend, pins: tuple[int, ...], cpu: CpuSpec, facts: HostFacts, problems: Problems
 ) -> Placement:
-    allowed, tuning = facts.allowed_cpus, CpuTuning(cpu.latency, cpu.cache_ways, cpu.memory_bandwidth)
+    allowed, tuning = usable_cpus(backend, facts), CpuTuning(cpu.latency, cpu.cache_ways, cpu.memory_bandwidth)
     if backend == "controller":
         uid, enforced = facts.container_uid or "", cpu.exclusive == "enforced"
         return ControllerPlacement(allowed, pins, cpu.controller, uid, enforced, sweep=cpu.sweep, tuning=tuning)
@@ -125,10 +129,28 @@ def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostF
             problems.refuse("cpu.placement", reason, f'{remedy}, or set it to "affinity" and accept shared CPUs')
 
 
-def _choose_pins(cpu: CpuSpec, vcpus: int, facts: HostFacts, problems: Problems) -> tuple[int, ...] | None:
+def _remark_mask(backend: Backend, facts: HostFacts, problems: Problems) -> str:
+    """Remark what becomes of a CPU mask that is narrower than the cpuset; return it for refusals, empty if it does not count.
+
+    Since Linux 6.2 a process keeps its mask in every cpuset (``user_cpus_ptr``), and not every container runtime resets
+    that of its own unit.
+    """
+    if not facts.masked_cpus:
+        return ""
+    what = f"this process was started with the CPU mask '{facts.allowed_cpus - facts.masked_cpus}'"
+    if backend != "affinity":
+        problems.remark(f"{what} of its cpuset '{facts.allowed_cpus}', and lifts it; {_MASK_REMEDY}")
+        return ""
+    problems.remark(f"'{facts.masked_cpus}' of the cpuset '{facts.allowed_cpus}' are not used: {what}", _MASK_REMEDY)
+    return f": {what}, its cpuset has '{facts.allowed_cpus}'"
+
+
+def _choose_pins(
+    cpu: CpuSpec, vcpus: int, allowed: CpuSet, facts: HostFacts, problems: Problems
+) -> tuple[int, ...] | None:
     policy = None if cpu.pinning == "auto" else PinPolicy(cpu.pinning)
     try:
-        cpus = cpu.cpus or choose_cpus(facts.hardware, facts.allowed_cpus, vcpus)
+        cpus = cpu.cpus or choose_cpus(facts.hardware, allowed, vcpus)
         placed = place(vcpus, cpus, facts.hardware, policy=policy)
     except RefusedError as error:
         problems.refuse("cpu.cpus" if cpu.cpus else "cpu.count", error.message, error.remedy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware, huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
 from runner.facts.memory import HugeFact, MemoryLimits
@@ -19,10 +20,19 @@ from runner.spec.instance import LEAST_MEMORY, CpuSpec, InstanceSpec, MemorySpec
 from runner.spec.rules import format_size
 
 
+def usable_cpus(backend: Backend, facts: HostFacts) -> CpuSet:
+    """Return the CPUs that an instance placed by *backend* may use.
+
+    The mask with which this process was started is lifted where cgroups say who may run where. Where nothing but masks
+    does, it is an operator's word, such as ``CPUAffinity=`` of the instance's own unit.
+    """
+    return facts.allowed_cpus - facts.masked_cpus if backend == "affinity" else facts.allowed_cpus
+
+
 def resolve_vcpus(cpu: CpuSpec, backend: Backend, facts: HostFacts) -> int:
     """Return the number of vCPUs."""
     if cpu.count == "all":
-        return all_cpus(facts.hardware, facts.allowed_cpus, spare=backend != "controller")
+        return all_cpus(facts.hardware, usable_cpus(backend, facts), spare=backend != "controller")
     return cpu.count
 
 

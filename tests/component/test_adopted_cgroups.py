@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -11,15 +12,20 @@ from runner.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.instance.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
 from runner.instance.cgroups import delegated
+from runner.instance.cgroups import float as float_module
 from runner.instance.cgroups.active import entered_cgroups
 from runner.instance.cgroups.controller import RegisteredCgroups
+from runner.instance.cgroups.entered import EnteredCgroups, InForce
+from runner.instance.cgroups.float import entered_float
 from runner.instance.daemons import restarted_child
 from runner.instance.supervisor import CarryOver, Faults, StopRequest, open_supervisor
 from runner.kernel.carried import CarriedFd
+from runner.kernel.files import owned
 from runner.kernel.processes import Command
 from runner.kernel.scheduler import read_mask
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import CgroupFds
 
 PATHS = CgroupPaths("/pod", "/stelia/float/a", "/stelia/instance-a")
 FILES = ("float_procs", "instance_threads", "pod_procs", "float_threads")
@@ -109,3 +115,31 @@ async def test_the_mask_of_before_the_start_is_given_back() -> None:
         assert read_mask() == before
     finally:
         os.sched_setaffinity(0, set(before))
+
+
+async def test_a_cpu_mask_of_before_the_start_is_lifted_in_float(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is started from then on has float's CPUs, and the anchors have the container's."""
+    cpus = read_mask()
+    [one, *_] = cpus
+    scope = tmp_path / "pod"
+    scope.mkdir()
+    placement = DelegatedPlacement(CpuSet(), (), cpus, shared=True, sweep=False)
+    numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
+    with ExitStack() as held:
+        fds = CgroupFds(*(held.enter_context(owned(number)) for number in numbers))
+        monkeypatch.setattr(float_module, "_read_paths", lambda _supervisor, _placement, named: named)
+        cgroups = EnteredCgroups(CgroupPaths("/pod", "/pod/float", "/pod/instance"), None, fds, InForce(placement))
+        try:
+            os.sched_setaffinity(0, {one})
+            async with (
+                open_supervisor(StopRequest(), Faults()) as supervisor,
+                restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
+            ):
+                assert read_mask(anchor.process.pid) == CpuSet([one])
+                async with entered_float(supervisor, [anchor], cgroups):
+                    assert read_mask() == cpus
+                    assert read_mask(anchor.process.pid) == cpus
+        finally:
+            os.sched_setaffinity(0, set(cpus))

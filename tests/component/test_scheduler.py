@@ -9,7 +9,7 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import PlacementError
-from runner.kernel.scheduler import pin, read_mask, unpin
+from runner.kernel.scheduler import pin, read_cpuset, read_mask, unpin
 
 
 def test_a_thread_that_was_pinned_may_run_on_all_cpus_of_its_cpuset_again() -> None:
@@ -25,3 +25,15 @@ def test_a_thread_that_was_pinned_may_run_on_all_cpus_of_its_cpuset_again() -> N
             process.kill()
     with pytest.raises(PlacementError, match="cannot let thread"):
         unpin(process.pid)
+
+
+def test_the_cpuset_is_read_whatever_the_mask() -> None:
+    before = read_mask()
+    [one, *_] = before
+    try:
+        pin(0, CpuSet([one]))
+        assert read_cpuset() == before
+        assert read_mask() == CpuSet([one])
+    finally:
+        unpin(0)
+    assert read_mask() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from runner.instance.cgroups.entered import EnteredCgroups, P
 from runner.instance.cgroups.strays import processes_of_others, sweep
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
-from runner.kernel.scheduler import read_mask
+from runner.kernel.scheduler import read_mask, unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
 
@@ -38,6 +39,7 @@ async def entered_float(
     try:
         if not supervisor.carry_over.resuming:
             active.admit(0)
+            _lift_mask(supervisor, anchors)
         for anchor in anchors:
             anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
         if not supervisor.carry_over.resuming:
@@ -59,6 +61,19 @@ async def entered_float(
                         active.return_to_pod(pid)
         with supervisor.faults.recorded("return to the pod's cgroup"):
             active.return_to_pod(0)
+
+
+def _lift_mask(supervisor: Supervisor, anchors: Sequence[RestartedChild]) -> None:
+    """Let this process and the *anchors*, and so all that it starts, run on all CPUs of their cgroups.
+
+    Since Linux 6.2 a mask that the container runtime has from its unit (``CPUAffinity=``) is kept in every cgroup
+    (``user_cpus_ptr``): all of QEMU but the vCPUs would be on what of it float has.
+    """
+    unpin(0)
+    for pid in (os.getpid(), *(anchor.process.pid for anchor in anchors)):
+        for tid in supervisor.procfs.thread_ids(pid):
+            with contextlib.suppress(PlacementError):  # it has ended
+                unpin(tid)
 
 
 def _read_paths(

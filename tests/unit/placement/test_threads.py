@@ -113,6 +113,16 @@ def test_without_pins_two_vcpus_may_not_have_one_cpu() -> None:
     assert list(sentences(rules.violations(both))) == ["2 vCPU threads share CPU 3"]
 
 
+def test_a_thread_in_float_with_a_mask_of_its_own_is_named() -> None:
+    """Linux keeps a mask in every cgroup: what the container runtime has from its unit, the instance's threads would have."""
+    narrow = [grouped(Role.EMULATOR, tid, "0", pid=10) for tid in (10, 11)]
+    assert violations_of(RULES, grouped(Role.RUNNER, 1), *narrow, grouped(Role.DNSMASQ, 8, "1")) == [
+        "emulator (thread 10, 'emulator') and 1 more of process 10 may run on '0' alone of float's CPUs '0-1': it has a CPU mask",
+        "dnsmasq (thread 8, 'dnsmasq') may run on '1' alone of float's CPUs '0-1': it has a CPU mask",
+    ]
+    assert violations_of(AFFINITY, placed(Role.RUNNER, 1), placed(Role.EMULATOR, 10, "0")) == []
+
+
 def test_the_threads_of_one_process_share_a_sentence() -> None:
     threads = [placed(Role.EMULATOR, tid, cpus, pid=10) for tid, cpus in ((10, "2"), (11, "0-1"), (12, "3"))]
     assert violations_of(AFFINITY, *threads) == [

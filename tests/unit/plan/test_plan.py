@@ -827,6 +827,38 @@ def test_vcpus_placed_by_the_controller_are_not_under_the_pods_cpu_max() -> None
     assert plan.placement.backend == "controller"
 
 
+@pytest.mark.parametrize("masked", ["2", "3-5"])
+def test_a_cpu_mask_that_the_runtime_left_is_lifted_where_there_are_cgroups(masked: str) -> None:
+    facts = attrs.evolve(
+        FACTS,
+        allowed_cpus=CpuSet.parse("2-5"),
+        masked_cpus=CpuSet.parse(masked),
+        pod=PodQos("guaranteed"),
+        container_uid="a",
+        controller_error=None,
+    )
+    plan = plan_of(KERNEL + "[cpu]\ncount = 4\n", facts)
+    assert plan.placement.cpus == CpuSet.parse("2-5")
+    [remark] = [each for each in map(str, plan.remarks) if "CPU mask" in each]
+    assert (
+        f"started with the CPU mask '{facts.allowed_cpus - facts.masked_cpus}' of its cpuset '2-5', and lifts it"
+        in remark
+    )
+
+
+def test_a_cpu_mask_without_cgroups_is_kept_and_named_in_the_refusal() -> None:
+    facts = attrs.evolve(FACTS, allowed_cpus=CpuSet.parse("2-3"), masked_cpus=CpuSet([3]))
+    text = KERNEL + '[cpu]\nplacement = "affinity"\n'
+    assert plan_of(text + "count = 1\n", facts).placement.cpus == CpuSet([2])
+    [refused] = problems(text + "count = 2\n", facts)
+    assert refused == (
+        "cpu.count: asks for 2 vCPUs, but this process may use 1 CPUs ('2'): this process was started with the CPU mask '2', its "
+        "cpuset has '2-3'; see CPUAffinity= in the systemd unit or system.conf of what started it, and taskset"
+    )
+    [refused] = problems(text + 'count = 1\ncpus = "3"\n', facts)
+    assert "started with the CPU mask '2'" in refused
+
+
 def test_running_as_root_is_always_a_remark() -> None:
     plan = plan_of(KERNEL, attrs.evolve(FACTS, users={}))
     assert plan.machine.user.name == "root"
