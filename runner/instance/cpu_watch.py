@@ -58,6 +58,7 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
     while True:
         await trio.sleep(LOOKED_EVERY)
         await receipts.machine.decided()
+        _watch_offline(receipts)
         lost = find_lost_cpus(receipts)
         if lost != before:
             since, before = trio.current_time(), lost
@@ -69,6 +70,21 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
         state.set_resizing(str(lost))
         if (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
             return end
+
+
+def _watch_offline(receipts: Receipts) -> None:
+    """Log which CPUs of vCPUs went offline, and which are online again.
+
+    The container has them still, and nothing can be done about it: the kernel runs their vCPUs on the other CPUs of the
+    instance's cgroup (``Documentation/core-api/cpu_hotplug.rst``), and each on its own again when that is back.
+    """
+    state = receipts.supervisor.guest_state
+    offline = CpuSet(receipts.active.placement.pins) - _online()
+    if gone := offline - state.offline:
+        log.warning("CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus=%s", gone)
+    if back := state.offline - offline:
+        log.info("CPUs of vCPUs are online again cpus=%s", back)
+    state.set_offline(offline)
 
 
 async def _restore(receipts: Receipts, fit: Fit) -> None:

@@ -33,6 +33,8 @@ def instance_metrics(
         yield _gauge("guarantee_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs.", [((), enforced)])
         yield _gauge("placement_holds", "1 while every thread is in its place.", [((), not strays)])
         yield _gauge("placement_strays", "Threads that are not in their places.", [((), strays)])
+        offline = len(supervisor.guest_state.offline)
+        yield _gauge("cpus_offline", "CPUs of vCPUs that the machine has taken offline.", [((), offline)])
         yield from _vcpus(supervisor, receipt, {} if foreign is None else foreign.read())
         charged = _charged(supervisor, receipt)
         yield _gauge("memory_charged_bytes", "What the pod's cgroup is charged for.", charged, "kind")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import attrs
 import trio
 
+from runner.cpuset import CpuSet
 from runner.errors import HostError, RunnerError, explain
 from runner.instance.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
@@ -241,16 +242,24 @@ class GuestState:
     """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
     resizing: str = ""
     """Which CPUs the container has lost, while the vCPUs make room; empty otherwise."""
+    offline: CpuSet = attrs.field(factory=CpuSet)
+    """The CPUs of vCPUs that the machine has taken offline."""
     panic: str = ""
     """The line of its console by which its kernel has panicked since it was reset; empty if there was none."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
     changed: Callable[[], None] = lambda: None
-    """Called when :attr:`resizing` has changed."""
+    """Called when :attr:`resizing` or :attr:`offline` has changed."""
 
     def set_resizing(self, resizing: str) -> None:
         """Set :attr:`resizing`."""
         if resizing != self.resizing:
             self.resizing = resizing
+            self.changed()
+
+    def set_offline(self, offline: CpuSet) -> None:
+        """Set :attr:`offline`."""
+        if offline != self.offline:
+            self.offline = offline
             self.changed()
 
     @property
@@ -260,6 +269,8 @@ class GuestState:
             return self.phase
         if self.resizing:
             return self.resizing
+        if self.offline:
+            return f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
         if self.panic:
             return f"the guest's kernel has panicked: {self.panic}"
         silence = self.signs_of_life.silence

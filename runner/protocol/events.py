@@ -68,6 +68,8 @@ INSTANCE: Mapping[str, str] = {
     "the receipt is that of before a restart: %s": "receipt_outdated",
     # -- CPUs that the kubelet takes or exchanges
     "CPUs of vCPUs are lost%s: %s": "cpus_lost",
+    "CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus=%s": "cpus_offline",
+    "CPUs of vCPUs are online again cpus=%s": "cpus_online",
     "the vCPUs cannot be placed anew yet%s: %s": "vcpus_not_placed_anew",
     "vCPUs placed anew%s count=%d cpus=%s": "vcpus_placed_anew",
     "the guest cannot run on: %s": "guest_without_cpus",

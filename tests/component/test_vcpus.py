@@ -494,6 +494,32 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
     await run(fake_host, plan, act)
 
 
+@pytest.mark.usefixtures("container")
+async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online = [CPUS]
+    monkeypatch.setattr("runner.instance.cpu_watch._online", lambda: online[0])
+    plan = fake_host.plan(TWO, qemu=NEWEST)
+    gone = CpuSet([plan.placement.pins[1]])
+
+    async def act() -> None:
+        online[0] = CPUS - gone
+        while (status := await asked(plan, "status"))["ready"]:
+            await trio.sleep(0.01)
+        sentence = f"the CPUs '{gone}' of vCPUs are offline: these share the instance's other CPUs"
+        assert status["not_ready"] == sentence
+        assert (
+            f"CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus={gone}" in fake_host.logged()
+        )
+        online[0] = CPUS
+        while not (await asked(plan, "status"))["ready"]:
+            await trio.sleep(0.01)
+        assert f"CPUs of vCPUs are online again cpus={gone}" in fake_host.logged()
+
+    await run(fake_host, plan, act)
+
+
 async def test_cpus_that_no_vcpu_has_are_given_up_as_well(fake_host: FakeHost, container: Container) -> None:
     """The number of vCPUs was lowered first, as it should be: nobody else's threads may be said to be on their CPUs."""
     plan = fake_host.plan(TWO, qemu=NEWEST)
