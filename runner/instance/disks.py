@@ -44,8 +44,10 @@ class DiskEvents:
 
     def handle(self, event: QmpEvent) -> None:
         """Handle *event*, which may be about something else."""
-        if event.name == "DEVICE_DELETED" and "device" in event.data:
-            self.unplugged(str(event.data["device"])).set()
+        if event.name == "DEVICE_DELETED":
+            # Only of what was attached: QEMU may be the guest's, and name devices without end.
+            if (known := self._unplugged.get(str(event.data.get("device")))) is not None:
+                known.set()
         elif event.name == "BLOCK_IO_ERROR":
             self._report(event.data.get("node-name"), event.data.get("operation"), event.data.get("reason"))
 
@@ -58,9 +60,9 @@ class DiskEvents:
         """The devices that the guest has released."""
         return tuple(device for device, event in self._unplugged.items() if event.is_set())
 
-    def forget(self, device: str) -> None:
-        """Forget that a *device* of this name was unplugged before."""
-        self._unplugged.pop(device, None)
+    def watch(self, device: str) -> None:
+        """Watch for the release of a *device* that is attached now, whatever an earlier one of this name has done."""
+        self._unplugged[device] = trio.Event()
 
     def _report(self, disk: object, operation: object, reason: object) -> None:
         kind = "disk write" if operation == "write" else "disk read"

@@ -31,7 +31,7 @@ from runner.instance.qemu import (
     started_within,
 )
 from runner.instance.readiness import Readiness
-from runner.instance.state_directory import READY, RECEIPT
+from runner.instance.state_directory import RECEIPT, discard_leftovers
 from runner.instance.supervisor import StopRequestedError, Supervisor, carried_fd
 from runner.kernel import files
 from runner.kernel.processes import Process
@@ -234,8 +234,7 @@ async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[in
             if carried is None:
                 directory = held.enter_context(files.directory(plan.state_directory))
                 files.claim(directory, plan.state_directory)
-                for name in (READY, RECEIPT):  # left by an instance that was killed
-                    files.discard(plan.state_directory / name)
+                discard_leftovers(directory, plan.state_directory)
             else:  # claimed still: the lock belongs to the open file description, which went through exec
                 directory = held.enter_context(files.closing(carried.number))
         supervisor.carry_over.offer("state directory", partial(carried_fd, directory))
@@ -358,6 +357,8 @@ async def _controlled(
     with ExitStack() as held:
         with carry_over.taking("control") as carried:
             attached = () if carried is None else carried.disks
+            for each in attached:
+                machine.disk_events.unplugged(each.plan.name)  # known from now on, and set if it was
             control, qmp = (
                 held.enter_context(listening(directory, name, recorded, adopted and adopted.number))
                 for name, adopted in (

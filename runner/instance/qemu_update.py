@@ -336,7 +336,8 @@ class _Move:
         """Return the successor, which has received the source's state and is paused."""
         monitor = self.source.monitor
         await monitor.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
-        point = held.enter_context(meeting_point(self.status.plan.state_directory))
+        recorded = self.status.supervisor.faults.recorded
+        point = held.enter_context(meeting_point(self.status.plan.state_directory, recorded))
         reply: Any = await monitor.execute("add-fd", {"opaque": _MEETING_POINT}, fds=(point.directory,))
         listener, directory = point.listener.fileno(), point.directory
         incoming = (

@@ -53,7 +53,9 @@ class LogFile:
                 if self._size + len(data) > self._most:
                     self._rotate()
                 self._size += len(data)
-            os.write(self._fd, data)
+            rest = memoryview(data)
+            while rest:  # a disk that is nearly full takes a part, and refuses the next
+                rest = rest[os.write(self._fd, rest) :]
         except (OSError, HostError) as error:
             self.error = explain(error)
             self.close()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import PurePath
 
 from runner.errors import HostError
-from runner.kernel.files import closing
+from runner.kernel.files import closing, remove_tree
 from runner.values import frozen
 
+PREFIX = "meeting-"
+"""The beginning of the directory's name; 16 hexadecimal digits follow."""
 LISTENING = "listening.sock"
 """The socket that is there already."""
 
@@ -25,16 +27,17 @@ class MeetingPoint:
 
 
 @contextmanager
-def meeting_point(above: PurePath) -> Iterator[MeetingPoint]:
-    """Hold a directory below *above*, which only this process's user may enter; it is removed with the sockets in it.
+def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextManager[None]]) -> Iterator[MeetingPoint]:
+    """Hold a directory below *above*, which only this process's user may enter.
 
-    Another user that has got its descriptor may connect to sockets in it, and make others, by ``/proc/self/fd/N/…``.
+    Another user that has got its descriptor may connect to sockets in it, and make others, by ``/proc/self/fd/N/…``; also
+    directories and files, with which it is removed in a block of *recorded*, which takes the error if that fails.
     """
-    directory = f"{above}/meeting-{os.urandom(8).hex()}"
+    directory = f"{above}/{PREFIX}{os.urandom(8).hex()}"
     with ExitStack() as held:
         try:
             os.mkdir(directory, 0o700)  # noqa: PTH102 - a pure path
-            held.callback(_remove, directory)
+            held.callback(_remove, above, PurePath(directory).name, recorded)
             number = held.enter_context(closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
             listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             path = f"/proc/self/fd/{number}/{LISTENING}"
@@ -47,7 +50,9 @@ def meeting_point(above: PurePath) -> Iterator[MeetingPoint]:
         yield MeetingPoint(number, listener)
 
 
-def _remove(directory: str) -> None:
-    for name in os.listdir(directory):  # noqa: PTH208 - a pure path
-        os.unlink(f"{directory}/{name}")  # noqa: PTH108
-    os.rmdir(directory)  # noqa: PTH106
+def _remove(above: PurePath, name: str, recorded: Callable[[str], AbstractContextManager[None]]) -> None:
+    with (
+        recorded("remove the directory in which two QEMUs met"),
+        closing(os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as at,
+    ):
+        remove_tree(name, at)

@@ -120,15 +120,17 @@ def main(interval: float, arguments: list[str]) -> str | None:
             over.set()
 
     threads = [threading.Thread(target=work, args=(file,), daemon=True) for file in files for _ in range(file.threads)]
-    for thread in threads:
-        thread.start()
 
     def wait() -> None:
         for thread in threads:
             thread.join()
         over.set()
 
-    threading.Thread(target=wait, daemon=True).start()
+    try:
+        for thread in (*threads, threading.Thread(target=wait, daemon=True)):
+            thread.start()
+    except RuntimeError:  # Python does not say which limit it was
+        return f"cannot start {len(threads)} threads: pids.max of a cgroup, RLIMIT_NPROC or the memory is too little"
     while not over.wait(interval):
         taken = sum(file.taken for file in files)
         speed = taken / (time.monotonic() - began) / (1 << 30)

@@ -252,6 +252,8 @@ class Processes:
     _owned: dict[int, Process] = attrs.field(factory=dict)
     orphans: int = 0
     """Number of orphans of other processes that were reaped."""
+    begun: int = 0
+    """Number of children that were started."""
     observing: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
     """Runs each task of this class, none of which ends the program by a fault of its own then."""
 
@@ -262,7 +264,7 @@ class Processes:
     def spawn(self, command: Command) -> Process:
         """Start *command* and own it; the caller stops it.
 
-        The child begins with an empty signal mask (this process's is empty while children are started), default
+        The child begins with an empty signal mask, also where this process blocks signals at this moment, default
         dispositions, a session of its own, ``/`` as working directory, and of the parent's descriptors only *fds*.
 
         Raises :exc:`~runner.errors.HostError` when it cannot be started.
@@ -273,7 +275,7 @@ class Processes:
             log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
         wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
-            with _pipe() as (output, theirs):
+            with _pipe() as (output, theirs), _no_signal_blocked():
                 popen = subprocess.Popen(
                     (*wrapper, *self._prefix, *command.argv),
                     stdin=subprocess.DEVNULL if command.entering is None else command.entering,
@@ -290,6 +292,7 @@ class Processes:
                 process = self._owned[popen.pid] = Process(command.role, popen.pid, output, command.level, popen)
         except OSError as error:
             raise HostError(f"cannot start {command.role} ({command.argv[0]!r})") from error
+        self.begun += 1
         self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 
@@ -430,6 +433,16 @@ def _pipe() -> Iterator[tuple[int, int]]:
         raise
     finally:
         os.close(theirs)
+
+
+@contextmanager
+def _no_signal_blocked() -> Iterator[None]:
+    """Hold an empty signal mask, which a child inherits for good: blocked, it would be deaf to the signal that ends it."""
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def signal_name(number: int) -> str:

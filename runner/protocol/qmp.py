@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from runner.errors import HostError
-from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.fd_passing import TooManyFdsInFlightError, send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.packages import without_init
 from runner.kernel.waiting import persistently
@@ -287,6 +287,9 @@ class Monitor:
             try:
                 self._unanswered.append(str(request["id"]))
                 await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", fds)
+            except TooManyFdsInFlightError:  # nothing was sent, and no reply comes
+                self._unanswered.pop()
+                raise
             except (trio.ClosedResourceError, OSError) as error:
                 raise self._fail(ExecInterruptedError(_HUNG_UP, sent=request)) from error
             except trio.Cancelled:

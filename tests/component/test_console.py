@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import resource
 import socket
 import stat
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import termios
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
@@ -255,6 +256,21 @@ def test_the_log_has_the_newest_output_and_at_most_twice_its_size(tmp_path: Path
         (tmp_path / "log.1").mkdir()
         assert [log.write(b"x" * 60) for _ in range(3)] == [True, False, True]
         assert log.error == "Is a directory"
+
+
+def test_a_log_that_takes_only_a_part_has_failed_with_the_reason(tmp_path: Path) -> None:
+    """A disk that is nearly full takes the beginning of a write; here it is a limit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with kept_log(PurePosixPath(tmp_path / "log"), 1 << 20) as log:
+        assert log.write(b"12345")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            assert not log.write(b"1234567890")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert log.error is not None
+        assert log.error.endswith("File too large")
+    assert (tmp_path / "log").read_bytes() == b"1234512345"
 
 
 @pytest.fixture

@@ -185,3 +185,19 @@ def test_the_state_of_a_process_is_read_without_waiting_for_a_lease() -> None:
     with leasing(Path(f"/proc/{os.getpid()}/stat")):
         assert _state(os.getpid()) == "unknown"
     assert _state(os.getpid()) in "RS"
+
+
+async def test_a_child_begins_with_no_signal_blocked_whatever_this_process_blocks() -> None:
+    """While the runner is renewed it blocks signals for a moment: a dnsmasq of that moment would be deaf to SIGTERM."""
+    async with open_processes() as processes:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+        try:
+            child = processes.spawn(Command("child", ("sleep", "infinity")))
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert {signal.SIGTERM, signal.SIGINT} <= blocked
+        status = Path(f"/proc/{child.pid}/status").read_text()
+        assert "SigBlk:\t0000000000000000\n" in status
+        await processes.stop(child, 10)
+        assert child.returncode == -signal.SIGTERM

@@ -208,7 +208,7 @@ async def test_the_queues_of_a_tap_are_those_that_the_guest_uses(fake_host: Fake
     assert isinstance(network, BridgedPlan)
 
     @contextmanager
-    def nowhere_to_meet(_directory: object) -> Iterator[None]:
+    def nowhere_to_meet(_directory: object, _recorded: object) -> Iterator[None]:
         raise HostError("injected before anything is started")
         yield
 

@@ -13,6 +13,7 @@ import pytest
 import trio
 from qemu.qmp.models import ErrorResponse
 
+from runner.kernel.fd_passing import TooManyFdsInFlightError
 from runner.protocol.qmp import (
     LONGEST_LINE,
     BadReplyError,
@@ -298,6 +299,28 @@ async def test_an_overlong_reply_fails_its_command_alone(ends: tuple[Monitor, Pe
     sending.join()
     assert results == ["b"]
     assert (await monitor.event()).name == "RESUME"
+
+
+async def test_a_command_whose_descriptors_could_not_be_sent_has_no_reply(
+    ends: tuple[Monitor, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ETOOMANYREFS``: nothing was sent, and an overlong reply is the next command's."""
+    monitor, peer = ends
+
+    async def refused(*_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise TooManyFdsInFlightError("cannot send descriptors: too many")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("runner.protocol.qmp.send_with_fds", refused)
+        with pytest.raises(TooManyFdsInFlightError):
+            await monitor.execute("add-fd", fds=(0,))
+    assert list(monitor.carried().unanswered) == []
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(monitor.execute, "query-status")
+            await settle()
+            peer.send(**{"return": {}, "id": peer.received()["id"]})
 
 
 async def test_a_client_that_hangs_up_does_not_wait_for_qemu(ends: tuple[Monitor, Peer]) -> None:

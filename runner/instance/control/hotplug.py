@@ -128,7 +128,7 @@ class DiskHotplug:
                 )
             with ExitStack() as held:
                 plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, held)
-                self._events.forget(plan.name)
+                self._events.watch(plan.name)
                 undo = await self._create(plan, numbers, slot(number))
             self._attached[plan.name] = AttachedDisk(plan, number, undo)
             failure: RunnerError | None = None

@@ -167,8 +167,11 @@ async def _become(
             if not (unfinished := _unfinished(supervisor)):
                 signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
                 try:
+                    begun = supervisor.processes.begun
                     await _signals_handled()
-                    if not (unfinished := _unfinished(supervisor)):
+                    if begun != supervisor.processes.begun:
+                        unfinished = "a child is being started"  # which takes signals meanwhile
+                    elif not (unfinished := _unfinished(supervisor)):
                         raise _execute(supervisor, programs, cause, reason)
                 finally:
                     signal.pthread_sigmask(signal.SIG_SETMASK, ())
