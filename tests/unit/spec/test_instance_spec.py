@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runner.cpuset import CpuSet
 from runner.errors import SpecError
 from runner.spec.instance import parse_elsewhere, parse_instance, private_subnet, reference
-from runner.spec.rules import format_size
+from runner.spec.rules import format_size, parse_document
 
 KERNEL = '[boot]\nkernel = "/k"\n'
 FULL = """
@@ -400,6 +400,17 @@ MISTAKES = [
     ("a = " + "[" * 20 + "]" * 20, "cannot parse the document: it has more than 16 levels of tables and arrays"),
     ("a = " + "[" * 5000, "cannot parse the document: it has more than 16 levels of tables and arrays"),
     (".".join("a" * 2000) + " = 1", "cannot parse the document: it has more than 16 levels of tables and arrays"),
+    (".".join("a" * 500_000) + " = 1", "cannot parse the document: it has more than 16 levels of tables and arrays"),
+    (
+        "[" + " . ".join(["'a'", '"b\\""', "c"] * 6) + "]",
+        "cannot parse the document: it has more than 16 levels of tables and arrays",
+    ),
+    ("[[disk]]\n" * 1025, "cannot parse the document: a table or an array in it has more than 1024 entries"),
+    (f"a = {[1] * 1025}", "cannot parse the document: a table or an array in it has more than 1024 entries"),
+    (
+        "".join(f"k{number} = 1\n" for number in range(1025)),
+        "cannot parse the document: a table or an array in it has more than 1024 entries",
+    ),
     ("\ufeff[cpu]\n", "cannot parse the document: it begins with a byte-order mark; save it as UTF-8 without one"),
     ("#" * (1 << 20) + "\n", "cannot parse the document: it has more than 1MiB"),
 ]
@@ -581,3 +592,10 @@ def test_a_document_is_checked_where_its_variables_are_not_set() -> None:
     with pytest.raises(SpecError) as caught:
         parse_elsewhere("spec.toml", (uuid + "[cpu]\ncount = 0\n").encode(), {})
     assert [problem.path for problem in caught.value.problems] == ["cpu.count"]
+
+
+def test_dots_in_strings_and_comments_make_no_levels() -> None:
+    dots = ".".join("a" * 100)
+    content = f'# {dots}\nbasic = "{dots} \\" {dots}"\nliteral = \'{dots}\'\nlong = """\n{dots} = 1 "\n"""\n'
+    assert set(parse_document("spec.toml", content.encode())) == {"basic", "literal", "long"}
+    assert parse_document("spec.toml", (".".join("a" * 16) + " = 1").encode())
