@@ -21,9 +21,10 @@ from runner.cli.options import read_spec, source_of
 from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
 from runner.kernel.kubelet_files import read_state_file
-from runner.kernel.sysfs import read_hardware
+from runner.kernel.sysfs import read_kubelet_hardware
 from runner.kubelet.configuration import changed, configuration_among, parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices, peak_devices
+from runner.kubelet.machine_info import machine_info
 from runner.kubelet.manifests import Manifest, parse_manifests
 from runner.kubelet.node_plan import (
     Fit,
@@ -50,7 +51,7 @@ WIDTH = 120
 
 def record(arguments: argparse.Namespace) -> int:
     """Write a record of the host (``--record``)."""
-    hardware = read_hardware(arguments.sys or Path("/"))
+    hardware = read_kubelet_hardware(arguments.sys or Path("/"))
     if arguments.record == "-":
         print(hardware.to_json(), end="")
         return 0
@@ -64,7 +65,7 @@ def plan(arguments: argparse.Namespace) -> bool:
     hardware = _hardware(arguments)
     minor = _minor(arguments.kubelet)
     document = configuration_among(parse_yaml(arguments.node, read_named(arguments.node, "kubelet configuration")))
-    devices = _devices(arguments.device, hardware)
+    devices = _devices(arguments.device, machine_info(hardware))
     states = _states(arguments.state)
     pods, on_node = read_manifests(arguments.pod), read_manifests(arguments.running)
     notes = [] if states.memory or not states.cpu else [f"no {MEMORY_STATE} was given: no memory is taken as booked"]
@@ -114,7 +115,7 @@ def plan(arguments: argparse.Namespace) -> bool:
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
     if arguments.host is None:
-        return read_hardware(arguments.sys or Path("/"))
+        return read_kubelet_hardware(arguments.sys or Path("/"))
     return Hardware.from_json(_text(arguments.host, "host record"), arguments.host)
 
 

@@ -47,6 +47,8 @@ class Cpu:
     """The relative performance, 1024 for the fastest core; ``None`` where the kernel does not report it."""
     kind: str | None = None
     """One of :data:`KINDS`; ``None`` on a host with equal cores."""
+    core_id: int | None = None
+    """The kernel's ``core_id``, by which cadvisor makes cores; ``None`` where it was not read or the kernel has none."""
 
 
 @frozen
@@ -108,6 +110,15 @@ class Hardware:
     cpus: tuple[Cpu, ...]
     numa_nodes: tuple[NumaNode, ...]
     offline: CpuSet = attrs.field(factory=CpuSet)
+    memory: int | None = None
+    """``MemTotal`` of ``/proc/meminfo`` in bytes, of which cadvisor makes the node's capacity; ``None`` where it was not read."""
+    numa: bool = True
+    """Whether the kernel knows NUMA; without it there is one NUMA node 0 with everything."""
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes of memory of the host: *memory*, or what its NUMA nodes have together."""
+        return sum(node.memory for node in self.numa_nodes) if self.memory is None else self.memory
 
     @cached_property
     def by_cpu(self) -> Mapping[int, Cpu]:
@@ -159,6 +170,8 @@ class Hardware:
         document = {
             "format": FORMAT,
             "offline": str(self.offline),
+            **({} if self.memory is None else {"memory": self.memory}),
+            **({} if self.numa else {"numa": False}),
             "cpus": [_without_none(cpu) for cpu in self.cpus],
             "numa_nodes": [attrs.asdict(node) for node in self.numa_nodes],
         }
@@ -183,15 +196,22 @@ class Hardware:
         except ValueError as error:
             raise SpecError(source, [Problem("", f"is not JSON: {error}")]) from None
         reader = _RecordReader(source)
-        root = reader.mapping(document, "", {"format", "offline", "cpus", "numa_nodes"})
+        root = reader.mapping(document, "", {"format", "offline", "memory", "numa", "cpus", "numa_nodes"})
         if root.get("format") != FORMAT:
             reader.complain("format", f"must be {FORMAT}, found {root.get('format')!r}")
         offline = reader.cpu_set(root.get("offline", ""), "offline")
         cpus = [reader.cpu(item, path) for item, path in reader.items(root.get("cpus"), "cpus")]
         nodes = [reader.numa_node(item, path) for item, path in reader.items(root.get("numa_nodes"), "numa_nodes")]
+        memory, numa = reader.optional(root.get("memory"), "memory"), root.get("numa", True)
+        if not isinstance(numa, bool):
+            reader.complain("numa", f"must be true or false, found {numa!r}")
         reader.finish()
         hardware = cls(
-            tuple(sorted(cpus, key=lambda cpu: cpu.cpu)), tuple(sorted(nodes, key=lambda node: node.id)), offline
+            tuple(sorted(cpus, key=lambda cpu: cpu.cpu)),
+            tuple(sorted(nodes, key=lambda node: node.id)),
+            offline,
+            memory,
+            numa,
         )
         for problem in hardware.problems():
             reader.complain(problem.path, problem.message)
@@ -320,6 +340,7 @@ class _RecordReader:
             max_khz=self.optional(item.get("max_khz"), f"{path}.max_khz"),
             capacity=self.optional(item.get("capacity"), f"{path}.capacity"),
             kind=kind,
+            core_id=self.optional(item.get("core_id"), f"{path}.core_id"),
         )
 
     def numa_node(self, value: Any, path: str) -> NumaNode:

@@ -22,13 +22,14 @@ KIB = 1024
 LOCAL_DISTANCE = 10
 """ACPI's distance from a NUMA node to itself."""
 L3 = 3
+_MEM_TOTAL = r"MemTotal:\s+(\d{1,18}) kB"
 
 
 def read_hardware(root: Path = Path("/")) -> Hardware:
     """Read the host whose ``sys`` and ``proc`` lie below *root*.
 
     Offline CPUs are listed but not described, for the kernel hides their topology. A kernel without NUMA is one NUMA
-    node 0 that holds everything, as cadvisor sees it.
+    node 0 that holds everything.
     Raises :class:`HostError` if a file that every kernel has is missing or is not what it should be.
     """
     system = root / "sys/devices/system"
@@ -41,6 +42,30 @@ def read_hardware(root: Path = Path("/")) -> Hardware:
     cpus = _cpus(system / "cpu", online, numa_node_of, numa_nodes[0][0].id, kinds)
     offline = _cpu_set(system / "cpu/present") - online
     return Hardware(tuple(cpus), tuple(node for node, _ in numa_nodes), offline)
+
+
+def read_kubelet_hardware(root: Path = Path("/")) -> Hardware:
+    """Read the host as :func:`read_hardware` does, and the facts that only the kubelet's decisions need.
+
+    They are a file of each CPU, and so are not read at the start of an instance.
+    """
+    hardware = read_hardware(root)
+    system = root / "sys/devices/system"
+    meminfo = root / "proc/meminfo"
+    return attrs.evolve(
+        hardware,
+        cpus=tuple(
+            attrs.evolve(cpu, core_id=_core_id(system / f"cpu/cpu{cpu.cpu}/topology/core_id")) for cpu in hardware.cpus
+        ),
+        memory=_meminfo(meminfo, _MEM_TOTAL) if meminfo.exists() else None,
+        numa=bool(_optional_cpu_set(system / "node/online")),
+    )
+
+
+def _core_id(path: Path) -> int | None:
+    """Return the ``core_id``, which is -1 where the firmware does not tell."""
+    number = _optional_number(path)
+    return None if number is None or number < 0 else number
 
 
 def read_online_cpus(sys: Path) -> OnlineCpus:
@@ -108,7 +133,7 @@ def _l3(path: Path, cpu: int) -> dict[int, int | None]:
 def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
     online = _optional_cpu_set(path / "online")
     if not online:
-        memory = _meminfo(root / "proc/meminfo", r"MemTotal:\s+(\d+) kB")
+        memory = _meminfo(root / "proc/meminfo", _MEM_TOTAL)
         pools = _hugepages(root / "sys/kernel/mm/hugepages")
         return [(NumaNode(0, memory, (LOCAL_DISTANCE,), pools), CpuSet())]
     found = []
@@ -119,7 +144,7 @@ def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
             raise HostError(
                 f"cannot use {str(node / 'distance')!r}: {len(distances)} distances for {len(online)} NUMA nodes"
             )
-        memory = _meminfo(node / "meminfo", rf"Node {number} MemTotal:\s+(\d+) kB")
+        memory = _meminfo(node / "meminfo", rf"Node {number} {_MEM_TOTAL}")
         found.append((NumaNode(number, memory, distances, _hugepages(node / "hugepages")), _cpu_set(node / "cpulist")))
     return found
 

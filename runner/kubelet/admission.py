@@ -25,6 +25,7 @@ from runner.kubelet.cpu_assignment import CpuTopology
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
 from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
 from runner.kubelet.general_filter import Insufficient, NodeAllocatable, PreemptionError, insufficient, preempted
+from runner.kubelet.machine_info import machine_info
 from runner.kubelet.memory_manager import MemoryManager, check_reservation, requested_memory
 from runner.kubelet.pod import MEMORY, Container, Pod
 from runner.kubelet.quirks import (
@@ -104,6 +105,8 @@ class Kubelet:
     quirks: frozenset[Quirk]
     device_manager: DeviceManager
     minor: int
+    machine: Hardware
+    """The host as cadvisor describes it (:func:`~runner.kubelet.machine_info.machine_info`)."""
     pod_level_resources: bool
     """The feature gate ``PodLevelResources``."""
     pod_level_resource_managers: bool = False
@@ -124,6 +127,7 @@ class Kubelet:
         would not start, :class:`RefusedError` for a version that is not modelled.
         """
         known = quirks_of(configuration.minor) if quirks is None else quirks
+        hardware = machine_info(hardware)
         return cls(
             _topology_manager(hardware, configuration),
             _cpu_manager(CpuTopology.of(hardware), configuration, known),
@@ -131,6 +135,7 @@ class Kubelet:
             known,
             DeviceManager(tuple(node.id for node in hardware.numa_nodes), devices, known),
             configuration.minor,
+            hardware,
             configuration.pod_level_resources,
             configuration.pod_level_resource_managers,
         )
@@ -223,6 +228,8 @@ def _topology_manager(hardware: Hardware, configuration: KubeletConfiguration) -
         raise KubeletConfigError(
             f'the minimum value of "max-allowable-numa-nodes" should not be less than {DEFAULT_MAX_NUMA_NODES}'
         )
+    if closest and not all(distances.values()):
+        raise KubeletConfigError("error getting NUMA distances from cadvisor")
     if len(numa_nodes) > int(limit):
         raise KubeletConfigError(f"unsupported on machines with more than {limit} NUMA Nodes")
     # Only these two policies are given the option.

@@ -22,6 +22,7 @@ from runner.errors import UsageError
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration
 from runner.kubelet.feature_gates import POD_LEVEL_MANAGERS, check_gates
+from runner.kubelet.machine_info import machine_info
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, read_quantity
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.topology_manager import Policy, Scope
@@ -268,14 +269,14 @@ def _eviction(document: Value, hardware: Hardware) -> int:
     # The kubelet keeps it as a float32.
     (narrow,) = struct.unpack("f", struct.pack("f", share))
     (narrow,) = struct.unpack("f", struct.pack("f", narrow / 100))
-    return int(sum(node.memory for node in hardware.numa_nodes) * narrow)
+    return int(hardware.total_memory * narrow)
 
 
 def _reserved_memory(document: Value, hardware: Hardware) -> dict[int, dict[str, int]]:
     """Read ``reservedMemory`` (``validateReservedMemoryConfiguration``, ``getTotalMemoryTypeReserved``)."""
     reserved: dict[int, dict[str, int]] = {}
     listed = document.get("reservedMemory")
-    numa_nodes = {node.id for node in hardware.numa_nodes}
+    numa_nodes = {node.id for node in machine_info(hardware).numa_nodes}
     for entry in listed.elements() if listed else ():
         numa_node = entry.get("numaNode").number() if entry.get("numaNode") else 0
         for limit in entry.get("limits", {}).members():

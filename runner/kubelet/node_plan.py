@@ -120,6 +120,7 @@ class NodePlan:
     """A node *before* its pods, the decisions about them, and the node *after* them without the resources of stale pods."""
 
     hardware: Hardware
+    """The host as the kernel describes it, where vCPUs are pinned."""
     configuration: KubeletConfiguration
     before: SimulatedNode
     pods: tuple[PodPlan, ...]
@@ -132,6 +133,11 @@ class NodePlan:
     """The UIDs of :func:`unclear_pods`, which *pods* takes as ended."""
     if_live: NodePlan | None = None
     """The same pods where the *unclear* ones are still active; ``None`` if the answers are the same."""
+
+    @property
+    def machine(self) -> Hardware:
+        """The host as the kubelet sees it."""
+        return self.before.kubelet.machine
 
     @property
     def fits(self) -> bool:
@@ -603,5 +609,5 @@ def allocatable_memory(hardware: Hardware, configuration: KubeletConfiguration) 
         for pool in node.hugepages:
             resource = hugepages_resource(pool.size)
             hugepages[resource] = hugepages.get(resource, 0) + pool.size * pool.total
-    memory = sum(node.memory for node in hardware.numa_nodes) - sum(hugepages.values())
+    memory = hardware.total_memory - sum(hugepages.values())
     return {MEMORY: max(0, memory - (configuration.node_allocatable_memory or 0))} | hugepages

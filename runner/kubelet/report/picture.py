@@ -122,7 +122,7 @@ def approximate(amount: int) -> str:
 def memory_of(plan: NodePlan, numa_node: int) -> Iterator[str]:
     """Yield for each resource that the Memory Manager knows on *numa_node* how much of it is free."""
     if numa_node not in plan.after.memory.numa_nodes:
-        yield f"memory {approximate(next(node.memory for node in plan.hardware.numa_nodes if node.id == numa_node))}"
+        yield f"memory {approximate(next(node.memory for node in plan.machine.numa_nodes if node.id == numa_node))}"
     for resource, table in tables_of(plan, numa_node):
         yield free_words(resource, table)
 
@@ -162,7 +162,7 @@ def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
 
 def cpus_words(plan: NodePlan, numa_node: int) -> str:
     """Return how many CPUs *numa_node* has, and how many of them are free."""
-    cpus = plan.hardware.cpus_of_numa_node[numa_node]
+    cpus = plan.machine.cpus_of_numa_node[numa_node]
     free = f"{len(plan.after.available & cpus)} of {len(cpus)} CPUs free" if cpus else "no CPUs"
     if cpus and plan.after.kubelet.cpu_manager is None:
         free = f"{len(cpus)} CPUs"
@@ -189,12 +189,12 @@ def picture_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     signs = dict.fromkeys(reserved_of(plan), RESERVED)
     signs |= {cpu: owner.sign for owner in owners for cpu in owner.cpus}
     paints = _paints(owners) if colour else {}
-    for node in plan.hardware.numa_nodes:
+    for node in plan.machine.numa_nodes:
         first, *rest = facts_of(plan, node.id)
-        title, *more = joined([f"{title_of(node.id, plan.hardware)}: {first}", *rest], width)
+        title, *more = joined([f"{title_of(node.id, plan.machine)}: {first}", *rest], width)
         yield title
         yield from (f"{' ' * LABEL}{line}" for line in more)
-        yield from _rows(cores_by_cache(plan.hardware, node.id), signs, paints, width)
+        yield from _rows(cores_by_cache(plan.machine, node.id), signs, paints, width)
     yield from legend_lines(owners, reserved_of(plan), paints)
 
 

@@ -129,12 +129,12 @@ def picture_svg(plan: NodePlan) -> str:
     styled = [(owner, _Style(name, owner.name)) for owner, name in zip(owners_of(plan), classes, strict=False)]
     styles = {cpu: _Style(RESERVED, "reserved") for cpu in reserved_of(plan)}
     styles |= {cpu: style for owner, style in styled for cpu in owner.cpus}
-    cells = NUMBERED if len(plan.hardware.cpus) <= MOST_NUMBERED else COMPACT
-    bodies = [_cores(plan, node.id, styles, cells) for node in plan.hardware.numa_nodes]
+    cells = NUMBERED if len(plan.machine.cpus) <= MOST_NUMBERED else COMPACT
+    bodies = [_cores(plan, node.id, styles, cells) for node in plan.machine.numa_nodes]
     inside = max(body.width for body in bodies)
     boxes = [
         _numa_node(plan, node.id, body, inside, styles)
-        for node, body in zip(plan.hardware.numa_nodes, bodies, strict=True)
+        for node, body in zip(plan.machine.numa_nodes, bodies, strict=True)
     ]
     beside = min(BOXES_IN_ROW, len(boxes))
     width = max(MARGIN + beside * (boxes[0].width + MARGIN), LEAST_WIDTH)
@@ -203,7 +203,7 @@ def _numa_node(plan: NodePlan, numa_node: int, body: _Box, inside: int, styles: 
     tables = tables_of(plan, numa_node)
     facts = [cpus_words(plan, numa_node), *([] if tables else memory_of(plan, numa_node)), *devices_of(plan, numa_node)]
     y = PADDING + 10
-    drawing = [_text(PADDING, y, title_of(numa_node, plan.hardware), 13, bold=True)]
+    drawing = [_text(PADDING, y, title_of(numa_node, plan.machine), 13, bold=True)]
     for line in joined(facts, columns):
         y += LINE
         drawing.append(_text(PADDING, y, line, 11, "faint"))
@@ -267,7 +267,7 @@ def _cores(plan: NodePlan, numa_node: int, styles: Mapping[int, _Style], cells: 
     """Draw the cores of *numa_node*, those that share an L3 cache together."""
     drawing: list[str] = []
     y = width = 0
-    for line in lines_of(cores_by_cache(plan.hardware, numa_node), cells.cores_in_row, gap=0):
+    for line in lines_of(cores_by_cache(plan.machine, numa_node), cells.cores_in_row, gap=0):
         x = cells.label
         threads = max(len(core) for group in line for core in group)
         for group in line:
@@ -338,7 +338,7 @@ def _key(plan: NodePlan, cells: _Cells, width: int) -> _Box:
     """Draw what a column, a row, a gap and a bar stand for."""
     numbers = "" if cells.label else ", with the number of each CPU"
     bars = " A bar is memory or huge pages: reserved for the system, given to containers, free."
-    bars = bars if any(tables_of(plan, node.id) for node in plan.hardware.numa_nodes) else ""
+    bars = bars if any(tables_of(plan, node.id) for node in plan.machine.numa_nodes) else ""
     words = (
         f"A column is a core, its rows are the core's threads{numbers}. A wider gap stands between cores of different L3 caches.{bars}"
         " The pointer shows a CPU's owner."

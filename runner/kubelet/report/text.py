@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 def hardware_line(hardware: Hardware) -> str:
     """Describe *hardware* in one line."""
-    memory = sum(node.memory for node in hardware.numa_nodes)
+    memory = hardware.total_memory
     pages = sum(pool.size * pool.total for node in hardware.numa_nodes for pool in node.hugepages)
     counts = (
         _count(len(hardware.sockets), "socket"),
@@ -175,7 +175,7 @@ def _remains(plan: NodePlan) -> str:
     node = plan.after
     if node.kubelet.cpu_manager is None:
         return "the kubelet makes no CPU exclusive with cpuManagerPolicy none"
-    most = max((len(node.available & cpus) for cpus in plan.hardware.cpus_of_numa_node.values()), default=0)
+    most = max((len(node.available & cpus) for cpus in plan.machine.cpus_of_numa_node.values()), default=0)
     return (
         f"shared pool {node.shared_pool or 'empty'}; {_count(len(node.available), 'CPU')} of it can still be given,"
         f" at most {most} on one NUMA node"
@@ -381,8 +381,8 @@ def node_json(plan: NodePlan) -> dict[str, Any]:
         "version": 1,
         "fits": plan.fits,
         "host": {
-            "cpus": str(plan.hardware.online),
-            "numa_nodes": {str(node): str(cpus) for node, cpus in plan.hardware.cpus_of_numa_node.items()},
+            "cpus": str(plan.machine.online),
+            "numa_nodes": {str(node): str(cpus) for node, cpus in plan.machine.cpus_of_numa_node.items()},
         },
         "kubelet": {
             "minor": plan.configuration.minor,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 
 from runner.cpuset import CpuSet
@@ -136,7 +137,8 @@ def hardware(case: Document, topology: CpuTopology) -> Hardware:
 
 
 def kubelet(case: Document, topology: CpuTopology, quirks: frozenset[Quirk]) -> Kubelet:
-    return Kubelet.configured(
+    """Start the kubelet of a case, whose CPUs are as cadvisor has described them already."""
+    started = Kubelet.configured(
         hardware(case, topology),
         KubeletConfiguration(
             cpu_manager_policy="static",
@@ -154,6 +156,8 @@ def kubelet(case: Document, topology: CpuTopology, quirks: frozenset[Quirk]) -> 
         ),
         quirks=quirks,
     )
+    assert started.cpu_manager
+    return attrs.evolve(started, cpu_manager=attrs.evolve(started.cpu_manager, topology=topology))
 
 
 def amounts(document: Document) -> dict[str, int]:

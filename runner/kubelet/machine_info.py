@@ -1,0 +1,47 @@
+"""A host as cadvisor describes it to the kubelet (``MachineInfo``), which is not always as the kernel does.
+
+Modelled on ``utils/sysinfo/sysinfo.go`` of cadvisor (``getCoresInfo``, ``addCacheInfo``, ``getCPUTopology``) and
+``pkg/kubelet/cm/cpumanager/topology/topology.go``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+
+from runner.facts.hardware import Cpu, Hardware, NumaNode
+
+
+def machine_info(hardware: Hardware) -> Hardware:
+    """Return *hardware* with the cores, caches and NUMA nodes that the kubelet sees; applied twice it changes nothing more.
+
+    * A core is what has one ``core_id`` within package and NUMA node, whatever the lists of siblings say. They differ on
+      AMD's family 15h, and where ids repeat within a package. A record without ``core_id`` has the siblings.
+    * An L3 cache that all CPUs of a NUMA node share, and no others, is one of the NUMA node, and its cores have none.
+    * A kernel without NUMA has one NUMA node for each package, without memory, huge pages and distances.
+    """
+    numa_nodes = hardware.numa_nodes
+    cpus = hardware.cpus
+    if not hardware.numa:
+        numa_nodes = tuple(NumaNode(package, 0, ()) for package in sorted(hardware.sockets))
+        cpus = tuple(attrs.evolve(cpu, numa_node=cpu.socket) for cpu in cpus)
+    cores: dict[tuple[int, int, int], list[Cpu]] = {}
+    for cpu in cpus:
+        name = cpu.core if cpu.core_id is None else cpu.core_id
+        cores.setdefault((cpu.numa_node, cpu.socket, name), []).append(cpu)
+    in_numa_node = Counter(numa_node for numa_node, _, _ in cores)
+    sharing = Counter(cpu.l3 for cpu in cpus)
+    seen = []
+    for (numa_node, _, _), threads in cores.items():
+        first = threads[0]
+        of_numa_node = sharing[first.l3] == in_numa_node[numa_node] * len(threads)
+        l3 = None if of_numa_node else first.l3
+        seen += [attrs.evolve(cpu, core=first.cpu, l3=l3) for cpu in threads]
+    return attrs.evolve(
+        hardware,
+        cpus=tuple(sorted(seen, key=lambda cpu: cpu.cpu)),
+        numa_nodes=numa_nodes,
+        memory=hardware.total_memory,
+        numa=True,
+    )
