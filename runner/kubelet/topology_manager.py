@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
@@ -32,6 +33,8 @@ from runner.kubelet.numa_masks import (
 from runner.kubelet.quirks import KubeletCrashesError
 from runner.values import frozen
 
+MAX_COMPARED = 200_000
+"""Number of combinations that are gone through for what the kubelet reads of distances."""
 DEFAULT_MAX_NUMA_NODES = 8
 """``defaultMaxAllowableNUMANodes``: with more NUMA nodes the kubelet starts only with policy ``none`` or the option."""
 
@@ -187,23 +190,65 @@ class TopologyManager:
         factors = factors_of(providers)
         permutations = math.prod(map(len, factors))
         single = self.policy is Policy.SINGLE_NUMA_NODE
-        places = Places(self.numa_nodes)
-        hint = self._best([_single_numa_node(factor) if single else factor for factor in factors], places)
+        factors = [_single_numa_node(factor) if single else factor for factor in factors]
+        if self.prefer_closest and any(max(self.numa_nodes) >= len(row) for row in self.distances.values()):
+            self._check_distances(factors)
+        hint = self._best(factors)
         if single and hint.mask == self.default:
             hint = Hint(None, hint.preferred)
         admitted = hint.preferred or self.policy is Policy.BEST_EFFORT
         return Merged(hint, admitted, permutations)
 
-    def _best(self, factors: Sequence[HintList], places: Places) -> Hint:
+    def _check_distances(self, factors: Sequence[HintList]) -> None:
+        """Go through the combinations as the kubelet does, as far as it reads distances on a host whose ids have gaps.
+
+        It also compares results that lose later. Raises :class:`KubeletCrashesError`. Combinations
+        beyond :data:`MAX_COMPARED` are not gone through: the winner's distances are read in any case.
+        """
+        demand = max((_narrowest_count(factor) for factor in factors if factor.masks), default=0)
+        best: Hint | None = None
+        for hints in itertools.islice(itertools.product(*factors), MAX_COMPARED):
+            masks = {hint.mask for hint in hints} - {None}
+            mask = functools.reduce(int.__and__, (each for each in masks if each is not None), self.default)
+            hint = Hint(mask, preferred=len(masks) <= 1 and all(each.preferred for each in hints))
+            if mask:
+                best = hint if best is None else self._better(best, hint, demand)
+
+    def _better(self, best: Hint, hint: Hint, demand: int) -> Hint:
+        """Return the better one of two hints with a mask each (``HintMerger.compare``); *demand* as in :meth:`_best`."""
+        if best.preferred != hint.preferred:
+            return best if best.preferred else hint
+        old, new = (each.mask or 0 for each in (best, hint))
+        sizes = old.bit_count(), new.bit_count()
+        if not hint.preferred and sizes[0] <= demand and sizes[0] != sizes[1]:
+            nearer = sizes[0] < sizes[1] <= demand
+            return hint if nearer else best
+        if sizes[0] != sizes[1]:
+            return hint if sizes[1] < sizes[0] else best
+        if old == new:
+            return best
+        distances = self._spread(old), self._spread(new)
+        return hint if (distances[1], new) < (distances[0], old) else best
+
+    def _best(self, factors: Sequence[HintList]) -> Hint:
         nothing = Hint(self.default, preferred=False)
         if not all(map(len, factors)):
             return nothing
         # The size of the narrowest mask of each resource (`BestNonPreferredAffinityCount`), unknown NUMA nodes included.
         demands = [_narrowest_count(factor) for factor in factors if factor.masks]
+        # NUMA nodes that no hint names are in the default mask only, all of them together: one place stands for them.
+        named = {each for factor in factors if factor.masks for each in factor.places.numa_nodes}
+        others = tuple(each for each in self.numa_nodes if each not in named)
+        places = Places(tuple(each for each in self.numa_nodes if each in named or each in others[:1]))
+
+        def number(mask: int) -> int:
+            numa_nodes = places.number(mask)
+            return numa_nodes | mask_of(others) if numa_nodes & mask_of(others) else numa_nodes
+
         factors = [factor.over(places) for factor in factors]
         winners = _agreed(factors, places)
         if winners:
-            return Hint(places.number(self._narrowest(winners, places)), preferred=True)
+            return Hint(number(self._narrowest(winners, places)), preferred=True)
         reachable = _reachable(factors, places)
         # An AND may be narrower than any resource needs. The kubelet prefers as many NUMA nodes as the most demanding
         # resource needs, then fewer, then more.
@@ -211,7 +256,7 @@ class TopologyManager:
         for size in (*range(needed, 0, -1), *range(needed + 1, len(places) + 1)):
             found = reachable & of_size(len(places), size)
             if found:
-                return Hint(places.number(self._narrowest(found, places)), preferred=False)
+                return Hint(number(self._narrowest(found, places)), preferred=False)
         return nothing
 
     def _narrowest(self, family: int, places: Places) -> int:

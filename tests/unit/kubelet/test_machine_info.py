@@ -75,7 +75,7 @@ def test_a_kernel_without_numa_has_a_numa_node_for_each_package() -> None:
     closest = KubeletConfiguration(
         topology_manager_policy="best-effort", topology_manager_policy_options={"prefer-closest-numa-nodes": "true"}
     )
-    with pytest.raises(KubeletConfigError, match="^error getting NUMA distances from cadvisor$"):
+    with pytest.raises(KubeletConfigError, match=r"^error getting NUMA distances from cadvisor$"):
         Kubelet.configured(attrs.evolve(flat, numa=False), closest)
 
 

@@ -137,3 +137,25 @@ def test_distances_are_looked_up_by_number_as_the_kubelet_does() -> None:
     with pytest.raises(KubeletCrashesError, match=r"NUMA nodes 0,8 are not numbered without gaps"):
         manager.merge([hints])
     assert attrs.evolve(manager, prefer_closest=False).merge([hints]).hint == Hint(1, preferred=True)
+
+
+def test_distances_of_results_that_lose_later_are_read_too() -> None:
+    """{0} and {8} are compared before {0,8}, the only preferred result, is reached."""
+    rows = {0: (10, 40), 8: (40, 10)}
+    manager = TopologyManager((0, 8), Policy.BEST_EFFORT, prefer_closest=True, distances=rows)
+    one, other, both = (Hint(mask, preferred=mask == 257) for mask in (1, 256, 257))
+    with pytest.raises(KubeletCrashesError):
+        manager.merge([{"cpu": HintList.of([one, other, both])}])
+    assert manager.merge([{"cpu": HintList.of([other, both])}]).hint == both
+    # A mask is not compared with itself.
+    assert manager.merge([{"cpu": HintList.of([other])}, {"memory": HintList.of([other, both])}]).hint == other
+
+
+def test_a_host_of_many_numa_nodes_of_which_few_have_anything() -> None:
+    """34 NUMA nodes, two of them with CPUs: all others are in the default mask only."""
+    manager = TopologyManager(tuple(range(34)), Policy.RESTRICTED)
+    cpus = HintList.of([Hint(1, preferred=True), Hint(2, preferred=True), Hint(3, preferred=False)])
+    assert manager.merge([None, {"cpu": cpus}]).hint == Hint(1, preferred=True)
+    assert manager.merge([None, {"cpu": HintList.of([Hint(3, preferred=False)])}]).hint == Hint(3, preferred=False)
+    assert manager.merge([None, {"cpu": None}]).hint == Hint((1 << 34) - 1, preferred=True)
+    assert manager.merge([{"cpu": HintList()}]).hint == Hint((1 << 34) - 1, preferred=False)
