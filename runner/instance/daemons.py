@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from runner.errors import RunnerError, Status, explain
+from runner.errors import HostError, RunnerError, Status, explain
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from runner.kernel.carried import CarriedProcess
 
 log = logging.getLogger(__name__)
+
+UP_WITHIN = 10.0
+"""Seconds within which a daemon says that it serves: dnsmasq takes 4 ms."""
 
 STOPPED_WITHIN = 2.0
 """Seconds that a daemon may take to end after SIGTERM."""
@@ -88,7 +91,10 @@ class RestartedChild:
 
 @asynccontextmanager
 async def restarted_child(supervisor: Supervisor, command: Command, name: str) -> AsyncIterator[RestartedChild]:
-    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends; *name* is its own alone."""
+    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends; *name* is its own alone.
+
+    Raises :exc:`~runner.errors.HostError` if it never comes up: its first start is part of the instance's.
+    """
     policy = RESTARTS[command.role]
     with supervisor.carry_over.taking(name) as carried:
         if carried is None:
@@ -97,6 +103,8 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
             child = RestartedChild.adopt(supervisor, command, carried)
     supervisor.carry_over.offer(name, child.carried)
     try:
+        if command.up and not supervisor.carry_over.resuming:
+            await supervisor.unless_stopped(partial(_come_up, child.process))
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
             yield child
     finally:
@@ -105,6 +113,21 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
             trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True),
         ):
             await supervisor.processes.stop(child.process, STOPPED_WITHIN)
+
+
+async def _come_up(process: Process) -> None:
+    with trio.move_on_after(UP_WITHIN) as waiting:
+        if not await process.serves():
+            raise HostError(f"cannot start {process.role}: it {process.how_it_ended()}")
+    if waiting.cancelled_caught:
+        raise HostError(f"cannot start {process.role}: it has not said within {UP_WITHIN:g} s that it serves")
+
+
+def refuse_dead(daemons: Sequence[Process]) -> None:
+    """Raise :exc:`~runner.errors.HostError` if one of *daemons* has ended: the guest would begin without what it promises."""
+    for daemon in daemons:
+        if daemon.returncode is not None:
+            raise HostError(f"cannot let the guest run: {daemon.role} {daemon.how_it_ended()}")
 
 
 @asynccontextmanager

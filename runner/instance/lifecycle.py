@@ -17,7 +17,7 @@ import trio
 from runner.errors import Status, explain
 from runner.instance.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.console import console_shown
-from runner.instance.daemons import FATAL, anchored, first_dead, shared
+from runner.instance.daemons import FATAL, anchored, first_dead, refuse_dead, shared
 from runner.instance.display import display_shown
 from runner.instance.memory import guest_memory
 from runner.instance.qemu import (
@@ -96,14 +96,15 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             _vcpus(supervisor, receipts) as vcpus,
             _controlled(supervisor, directory, receipts, vcpus),
         ):
-            if not supervisor.carry_over.resuming:
-                await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
-                log.info("the guest runs")
             passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
 
             def daemons() -> Sequence[Process]:
                 return [*(share.process for share in shares.daemons), *passts]
 
+            if not supervisor.carry_over.resuming:
+                refuse_dead(daemons())
+                await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
+                log.info("the guest runs")
             async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                 with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
                     ended = await _ended(supervisor, machine, daemons, receipts, vcpus)

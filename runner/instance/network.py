@@ -14,7 +14,7 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, files
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
-from runner.plan.argv.networks import WireNumbers, dnsmasq_argv, passt_argv
+from runner.plan.argv.networks import DNSMASQ_UP, WireNumbers, dnsmasq_argv, passt_argv
 from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.values import frozen
 
@@ -186,6 +186,6 @@ async def dhcp_served(supervisor: Supervisor, plans: Sequence[DhcpPlan]) -> Asyn
     """Hold a dnsmasq on every bridge that has one."""
     async with AsyncExitStack() as held:
         for number, plan in enumerate(plans):
-            command = Command("dnsmasq", tuple(dnsmasq_argv(plan)))
+            command = Command("dnsmasq", tuple(dnsmasq_argv(plan)), up=DNSMASQ_UP)
             await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq {number}"))
         yield

@@ -81,13 +81,15 @@ class Command:
     """A descriptor of the ``cgroup.procs`` that it is started in, by a shell that execs it; ``None``: this process's cgroup."""
     level: int = logging.INFO
     """The level at which its output is logged."""
+    up: str = ""
+    """What it prints once it serves; empty for a program that prints nothing then."""
 
 
 class Process:
     """A child of this process, from its start until its status was read."""
 
     def __init__(
-        self, role: str, pid: int, output: int, level: int, popen: subprocess.Popen[bytes] | None = None
+        self, role: str, pid: int, output: int, level: int, popen: subprocess.Popen[bytes] | None = None, up: str = ""
     ) -> None:
         self.role = role
         self.pid = pid
@@ -103,6 +105,8 @@ class Process:
         self._allowed_until = -math.inf
         self._dropped = 0
         self._ended = trio.Event()
+        self._up = up
+        self._up_or_ended = trio.Event()
 
     def __repr__(self) -> str:
         return f"<{self.role} pid={self.pid} returncode={self.returncode}>"
@@ -112,6 +116,11 @@ class Process:
         await self._ended.wait()
         assert self.returncode is not None  # noqa: S101 - set before the event
         return self.returncode
+
+    async def serves(self) -> bool:
+        """Wait until it has printed what :attr:`Command.up` says, or ended; return whether it lives."""
+        await self._up_or_ended.wait()
+        return self.returncode is None
 
     def send_signal(self, number: int) -> None:
         """Send it a signal if it still lives; its pid cannot be reused before it is reaped here."""
@@ -202,6 +211,8 @@ class Process:
         if text := _text(line):
             self.last_lines.append(text)
             log.log(self._level, "%s: %s", self.role, text)
+            if self._up and self._up in text:
+                self._up_or_ended.set()
 
     def _log_dropped(self) -> None:
         if self._dropped:
@@ -222,6 +233,7 @@ class Process:
         trio.lowlevel.notify_closing(self._output)
         os.close(self._output)
         self._ended.set()
+        self._up_or_ended.set()
 
 
 def _state(pid: int) -> str:
@@ -289,7 +301,9 @@ class Processes:
                     cwd="/",
                     env=self._environment,
                 )
-                process = self._owned[popen.pid] = Process(command.role, popen.pid, output, command.level, popen)
+                process = self._owned[popen.pid] = Process(
+                    command.role, popen.pid, output, command.level, popen, command.up
+                )
         except OSError as error:
             raise HostError(f"cannot start {command.role} ({command.argv[0]!r})") from error
         self.begun += 1

@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from runner.cpuset import CpuSet
-from runner.errors import PlacementError, RunnerError, Status, explain
+from runner.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
@@ -379,10 +379,21 @@ async def test_a_stop_request_before_the_start(fake_host: FakeHost) -> None:
     assert "cont" not in fake_host.commands()
 
 
-@pytest.mark.parametrize("when", ["before QEMU", "while the guest runs"])
-async def test_the_death_of_virtiofsd_ends_the_instance(fake_host: FakeHost, when: str) -> None:
-    behaviour = {"dies_after": 0.05} if when == "before QEMU" else {}
-    plan = fake_host.plan(fake_host.share(), daemon={"virtiofsd": behaviour}, grace=2)
+async def test_a_guest_does_not_run_without_its_virtiofsd(fake_host: FakeHost) -> None:
+    """One that ends before the guest runs is a failed start, and is named."""
+    plan = fake_host.plan(fake_host.share())
+    virtiofsd = fake_host.root / "bin" / "virtiofsd"
+    virtiofsd.write_text("#!/bin/sh\necho no such share; exit 3\n")
+    before = fake_host.snapshot()
+    result = await fake_host.run(plan)
+    assert refused(result) == "cannot let the guest run: virtiofsd exited with status 3, saying 'no such share'"
+    assert "cont" not in fake_host.commands()
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
+
+
+async def test_the_death_of_virtiofsd_ends_the_instance(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(fake_host.share(), grace=2)
 
     async def kill(host: Supervisor) -> None:
         await wait_for(fake_host.guest_runs)
@@ -424,6 +435,32 @@ async def test_dnsmasq_and_the_anchor_are_restarted(fake_host: FakeHost, role: s
     assert ended(await fake_host.run(plan, meanwhile=kill)).status is Status.STOPPED
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before
+
+
+async def test_a_dnsmasq_that_never_came_up_is_a_failed_start(fake_host: FakeHost) -> None:
+    """Its first start is part of the instance's: a guest without an address must not be called ready."""
+    refuses = "dnsmasq: bad command line options: dhcp-option too long"
+    plan = fake_host.plan("[[network]]\n", daemon={"dnsmasq": {"refuses": refuses}})
+    before = fake_host.snapshot()
+    result = await fake_host.run(plan)
+    assert isinstance(result, HostError)
+    assert str(result) == f"cannot start dnsmasq: it exited with status 1, saying {refuses!r}"
+    assert fake_host.records("qemu", "start") == []
+    assert len(fake_host.records("dnsmasq", "start")) == 1
+    assert not (fake_host.root / "state" / "ready").exists()
+    assert fake_host.faults.sentences == []
+    assert fake_host.snapshot() == before
+
+
+async def test_a_stop_is_heard_while_dnsmasq_comes_up(fake_host: FakeHost) -> None:
+    plan = fake_host.plan("[[network]]\n", daemon={"dnsmasq": {"silent": True}})
+
+    async def stop(_: Supervisor) -> None:
+        await wait_for(lambda: bool(fake_host.records("dnsmasq", "start")))
+        fake_host.stop.ask("test")
+
+    assert ended(await fake_host.run(plan, meanwhile=stop)).status is Status.STOPPED
+    assert fake_host.faults.sentences == []
 
 
 async def test_a_crash_loop_costs_little_and_ends_with_the_instance(fake_host: FakeHost) -> None:

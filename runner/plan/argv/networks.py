@@ -19,6 +19,9 @@ from runner.plan.networks import (
     PasstPlan,
 )
 from runner.values import frozen
+DNSMASQ_UP = "started, version "
+"""What dnsmasq logs when its sockets are bound and its privileges dropped (``main`` of ``src/dnsmasq.c``); in a locale of no language."""
+
 
 
 @frozen

@@ -9,6 +9,8 @@ import threading
 
 DEFAULTS = {
     "dies_after": None,
+    "refuses": None,  # what it prints when it ends at its start
+    "silent": False,  # a dnsmasq that never says that it serves
     "ignores_sigterm": False,
     "version": "virtiofsd 1.13.2",
     "at_load": None,  # of another virtiofsd's state: None | "exit" | "refuse" | "hang"
@@ -55,6 +57,11 @@ record(
         if os.path.exists(f"/proc/self/fd/{name}")
     },
 )
+if behaviour["refuses"] is not None:
+    print(behaviour["refuses"], file=sys.stderr, flush=True)
+    sys.exit(1)
+if globals()["NAME"] == "dnsmasq" and not behaviour["silent"]:
+    print("dnsmasq: started, version 2.90 DNS disabled", file=sys.stderr, flush=True)
 if behaviour["ignores_sigterm"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if behaviour["dies_after"] is not None:
