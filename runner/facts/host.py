@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 
     from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
 
-_DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,253}")
-
 
 @frozen
 class User:
@@ -142,17 +140,20 @@ class PodName:
 
 @frozen
 class Resolver:
-    """The name servers and search domains of ``/etc/resolv.conf`` that a guest can use as well."""
+    """What ``/etc/resolv.conf`` says; the plan decides what of it a guest can use."""
 
     nameservers: tuple[IPv4Address, ...] = ()
     search: tuple[str, ...] = ()
     nameservers6: tuple[IPv6Address, ...] = ()
+    options: tuple[str, ...] = ()
+    """Its other words, such as ``ndots:5``."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse ``resolv.conf(5)`` without loopback and link-local servers, which a guest cannot reach."""
+        """Parse ``resolv.conf(5)``; what is no address and the root domain are ignored, as the C library ignores them."""
         nameservers: list[IPv4Address | IPv6Address] = []
         search: tuple[str, ...] = ()
+        options: list[str] = []
         for line in text.splitlines():
             word, *rest = line.split() or [""]
             if word == "nameserver" and rest:
@@ -160,14 +161,16 @@ class Resolver:
                     address = ip_address(rest[0])
                 except ValueError:
                     continue
-                if not address.is_loopback and not address.is_link_local:
-                    nameservers.append(address)
+                nameservers.append(address)
             elif word in {"search", "domain"}:
-                search = tuple(name for name in rest if _DOMAIN.fullmatch(name) and name != ".")
+                search = tuple(name for name in rest if name != ".")
+            elif word in {"options", "sortlist"}:
+                options += rest
         return cls(
             tuple(each for each in nameservers if isinstance(each, IPv4Address)),
             search,
             tuple(each for each in nameservers if isinstance(each, IPv6Address)),
+            tuple(options),
         )
 
 

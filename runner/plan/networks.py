@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
 from typing import Literal, assert_never
@@ -12,6 +12,15 @@ from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
 from runner.plan.descriptor_claims import Claims
+from runner.plan.dhcp import (
+    GuestResolver,
+    dhcp_routes,
+    guest_resolver,
+    refuse_too_many_routes,
+    remark_long_reply,
+    routes_bytes,
+    search_bytes,
+)
 from runner.plan.identity import Identity
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
@@ -64,6 +73,8 @@ class BridgedPlan(Nic):
     """The interface whose address the guest takes over, as it was before (mode ``bridge``); ``None`` with ``private``."""
     ipv6: Ipv6Plan | None
     vhost: bool
+    dns_options: tuple[str, ...] = ()
+    """What the pod's resolver is told besides, which DHCP cannot say."""
 
 
 @frozen
@@ -144,6 +155,7 @@ class _NetworkPlanner:
         self._most_queues = min(vcpus, MOST_QUEUES)
         self._facts = facts
         self._claims = claims
+        self._problems = problems
         self._refuse = problems.refuse
         self._remark = problems.remark
 
@@ -259,10 +271,14 @@ class _NetworkPlanner:
                 f"{name!r} has the permanent neighbour {neighbour.address}: it is restored afterwards, but the guest does not get it"
             )
         guest = pod.addresses[0]
+        resolver = guest_resolver(self._facts.resolver, pod, ipv6=network.ipv6, problems=self._problems)
         gateways = (route.gateway for route in pod.routes if route.destination.prefixlen == 0)
         gateway = next((each for each in gateways if isinstance(each, IPv4Address)), None)
         # Mask and gateway are enough unless the gateway is off the link or there are other routes (RFC 3442).
         plain = all(route.destination.prefixlen == 0 and route.gateway in guest.network for route in pod.routes)
+        routes = () if plain else pod.routes
+        refuse_too_many_routes(where, name, guest, routes, self._problems)
+        self._remark_options(guest, routes, resolver)
         return BridgedPlan(
             mac=network.mac or pod.mac,
             mtu=network.mtu or pod.mtu,
@@ -272,13 +288,25 @@ class _NetworkPlanner:
             host=IPv4Interface(f"169.254.77.{index + 1}/32"),
             guest=guest,
             gateway=gateway,
-            routes=() if plain else pod.routes,
-            nameservers=self._facts.resolver.nameservers,
-            search=self._facts.resolver.search,
+            routes=routes,
+            nameservers=resolver.nameservers,
+            search=resolver.search,
             pod=pod,
-            ipv6=self._pods_ipv6(index, network, pod),
+            ipv6=self._pods_ipv6(index, network, pod, resolver),
             vhost=self._facts.vhost_net,
+            dns_options=self._facts.resolver.options,
         )
+
+    def _remark_options(self, guest: IPv4Interface, routes: Sequence[Route], resolver: GuestResolver) -> None:
+        sizes = (
+            routes_bytes(dhcp_routes(guest, routes)),
+            4 * len(resolver.nameservers),
+            4,  # the router
+            2,  # the MTU
+            len(resolver.search[0]) if resolver.search else 0,
+            search_bytes(resolver.search),
+        )
+        remark_long_reply(sizes, self._problems)
 
     def _out_of_the_machines_network(self) -> str:
         """Return how this process comes into a network namespace of its own, by the way in which it was started."""
@@ -289,7 +317,7 @@ class _NetworkPlanner:
             'mode = "private", "macvtap" or "passt"'
         )
 
-    def _pods_ipv6(self, index: int, network: NetworkSpec, pod: Interface) -> Ipv6Plan | None:
+    def _pods_ipv6(self, index: int, network: NetworkSpec, pod: Interface, resolver: GuestResolver) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
             self._remark(f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6")
@@ -306,7 +334,7 @@ class _NetworkPlanner:
             f"the guest gets the IPv6 address of {pod.name!r} by DHCPv6, which has no routes: its IPv6 gateway must come from a router "
             "advertisement of the pod's network, or from the guest's own configuration"
         )
-        return Ipv6Plan(pod.addresses6[0], None, self._facts.resolver.nameservers6)
+        return Ipv6Plan(pod.addresses6[0], None, resolver.nameservers6)
 
     def _macvtap(self, index: int, network: NetworkSpec) -> MacvtapPlan | None:
         over = self._interface(index, network)

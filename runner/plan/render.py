@@ -159,6 +159,13 @@ def _derived(identity: Identity, number: int, network: NetworkPlan) -> str:
     return f" from {identity.origin}" if network.mac == derived_mac(identity, number) else ""
 
 
+def _names(network: BridgedPlan) -> str:
+    """Return where the guest looks up names, and which options of the pod's resolver it is not told."""
+    servers = ", ".join(map(str, network.nameservers)) or "none"
+    left = f" (without {' '.join(network.dns_options)}, which DHCP cannot say)" if network.dns_options else ""
+    return f"DNS {servers} {' '.join(network.search)}".rstrip() + left
+
+
 def _network(network: NetworkPlan, derived: str) -> str:
     guest = f"({network.mac}{derived}, MTU {network.mtu}"
     guest += f", {network.queues} queues)" if network.queues > 1 else ")"
@@ -173,7 +180,7 @@ def _network(network: NetworkPlan, derived: str) -> str:
             return opened + vhost * (network.vhost or bool(network.vhost_fds))
         case BridgedPlan():
             also = "" if network.ipv6 is None else f" and {network.ipv6.guest}"
-            place = "" if network.pod is None else f", in the place of {network.pod.name}"
+            place = "" if network.pod is None else f", in the place of {network.pod.name}, {_names(network)}"
             return f"guest {network.guest}{also} {guest} on bridge {network.bridge}{place}" + vhost * network.vhost
         case other:
             assert_never(other)

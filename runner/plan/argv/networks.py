@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from ipaddress import ip_network
 from typing import assert_never
 
-from runner.facts.network import Route
+from runner.plan.dhcp import dhcp_routes
 from runner.plan.networks import (
     BridgedPlan,
     DhcpPlan,
@@ -19,9 +18,9 @@ from runner.plan.networks import (
     PasstPlan,
 )
 from runner.values import frozen
+
 DNSMASQ_UP = "started, version "
 """What dnsmasq logs when its sockets are bound and its privileges dropped (``main`` of ``src/dnsmasq.c``); in a locale of no language."""
-
 
 
 @frozen
@@ -136,42 +135,32 @@ def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:
         "--dhcp-ignore=tag:!known",
         f"--dhcp-range={network.guest.ip},static,{network.guest.netmask},infinite",
         f"--dhcp-host={network.mac},{network.guest.ip}{_ipv6_lease(network.ipv6)},infinite",
-        f"--dhcp-option=option:mtu,{network.mtu}",
     ]
     if network.host.ip not in network.guest.network:
         # Our address is link-local: the guest's subnet belongs to the pod's network, not to the bridge.
         argv.append(f"--shared-network={network.bridge},{network.guest.ip}")
-    argv.append(f"--dhcp-option=option:router{_option_value(network.gateway)}")
-    argv.append("--dhcp-option=option:dns-server" + "".join(f",{address}" for address in network.nameservers))
-    if network.routes:
-        pairs = (f",{route.destination},{route.gateway or '0.0.0.0'}" for route in dhcp_routes(network))
-        argv.append("--dhcp-option=option:classless-static-route" + "".join(pairs))
     if network.ipv6 is not None:
         argv += _ipv6_options(network, network.ipv6)
+    return argv + list(_options(network))
+
+
+def _options(network: BridgedPlan) -> Iterator[str]:
+    """Yield the guest's DHCP options, the least important first: dnsmasq sends the last first, and leaves out what has no room."""
     if network.search:
-        argv.append(f"--dhcp-option=option:domain-name,{network.search[0]}")
-        argv.append("--dhcp-option=option:domain-search," + ",".join(network.search))
-    return argv
+        yield "--dhcp-option=option:domain-search," + ",".join(network.search)
+        yield f"--dhcp-option=option:domain-name,{network.search[0]}"
+    yield f"--dhcp-option=option:mtu,{network.mtu}"
+    yield "--dhcp-option=option:dns-server" + "".join(f",{address}" for address in network.nameservers)
+    yield f"--dhcp-option=option:router{_option_value(network.gateway)}"
+    if network.routes:
+        pairs = (
+            f",{each.destination},{each.gateway or '0.0.0.0'}" for each in dhcp_routes(network.guest, network.routes)
+        )
+        yield "--dhcp-option=option:classless-static-route" + "".join(pairs)
 
 
 def _option_value(address: object) -> str:
     return "" if address is None else f",{address}"
-
-
-def dhcp_routes(network: BridgedPlan) -> list[Route]:
-    """Return the routes for DHCP option 121: those without a gateway first, then those through gateways.
-
-    A gateway outside every on-link route (a pod with a /32 address) gets a route of its own, because a client installs
-    the list in order and refuses an unreachable gateway.
-    """
-    direct = [route for route in network.routes if route.gateway is None]
-    beyond = [route for route in network.routes if route.gateway is not None]
-    for route in beyond:
-        gateway = route.gateway
-        if gateway is None or gateway in network.guest.network or any(gateway in other.destination for other in direct):
-            continue
-        direct.append(Route(ip_network(gateway)))
-    return direct + beyond
 
 
 def _ipv6_lease(ipv6: Ipv6Plan | None) -> str:

@@ -12,11 +12,18 @@ from runner.facts.host import Resolver, Virtiofsd
 PATH = PurePosixPath("/usr/libexec/virtiofsd")
 
 
-def test_a_resolver_has_the_servers_that_a_guest_can_reach() -> None:
+def test_a_resolver_is_read_whole() -> None:
     text = "# from the kubelet\nnameserver 127.0.0.53\nnameserver 10.96.0.10\nnameserver fe80::1%eth0\nnameserver fd00::a\n"
-    found = Resolver.parse(text + "nameserver not-an-address\nnameserver\nsearch one.example bad_$name . two.example\n")
-    expected = Resolver((IPv4Address("10.96.0.10"),), ("one.example", "two.example"), (IPv6Address("fd00::a"),))
-    assert found == expected
+    found = Resolver.parse(
+        text
+        + "nameserver not-an-address\nnameserver\nsearch one.example bad_$name . two.example\noptions ndots:5 edns0\n"
+    )
+    assert found == Resolver(
+        (IPv4Address("127.0.0.53"), IPv4Address("10.96.0.10")),
+        ("one.example", "bad_$name", "two.example"),
+        (IPv6Address("fe80::1%eth0"), IPv6Address("fd00::a")),
+        ("ndots:5", "edns0"),
+    )
     assert Resolver.parse("") == Resolver()
 
 
