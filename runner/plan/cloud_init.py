@@ -73,11 +73,13 @@ def plan_seed(
     cloud_init: CloudInitSpec,
     identity: str,
     name: str,
-    macs: Sequence[str],
+    macs: Sequence[tuple[str, bool]],
     documents: Mapping[PurePosixPath, DocumentFact],
     problems: Problems,
 ) -> SeedPlan:
-    """Plan the documents of the seed; *identity* is the instance id, *macs* are those of the networks, in their order.
+    """Plan the documents of the seed; *identity* is the instance id.
+
+    *macs* are those of the networks, in their order, each with whether the guest gets an IPv6 address there.
 
     Without a network-config each network is configured by DHCP. It is matched by its MAC address, because the name of the
     interface depends on the guest's distribution.
@@ -122,10 +124,14 @@ def _plain(value: object) -> bytes:
     return json.dumps(value, indent=1).encode() + b"\n"  # JSON is YAML
 
 
-def _by_dhcp(macs: Sequence[str]) -> dict[str, object]:
+def _by_dhcp(macs: Sequence[tuple[str, bool]]) -> dict[str, object]:
     # dnsmasq identifies the lease by the MAC address, so it has to be DHCP's client identifier.
     known = {"dhcp4": True, "dhcp-identifier": "mac"}
-    ethernets = {f"net{index}": {"match": {"macaddress": mac}, **known} for index, mac in enumerate(macs)}
+    six = {"dhcp6": True, "accept-ra": True}
+    ethernets = {
+        f"net{index}": {"match": {"macaddress": mac}, **known, **(six if ipv6 else {})}
+        for index, (mac, ipv6) in enumerate(macs)
+    }
     return {"version": 2, "ethernets": ethernets}
 
 

@@ -260,7 +260,7 @@ def _seed(
 
     # To cloud-init another id is another machine, whose keys and users it makes anew.
     identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
-    macs = [network.mac for network in networks]
+    macs = [(network.mac, each.ipv6) for network, each in zip(networks, spec.network, strict=False)]
     return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, problems)
 
 

@@ -72,6 +72,11 @@ def test_keys_host_name_and_networks() -> None:
         "0a:58:0a:f4:01:05",
     ]
     assert all(each["dhcp4"] for each in network["ethernets"].values())
+    assert "dhcp6" not in found.network_config.content.decode()
+    six = seed("[cloud_init]\n[[network]]\n[[network]]\nipv6 = true\n").network_config
+    assert six is not None
+    ipv6 = [(each.get("dhcp6"), each.get("accept-ra")) for each in json.loads(six.content)["ethernets"].values()]
+    assert ipv6 == [(None, None), (True, True)]
     given = seed('[cloud_init]\nnetwork_config = "/network"\nmeta_data = "instance-id: x"\n[[network]]\n')
     assert given.network_config is not None
     assert (given.network_config.content, given.meta_data.content) == (b"version: 2\n", b"instance-id: x")
