@@ -11,9 +11,13 @@ IpInterface = IPv4Interface | IPv6Interface
 IpNetwork = IPv4Network | IPv6Network
 
 
+MAIN_TABLE = 254
+"""The routing table that is used where no rule says otherwise (``RT_TABLE_MAIN``, rtnetlink(7))."""
+
+
 @frozen
 class Route:
-    """A route of the main table through one interface."""
+    """A route through one interface."""
 
     destination: IpNetwork
     gateway: IpAddress | None = None
@@ -25,9 +29,12 @@ class Route:
     """The origin of the route (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins set."""
     metrics: str = ""
     """The bytes of its ``RTA_METRICS`` (MTU, window, …) in hexadecimal, so that they can be restored."""
+    table: int = MAIN_TABLE
+    """The number of its routing table."""
 
     def __str__(self) -> str:
-        return str(self.destination) if self.gateway is None else f"{self.destination} via {self.gateway}"
+        via = "" if self.gateway is None else f" via {self.gateway}"
+        return f"{self.destination}{via}" + (f" table {self.table}" if self.table != MAIN_TABLE else "")
 
 
 @frozen
@@ -50,13 +57,21 @@ class Interface:
     mtu: int
     addresses: tuple[IPv4Interface, ...] = ()
     routes: tuple[Route, ...] = ()
-    """IPv4 routes, without those that the kernel adds itself when the interface gets an address."""
+    """IPv4 routes of the main table, without those that the kernel adds itself when the interface gets an address."""
     broadcast: bool = False
     """Whether its addresses have their subnet's broadcast address set."""
     addresses6: tuple[IPv6Interface, ...] = ()
     """The permanent global addresses, without those from router advertisements."""
     routes6: tuple[Route, ...] = ()
-    """IPv6 routes, without those that the kernel adds itself and those from router advertisements."""
+    """IPv6 routes of the main table, without those that the kernel adds itself and those from router advertisements."""
     neighbours: tuple[PermanentNeighbour, ...] = ()
     multipath: tuple[IpNetwork, ...] = ()
     """The destinations of multipath routes through this interface; such routes can be neither moved nor restored."""
+    other_routes: tuple[Route, ...] = ()
+    """Routes of other tables, which the kernel deletes with the addresses."""
+    kind: str = ""
+    """``veth``, ``macvlan``, …; empty for hardware."""
+    port: bool = False
+    """Whether it belongs to a bridge or bond of another program."""
+    peers: tuple[IpAddress, ...] = ()
+    """The other ends of its point-to-point addresses."""

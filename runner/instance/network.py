@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from ipaddress import IPv6Interface
 from typing import TYPE_CHECKING
@@ -158,18 +158,19 @@ def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[Non
     from runner.kernel import network  # here, because not every instance pays for pyroute2
 
     bridges = [_bridge(plan) for plan in plans]
+    before: Mapping[str, frozenset[str]] = {}  # a runner that is renewed does not know it any more
     if not supervisor.carry_over.resuming:
         network.recover(bridges)
     try:
         # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
         if not supervisor.carry_over.resuming:
-            network.build(bridges)
+            before = network.build(bridges)
         yield
     finally:
         # Bounded without a timeout here: the kernel does it within the call, and kernel/netlink.py does not wait for an
         # answer that was lost. It acquires one descriptor, as `build` did.
         with supervisor.faults.recorded("give back the network"):
-            network.remove(bridges)
+            network.remove(bridges, before)
 
 
 def _bridge(plan: BridgedPlan) -> Bridge:
@@ -177,7 +178,15 @@ def _bridge(plan: BridgedPlan) -> Bridge:
 
     address6: IPv6Interface | None = None if plan.ipv6 is None else plan.ipv6.host
     return Bridge(
-        plan.bridge, plan.tap, plan.host, plan.mtu, plan.mac, plan.pod, address6, takes_ipv6=plan.ipv6 is not None
+        plan.bridge,
+        plan.tap,
+        plan.host,
+        plan.mtu,
+        plan.mac,
+        plan.pod,
+        address6,
+        takes_ipv6=plan.ipv6 is not None,
+        guest=None if plan.pod is None else plan.guest,
     )
 
 

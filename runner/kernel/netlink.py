@@ -1,4 +1,4 @@
-"""The one door to rtnetlink(7): links, their addresses and permanent neighbours, and the routes of the main table.
+"""The one door to rtnetlink(7): links, their addresses, permanent neighbours and routes.
 
 pyroute2 encodes and decodes the messages; the socket is ours, because pyroute2's run asyncio. The kernel executes a request
 within ``sendto`` and has put its answer into the receive buffer when that returns, so nothing here waits and nothing needs a
@@ -40,7 +40,9 @@ _HEADER_SIZE = 16
 _RTEXT_FILTER_SKIP_STATS = 8
 _IFF_UP = 1
 _MACVLAN_MODE_BRIDGE = 4
-_RT_TABLE_MAIN = 254
+_RT_TABLE_LOCAL = 255
+_RT_TABLE_UNSPEC, _LARGEST_TABLE = 0, 255
+"""The field of ``struct rtmsg`` for a table whose number has no room there; the attribute has it."""
 
 _LARGEST_ANSWER = 1 << 16  # the kernel fills datagrams of 32 KiB in a dump, and more only for a single larger message
 _DUMP_TRIES = 10
@@ -77,10 +79,17 @@ class _LinkMessage(netlink.nlmsg):
         (4, "IFLA_MTU", "uint32"),
         (5, "IFLA_LINK", "uint32"),
         (10, "IFLA_MASTER", "uint32"),
+        (12, "IFLA_PROTINFO", "port_options"),
         (18, "IFLA_LINKINFO", "link_info"),
         (20, "IFLA_IFALIAS", "string"),  # a final NUL would not clear it
         (29, "IFLA_EXT_MASK", "uint32"),
     )
+
+    class port_options(netlink.nla):  # noqa: N801 - named in the table above, as pyroute2 names them
+        """Options of a bridge's port; without the flag the kernel takes them for one number."""
+
+        nla_flags = netlink.NLA_F_NESTED
+        nla_map = ((12, "IFLA_BRPORT_PROXYARP_WIFI", "uint8"),)
 
     class link_info(netlink.nla):  # noqa: N801 - named in the table above, as pyroute2 names them
         """The link's kind, and the options of the two kinds that this program makes: both are ``IFLA_INFO_DATA``."""
@@ -270,6 +279,12 @@ class Rtnetlink:
         """Tell whether the IPv4 addresses of *link* came with a broadcast address."""
         return any(self._read_addresses(link, socket.AF_INET, _has_broadcast))
 
+    def peers(self, link: FoundLink) -> tuple[IpAddress, ...]:
+        """Return the other ends of the point-to-point addresses of *link*."""
+        families = (socket.AF_INET, socket.AF_INET6)
+        found = (peer for family in families for peer in self._read_addresses(link, family, _peer))
+        return tuple(peer for peer in found if peer is not None)
+
     def _read_addresses(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
         """Return what *read* finds in each address of *link*."""
         request = _Request(ifaddrmsg.ifaddrmsg, {"family": family, "index": link.index})
@@ -317,24 +332,50 @@ class Rtnetlink:
                 _Request(ndmsg.ndmsg, fields, attributes),
             )
 
+    def answer_arp(self, bridge: FoundLink, port: FoundLink, neighbour: PermanentNeighbour) -> None:
+        """Have *bridge* answer ARP requests for *neighbour*, which is behind its *port*, with the neighbour's MAC address.
+
+        ``br_do_proxy_suppress_arp`` of ``net/bridge/br_arp_nd_proxy.c``: it answers what the bridge has a neighbour for, if
+        the port of that MAC address has this option. The option ``proxy_arp`` would keep broadcasts from the guest.
+        """
+        known = {"family": socket.AF_BRIDGE, "ifindex": port.index, "state": ndmsg.NUD_NOARP, "flags": ndmsg.NTF_MASTER}
+        forwarding = _Request(ndmsg.ndmsg, known, (("NDA_LLADDR", neighbour.mac),))
+        option = ("IFLA_PROTINFO", {"attrs": [("IFLA_BRPORT_PROXYARP_WIFI", 1)]})
+        self.replace_neighbour(bridge, neighbour)
+        with _doing(f"answer ARP for {neighbour.address} on {bridge.name!r}"):
+            self._ask(rtnl.RTM_NEWNEIGH, netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE, forwarding)
+            self._ask(rtnl.RTM_SETLINK, 0, _link_request({"family": socket.AF_BRIDGE, "index": port.index}, option))
+
     def routes(self, link: FoundLink) -> tuple[Route, ...]:
-        """Return the IPv4 routes of the main table through *link*, those of the kernel itself included."""
+        """Return the IPv4 routes through *link* of every table but the local one, those of the kernel itself included."""
         return self._routes(link, socket.AF_INET)
 
     def routes6(self, link: FoundLink) -> tuple[Route, ...]:
-        """Return the IPv6 routes of the main table through *link*, those of the kernel itself included."""
+        """Return the IPv6 routes through *link* of every table but the local one, those of the kernel itself included."""
         return self._routes(link, socket.AF_INET6)
 
     def _routes(self, link: FoundLink, family: int) -> tuple[Route, ...]:
         return tuple(filter(None, self._read_routes(link, family, partial(_route, index=link.index))))
 
     def multipath(self, link: FoundLink) -> tuple[IpNetwork, ...]:
-        """Return the destinations of multipath routes, one of whose gateways is behind *link*."""
+        """Return the destinations of multipath routes of every table, one of whose gateways is behind *link*."""
         families = (socket.AF_INET, socket.AF_INET6)
         read = partial(_multipath, index=link.index)
         return tuple(
             found for family in families for found in self._read_routes(link, family, read) if found is not None
         )
+
+    def belongings(self, link: FoundLink) -> frozenset[str]:
+        """Return the addresses, routes of every table and kind, and permanent neighbours of *link*, each as words to compare.
+
+        Without those that the kernel adds and removes itself: they come and go.
+        """
+        families = (socket.AF_INET, socket.AF_INET6)
+        found: list[str | None] = [f"neighbour {each.address} {each.mac}" for each in self.neighbours(link)]
+        for family in families:
+            found += self._read_addresses(link, family, _address_words)
+            found += self._read_routes(link, family, partial(_route_words, index=link.index))
+        return frozenset(filter(None, found))
 
     def _read_routes(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
         """Return what *read* finds in each route through *link*."""
@@ -344,11 +385,11 @@ class Rtnetlink:
             return [_understood(read, message) for message in self._dump(rtnl.RTM_GETROUTE, request)]
 
     def replace_route(self, link: FoundLink, route: Route) -> None:
-        """Add *route* to the main table, replacing one with the same destination and metric."""
+        """Add *route* to its table, replacing one with the same destination and metric."""
         fields = {
             "family": _family(route.destination.network_address),
             "dst_len": route.destination.prefixlen,
-            "table": _RT_TABLE_MAIN,
+            "table": route.table if route.table <= _LARGEST_TABLE else _RT_TABLE_UNSPEC,
             "proto": route.protocol,
             "scope": _scope(route),
             "type": rtnl.rt_type["unicast"],
@@ -357,6 +398,7 @@ class Rtnetlink:
         values: dict[str, object] = {
             "RTA_DST": str(route.destination.network_address),
             "RTA_OIF": link.index,
+            "RTA_TABLE": route.table,
             "RTA_GATEWAY": None if route.gateway is None else str(route.gateway),
             "RTA_PREFSRC": None if route.source is None else str(route.source),
             "RTA_PRIORITY": route.metric or None,
@@ -487,6 +529,12 @@ def _address(message: _Message) -> IpInterface:
     return ip_interface(f"{message.get_attr('IFA_LOCAL') or message.get_attr('IFA_ADDRESS')}/{message['prefixlen']}")
 
 
+def _peer(message: _Message) -> IpAddress | None:
+    """Return the other end of a point-to-point address."""
+    local, far = message.get_attr("IFA_LOCAL"), message.get_attr("IFA_ADDRESS")
+    return None if local in {None, far} or far is None else ip_address(far)
+
+
 def _permanent_address(message: _Message) -> IpInterface | None:
     """Return the address if it is a global one that no router's advertisement made."""
     flags = message["flags"] | message.get_attr("IFA_FLAGS", 0)
@@ -531,9 +579,9 @@ def _destination(message: _Message) -> IpNetwork:
 
 
 def _route(message: _Message, index: int) -> Route | None:
-    """Return the route, if it is one of the main table through link *index* alone."""
-    unicast = message["type"] == rtnl.rt_type["unicast"]
-    if message["table"] != _RT_TABLE_MAIN or message.get_attr("RTA_OIF") != index or not unicast:
+    """Return the route, if it is one of another table than the local one through link *index* alone."""
+    unicast, table = message["type"] == rtnl.rt_type["unicast"], _table(message)
+    if table == _RT_TABLE_LOCAL or message.get_attr("RTA_OIF") != index or not unicast:
         return None
     return Route(
         _destination(message),
@@ -543,13 +591,43 @@ def _route(message: _Message, index: int) -> Route | None:
         bool(message["flags"] & rtmsg.RTNH_F_ONLINK),
         message["proto"],
         message.get_attr("RTA_METRICS", b"").hex(),
+        table,
     )
 
 
-def _multipath(message: _Message, index: int) -> IpNetwork | None:
-    """Return the destination, if it is a multipath route of the main table with a gateway behind link *index*."""
+def _table(message: _Message) -> int:
+    return int(message.get_attr("RTA_TABLE", message["table"]))
+
+
+_VOLATILE = {"RTA_OIF", "RTA_TABLE", "RTA_DST", "RTA_CACHEINFO", "RTA_EXPIRES", "RTA_PREF"}
+_NOT_OURS = {2, 9}
+"""``RTPROT_KERNEL`` and ``RTPROT_RA`` (rtnetlink(7))."""
+
+
+def _route_words(message: _Message, index: int) -> str | None:
+    """Return the route as words, if a program has put it through link *index*."""
     hops = message.get_attr("RTA_MULTIPATH", ())
-    through = message["table"] == _RT_TABLE_MAIN and any(hop["oif"] == index for hop in hops)
+    through = message.get_attr("RTA_OIF") == index or any(hop["oif"] == index for hop in hops)
+    if not through or message["proto"] in _NOT_OURS:
+        return None
+    kind = next((name for name, number in rtnl.rt_type.items() if number == message["type"]), message["type"])
+    rest = sorted(f"{name[4:].lower()} {value}" for name, value in message["attrs"] if name not in _VOLATILE)
+    fields = f"tos {message['tos']} scope {message['scope']} proto {message['proto']}"
+    return " ".join((f"route {_destination(message)} table {_table(message)} {kind}", fields, *rest))
+
+
+def _address_words(message: _Message) -> str | None:
+    """Return the address as words, if it is a permanent one and not the link's own."""
+    if message["scope"] == rtnl.rt_scope["link"] or not message["flags"] & ifaddrmsg.IFA_F_PERMANENT:
+        return None
+    names = ("IFA_LOCAL", "IFA_BROADCAST", "IFA_LABEL")
+    rest = (f"{name[4:].lower()} {message.get_attr(name)}" for name in names if message.get_attr(name) is not None)
+    return " ".join((f"address {message.get_attr('IFA_ADDRESS')}/{message['prefixlen']}", *rest))
+
+
+def _multipath(message: _Message, index: int) -> IpNetwork | None:
+    """Return the destination, if it is a multipath route with a gateway behind link *index*."""
+    through = any(hop["oif"] == index for hop in message.get_attr("RTA_MULTIPATH", ()))
     return _destination(message) if through else None
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
+from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import IPv4Address, IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
+from types import MappingProxyType
 
 from runner.errors import HostError
-from runner.facts.network import Interface, IpAddress, IpInterface, PermanentNeighbour, Route
+from runner.facts.network import MAIN_TABLE, Interface, IpAddress, IpInterface, PermanentNeighbour, Route
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink
 from runner.values import frozen
 
@@ -52,6 +53,8 @@ class Bridge:
     address6: IPv6Interface | None = None
     takes_ipv6: bool = False
     """Whether the guest takes *pod*'s IPv6 addresses too."""
+    guest: IPv4Interface | None = None
+    """The guest's address; without a route to it, its DHCP requests are dropped where ``rp_filter`` is 1."""
 
 
 def read_interfaces(names: Iterable[str]) -> dict[str, Interface]:
@@ -72,22 +75,31 @@ def recover(bridges: Sequence[Bridge]) -> None:
             _recover(rtnetlink, bridge)
 
 
-def build(bridges: Sequence[Bridge]) -> None:
-    """Build *bridges*, all or none; their taps exist already."""
+def build(bridges: Sequence[Bridge]) -> Mapping[str, frozenset[str]]:
+    """Build *bridges*, all or none; their taps exist already. Return what the pod's interfaces had before, by their names."""
     with Rtnetlink() as rtnetlink:
+        pods = [_find(rtnetlink, bridge.pod.name) for bridge in bridges if bridge.pod is not None]
+        before = {pod.name: rtnetlink.belongings(pod) for pod in pods}
         try:
             for bridge in bridges:
                 _build(rtnetlink, bridge)
         except HostError:
             _remove_all(rtnetlink, bridges)
             raise
+    return before
 
 
-def remove(bridges: Sequence[Bridge]) -> None:
-    """Remove what :func:`build` has built, as far as it exists, and restore the pod's interfaces."""
+def remove(bridges: Sequence[Bridge], before: Mapping[str, frozenset[str]] = MappingProxyType({})) -> None:
+    """Remove what :func:`build` has built, as far as it exists, and restore the pod's interfaces.
+
+    What they had *before* and have not again is logged: no list of what to restore knows all that the kernel deletes.
+    """
     log.debug("network: removing bridges=%s", ",".join(bridge.name for bridge in bridges))
     with Rtnetlink() as rtnetlink:
         _remove_all(rtnetlink, bridges)
+        for name, belongings in before.items():
+            for lost in sorted(belongings - rtnetlink.belongings(_find(rtnetlink, name))):
+                log.warning("network: %r has not got back lost=%r", name, lost)
 
 
 def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
@@ -97,25 +109,34 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
         return None
     if link.alias.startswith(f"{OURS} was "):
         try:
-            return _parse_alias(name, link.alias + _rest(rtnetlink, name))
+            return _parse_alias(name, link.alias + _rest(rtnetlink, name), link.kind)
         except ValueError:
             raise HostError(
                 f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed; "
                 "recreate the pod"
             ) from None
-    routes = tuple(route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL)
+    routes = [route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL]
+    routes6 = [route for route in rtnetlink.routes6(link) if route.protocol not in {_RTPROT_KERNEL, _RTPROT_RA}]
     return Interface(
         name,
         link.mac,
         link.mtu,
         rtnetlink.addresses(link),
-        routes,
+        _of_main_table(routes),
         rtnetlink.has_broadcast(link),
         rtnetlink.addresses6(link),
-        tuple(route for route in rtnetlink.routes6(link) if route.protocol not in {_RTPROT_KERNEL, _RTPROT_RA}),
+        _of_main_table(routes6),
         rtnetlink.neighbours(link),
         rtnetlink.multipath(link),
+        tuple(route for route in routes + routes6 if route.table != MAIN_TABLE),
+        link.kind,
+        bool(link.master),
+        rtnetlink.peers(link),
     )
+
+
+def _of_main_table(routes: Iterable[Route]) -> tuple[Route, ...]:
+    return tuple(route for route in routes if route.table == MAIN_TABLE)
 
 
 def _find(rtnetlink: Rtnetlink, name: str) -> FoundLink:
@@ -132,6 +153,8 @@ def _build(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     rtnetlink.add_address(made, bridge.address)
     if bridge.address6 is not None:
         rtnetlink.add_address(made, bridge.address6)
+    if bridge.guest is not None:
+        rtnetlink.replace_route(made, Route(ip_network(bridge.guest.ip)))
     rtnetlink.set_link(_find(rtnetlink, bridge.tap), Change(mtu=bridge.mtu, master=made.index, up=True))
 
 
@@ -139,7 +162,8 @@ def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
     rtnetlink.add_bridge(bridge.name, bridge.mtu)
     try:
         made = _find(rtnetlink, bridge.name)
-        rtnetlink.set_link(made, Change(alias=OURS, up=True))
+        # With a MAC address of its own it keeps it, and its permanent neighbours, whichever ports it gets.
+        rtnetlink.set_link(made, Change(alias=OURS, mac=_random_mac(), up=True))
     except HostError:  # it has no alias yet, so nothing else would ever remove it
         rtnetlink.delete_link(_find(rtnetlink, bridge.name))
         raise
@@ -216,8 +240,11 @@ def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Br
         rtnetlink.delete_address(link, address)
     if bridge.guest_mac == pod.mac:
         # A bridge keeps frames to the MAC of one of its ports; these must reach the guest.
-        _set_mac(rtnetlink, link, "02:" + os.urandom(5).hex(":"))
+        _set_mac(rtnetlink, link, _random_mac())
     rtnetlink.set_link(link, Change(master=made.index, up=True))
+    for neighbour in pod.neighbours:
+        if isinstance(neighbour.address, IPv4Address):
+            rtnetlink.answer_arp(made, link, neighbour)
 
 
 def _restore(rtnetlink: Rtnetlink, pod: Interface) -> None:
@@ -236,11 +263,20 @@ def _restore(rtnetlink: Rtnetlink, pod: Interface) -> None:
         rtnetlink.replace_address(link, address, broadcast=pod.broadcast)
     for address6 in pod.addresses6:
         rtnetlink.replace_address(link, address6)
-    for route in sorted(pod.routes + pod.routes6, key=lambda route: route.gateway is not None):  # on-link ones first
+    for route in sorted(_every_route(pod), key=lambda route: route.gateway is not None):  # on-link ones first
         rtnetlink.replace_route(link, route)
     for neighbour in pod.neighbours:
         rtnetlink.replace_neighbour(link, neighbour)
     rtnetlink.set_link(link, Change(alias=""))  # last, because it says that there is something to restore
+
+
+def _every_route(pod: Interface) -> tuple[Route, ...]:
+    return pod.routes + pod.routes6 + pod.other_routes
+
+
+def _random_mac() -> str:
+    """Return a locally administered MAC address."""
+    return "02:" + os.urandom(5).hex(":")
 
 
 def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
@@ -266,9 +302,10 @@ def _alias(link: Interface) -> str:
                 str(route.protocol),
                 "onlink" if route.onlink else "",
                 route.metrics,
+                *(() if route.table == MAIN_TABLE else (str(route.table),)),
             )
         )
-        for route in link.routes + link.routes6
+        for route in _every_route(link)
     )
     neighbours = (f"{neighbour.address},{neighbour.mac}" for neighbour in link.neighbours)
     held: tuple[IpInterface, ...] = link.addresses + link.addresses6
@@ -282,8 +319,8 @@ def _rest(rtnetlink: Rtnetlink, name: str) -> str:
     return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
 
 
-def _parse_alias(name: str, alias: str) -> Interface:
-    """Parse what :func:`_alias` wrote about interface *name*."""
+def _parse_alias(name: str, alias: str, kind: str) -> Interface:
+    """Parse what :func:`_alias` wrote about interface *name*, which is of *kind*."""
     mac, mtu, addresses, *words = alias.split(" ")[2:]
     routes, neighbours = [], []
     for word in words:
@@ -291,7 +328,7 @@ def _parse_alias(name: str, alias: str) -> Interface:
         if len(parts) == _NEIGHBOUR_WORDS:
             neighbours.append(PermanentNeighbour(ip_address(parts[0]), parts[1]))
             continue
-        destination, gateway, source, metric, protocol, onlink, metrics = parts
+        destination, gateway, source, metric, protocol, onlink, metrics, *table = parts
         routes.append(
             Route(
                 ip_network(destination),
@@ -301,6 +338,7 @@ def _parse_alias(name: str, alias: str) -> Interface:
                 bool(onlink),
                 protocol=int(protocol),
                 metrics=metrics,
+                table=int(*table) if table else MAIN_TABLE,
             )
         )
     listed = addresses.split("+")
@@ -310,11 +348,13 @@ def _parse_alias(name: str, alias: str) -> Interface:
         mac,
         int(mtu),
         tuple(address for address in held if isinstance(address, IPv4Interface)),
-        tuple(route for route in routes if route.destination.version == 4),  # noqa: PLR2004 - IPv4
+        tuple(route for route in _of_main_table(routes) if route.destination.version == 4),  # noqa: PLR2004 - IPv4
         "brd" in listed,
         tuple(address for address in held if isinstance(address, IPv6Interface)),
-        tuple(route for route in routes if route.destination.version == 6),  # noqa: PLR2004 - IPv6
+        tuple(route for route in _of_main_table(routes) if route.destination.version == 6),  # noqa: PLR2004 - IPv6
         tuple(neighbours),
+        other_routes=tuple(route for route in routes if route.table != MAIN_TABLE),
+        kind=kind,
     )
 
 

@@ -93,7 +93,7 @@ def refuse_too_many_routes(
         problems.refuse(
             where,
             f"{name!r} has {len(routes)} routes, which take {size} bytes of a DHCP option, and dnsmasq sends no more than "
-            f"{LONGEST_OPTION}: the guest would get no address",
+            f"{LONGEST_OPTION}",
             "give the interface fewer routes",
         )
 

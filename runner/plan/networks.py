@@ -32,6 +32,25 @@ MOST_QUEUES = 8
 PASST_MTU = 65520
 """Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
 
+IPV6_LEAST_MTU = 1280
+"""Bytes; on a link with a smaller MTU the kernel has no IPv6 (``IPV6_MIN_MTU``, ``net/ipv6/addrconf.c``)."""
+
+NO_MAC = "has no MAC address, and the guest's network is Ethernet"
+
+SERVED = (
+    'give the interface one IPv4 address (its guest gets it by DHCP; pods with IPv6 alone are served by mode = "private" and '
+    '"passt" only)'
+)
+"""The remedy for an interface whose addresses no guest can take over."""
+
+OWN_ADDRESSES_ALONE = {
+    "macvlan": "passes frames to its own MAC address alone",
+    "macvtap": "passes frames to its own MAC address alone",
+    "ipvlan": "passes packets to its own IP addresses alone",
+    "ipvtap": "passes packets to its own IP addresses alone",
+}
+"""Kinds of links behind which a bridge's other ports receive nothing (``drivers/net/macvlan.c``, ``ipvlan_core.c``)."""
+
 DHCP_USERS = ("dnsmasq", "nobody")
 
 
@@ -215,17 +234,20 @@ class _NetworkPlanner:
         )
 
     def _private_ipv6(self, index: int, network: NetworkSpec) -> Ipv6Plan | None:
-        if not network.ipv6 or self._without_ipv6(index):
+        if not network.ipv6 or self._without_ipv6(index, network.mtu or 1500):
             return None
         subnet = network.subnet6 or derived_subnet(self._identity, index)
         host, guest = (IPv6Interface((subnet[number], 64)) for number in (1, 2))
         return Ipv6Plan(guest, host)
 
-    def _without_ipv6(self, index: int) -> bool:
-        """Refuse IPv6 where this network namespace has none."""
-        if self._facts.ipv6_error is not None:
-            self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {self._facts.ipv6_error}")
-        return self._facts.ipv6_error is not None
+    def _without_ipv6(self, index: int, mtu: int) -> bool:
+        """Refuse IPv6 where this network namespace has none, and on links whose packets are too small for it."""
+        error = self._facts.ipv6_error
+        if error is None and mtu < IPV6_LEAST_MTU:
+            error = f"it takes an MTU of {IPV6_LEAST_MTU} (RFC 8200, 5), and the network's is {mtu}"
+        if error is not None:
+            self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {error}")
+        return error is not None
 
     def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
         """Return the interface that *network* is on, if it exists; refuse an MTU that it does not have."""
@@ -254,10 +276,12 @@ class _NetworkPlanner:
                 self._out_of_the_machines_network(),
             )
             return None
-        if len(pod.addresses) != 1:
-            found = ", ".join(map(str, pod.addresses)) or "none"
+        if (reason := _no_port(pod)) is not None:
+            self._refuse(where, f"{name!r} {reason}", 'use mode = "private", or a CNI plugin that gives the pod a veth')
+            return None
+        if len(pod.addresses) != 1 or pod.peers:
             self._refuse(
-                where, f"{name!r} must have exactly one IPv4 address for the guest to take over, found {found}"
+                where, f"{name!r} must have exactly one IPv4 address for the guest to take over, {_found(pod)}", SERVED
             )
             return None
         for route in pod.multipath:
@@ -266,10 +290,7 @@ class _NetworkPlanner:
                 f"{name!r} has the route {route} over several gateways, which DHCP cannot express and an alias cannot keep",
                 "give it one gateway",
             )
-        for neighbour in pod.neighbours:
-            self._remark(
-                f"{name!r} has the permanent neighbour {neighbour.address}: it is restored afterwards, but the guest does not get it"
-            )
+        self._remark_kept(pod)
         guest = pod.addresses[0]
         resolver = guest_resolver(self._facts.resolver, pod, ipv6=network.ipv6, problems=self._problems)
         gateways = (route.gateway for route in pod.routes if route.destination.prefixlen == 0)
@@ -297,6 +318,19 @@ class _NetworkPlanner:
             dns_options=self._facts.resolver.options,
         )
 
+    def _remark_kept(self, pod: Interface) -> None:
+        """Remark what the guest does not get of *pod*; it is restored at the end. ARP for IPv4 neighbours is answered."""
+        lost = ", ".join(str(each.address) for each in pod.neighbours if isinstance(each.address, IPv6Address))
+        if lost:
+            self._remark(f"the guest may not reach {lost}, which {pod.name!r} knows as a permanent neighbour alone")
+        tables = ", ".join(map(str, sorted({route.table for route in pod.other_routes})))
+        if tables:
+            self._remark(
+                f"the guest routes by the main table of {pod.name!r} alone: it does not get the routes of table {tables}, which a "
+                "rule of the pod may choose",
+                "configure them in the guest where it needs them",
+            )
+
     def _remark_options(self, guest: IPv4Interface, routes: Sequence[Route], resolver: GuestResolver) -> None:
         sizes = (
             routes_bytes(dhcp_routes(guest, routes)),
@@ -321,7 +355,7 @@ class _NetworkPlanner:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
             self._remark(f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6")
-        if not network.ipv6 or self._without_ipv6(index):
+        if not network.ipv6 or self._without_ipv6(index, network.mtu or pod.mtu):
             return None
         if len(pod.addresses6) != 1:
             found = ", ".join(map(str, pod.addresses6)) or "none"
@@ -346,6 +380,8 @@ class _NetworkPlanner:
             )
         if over is None:
             return None
+        if not over.mac:
+            self._refuse(f"network[{index}].interface", f"{over.name!r} {NO_MAC}", 'use mode = "private" or "passt"')
         return MacvtapPlan(
             mac=self._mac(index, network),
             mtu=network.mtu or over.mtu,
@@ -403,6 +439,26 @@ class _NetworkPlanner:
             vhost_fds=network.vhost_fd,
             vhost=kind != "socket" and not network.vhost_fd and self._facts.vhost_net,
         )
+
+
+def _no_port(pod: Interface) -> str | None:
+    """Return why a bridge cannot connect a guest through *pod*; ``None`` if it can."""
+    if pod.kind in OWN_ADDRESSES_ALONE:
+        return f"is a {pod.kind}, which {OWN_ADDRESSES_ALONE[pod.kind]}: a guest behind it would receive nothing"
+    if not pod.mac:
+        return NO_MAC
+    if pod.port:
+        return "belongs to a bridge or bond already, and can belong to one only"
+    return "is a bridge, and a bridge cannot belong to another" if pod.kind == "bridge" else None
+
+
+def _found(pod: Interface) -> str:
+    """Return the addresses of *pod*, of which no guest can take one over, as words of a message."""
+    if pod.peers:
+        return f"found a point-to-point address whose other end is {', '.join(map(str, pod.peers))}"
+    if not pod.addresses and pod.addresses6:
+        return f"found IPv6 alone ({', '.join(map(str, pod.addresses6))})"
+    return f"found {', '.join(map(str, pod.addresses)) or 'none'}"
 
 
 def _kind(found: DescriptorFact | None) -> Literal["tap", "macvtap", "socket"]:

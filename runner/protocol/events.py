@@ -113,6 +113,7 @@ INSTANCE: Mapping[str, str] = {
     "QEMU does not quit; it gets a SIGTERM": "qemu_terminated",
     "quit was not answered: %s": "qemu_quit_unanswered",
     "network: removing bridges=%s": "network_removing",
+    "network: %r has not got back lost=%r": "network_not_restored",
     "not unsealed: %s": "cpus_not_unsealed",
     "the controller does not answer; it will remove the instance's cgroup later": "controller_silent",
     "%s; it will remove the instance's cgroup when it is back": "controller_gone",

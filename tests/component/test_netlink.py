@@ -133,8 +133,10 @@ def test_routes(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
     for route in wanted:
         rtnetlink.replace_route(bridge, route)
         rtnetlink.replace_route(bridge, route)
+    others = [Route(IPv4Network("10.7.0.0/16"), table=table) for table in (77, 255 << 8)]
     ip("route", "add", "10.7.0.0/16", "dev", "bridge", "table", "77")
-    assert sorted(rtnetlink.routes(bridge), key=str) == sorted((own, *wanted), key=str)
+    rtnetlink.replace_route(bridge, others[1])
+    assert sorted(rtnetlink.routes(bridge), key=str) == sorted((own, *wanted, *others), key=str)
     moved = attrs.evolve(wanted[0], gateway=IPv4Address("10.1.2.2"))
     rtnetlink.replace_route(bridge, moved)
     assert moved in rtnetlink.routes(bridge)

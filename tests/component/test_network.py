@@ -136,8 +136,24 @@ if ! ip route show default | grep -q .; then ip route add default via "$router" 
 """
 
 
-async def act_as_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, str]:
-    """Ask for an address as the guest would, use it, and return the variables of the lease."""
+RENEW = """
+import socket, struct, sys
+# A DHCPREQUEST to renew a lease (RFC 2131, 4.3.2) by broadcast, from the address itself; the answer's option 53 is ACK (5).
+mac, address = bytes.fromhex(sys.argv[1].replace(":", "")), socket.inet_aton(sys.argv[2])
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    asking.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+    asking.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"eth0")
+    asking.bind((sys.argv[2], 68))
+    asking.settimeout(10)
+    head = struct.pack("!BBBBIHH4s12x16s64x128x", 1, 1, 6, 0, 0x77, 0, 0, address, mac)
+    asking.sendto(head + b"\\x63\\x82\\x53\\x63\\x35\\x01\\x03\\xff", ("255.255.255.255", 67))
+    answer = asking.recv(1500)[240:]
+    sys.exit(0 if b"\\x35\\x01\\x05" in answer else 1)
+"""
+
+
+async def act_as_guest(host: Supervisor, root: Path, gateway: str, *then: str) -> dict[str, str]:
+    """Ask for an address as the guest would, use it, do what *then* says, and return the variables of the lease."""
 
     async def run(*argv: str) -> None:
         process = host.processes.spawn(Command("test", argv))
@@ -156,6 +172,8 @@ async def act_as_guest(host: Supervisor, root: Path, gateway: str) -> dict[str, 
         *inside, "busybox", "udhcpc", "-i", "eth0", "-q", "-n", "-f", "-t", "10", "-T", "1", *options, "-s", str(script)
     )
     await run(*inside, "ping", "-c", "1", "-W", "5", gateway)
+    if then:
+        await run(*inside, *then)
     await run("ip", "link", "delete", "port")
     pairs = (line.partition("=") for line in (root / "lease").read_text().splitlines())
     return {name: value for name, _, value in pairs}
@@ -193,6 +211,42 @@ async def test_a_bridged_guest_gets_the_pods_address_and_returns_it(fake_host: F
     assert [each for each in eth0["addr_info"] if each["family"] == "inet"] == []
     assert eth0["master"] == "vmbr0"
     assert state_of("eth0") == before
+
+
+async def running_guest(fake_host: FakeHost, pod: str, *then: str) -> None:
+    """Run an instance on the pod's interface whose guest reaches the gateway and does what *then* says; compare the state."""
+    before = state_of("eth0"), ip("neighbour", "show", "nud", "permanent")
+
+    async def guest(host: Supervisor) -> None:
+        async def act() -> None:
+            await act_as_guest(host, fake_host.root, pod, *then)
+
+        await fake_host.act_while_it_runs(act)
+
+    result = await fake_host.run(bridged(fake_host, read_eth0()), meanwhile=guest)
+    assert isinstance(result, GuestEnd), explain(result)
+    assert fake_host.faults.sentences == []
+    assert (state_of("eth0"), ip("neighbour", "show", "nud", "permanent")) == before
+
+
+async def test_a_gateway_that_answers_no_arp_is_reached(fake_host: FakeHost, pod: str) -> None:
+    """Some CNI plugins tell a pod its gateway by a permanent neighbour alone (the AWS VPC CNI): the bridge answers for it."""
+    [gateway] = json.loads(ip("-n", "gateway", "-j", "link", "show", "gw0"))
+    ip("neighbour", "add", pod, "lladdr", gateway["address"], "dev", "eth0", "nud", "permanent")
+    silent = "echo 8 >/proc/sys/net/ipv4/conf/gw0/arp_ignore"  # Documentation/networking/ip-sysctl.rst: no reply at all
+    ip("netns", "exec", "gateway", "sh", "-c", silent)
+    await running_guest(fake_host, pod)
+
+
+async def test_a_renewal_is_answered_where_reverse_paths_are_strict(fake_host: FakeHost, pod: str) -> None:
+    """With ``rp_filter`` 1, several distributions' default, a packet from an address without a route is dropped."""
+    strict = Path("/proc/sys/net/ipv4/conf/all/rp_filter")
+    before = strict.read_text()
+    strict.write_text("1")
+    try:
+        await running_guest(fake_host, pod, sys.executable, "-IS", "-c", RENEW, MAC, "10.244.1.5")
+    finally:
+        strict.write_text(before)
 
 
 async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHost, pod: str) -> None:
@@ -283,6 +337,45 @@ def test_a_route_is_restored_with_its_protocol(pod: str) -> None:
     finally:
         ip("link", "delete", "vmtap0")
     assert state_of("eth0") == before
+
+
+@pytest.mark.parametrize("pod", [PLAIN], indirect=True)
+def test_routes_of_other_tables_are_restored_and_what_is_lost_is_logged(
+    pod: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel deletes them with the address; a CNI plugin for routes by source has made them (sbr)."""
+    for words in (
+        f"route add default via {pod} dev eth0 table 100",
+        "route add 10.0.5.0/24 dev eth0 table 100",
+        f"route add 10.3.0.0/16 via {pod} dev eth0 table 70000",
+        "-6 route add fd00:3::/64 via fd00:1::1 dev eth0 table 100",
+        "rule add from 10.0.5.7/32 table 100",
+    ):
+        ip(*words.split())
+    ip("tuntap", "add", "vmtap0", "mode", "tap")
+
+    def state() -> list[str]:
+        shown = [
+            ip(*words.split()) for words in ("-4 route show table all", "-6 route show table all proto boot", "rule")
+        ]
+        return [line for text in shown for line in text.splitlines() if "vmbr" not in line]
+
+    before, link = state(), read_eth0()
+    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link, takes_ipv6=True)]
+    try:
+        had = build(bridges)
+        assert read_eth0() == link, "recorded for the next runner"
+        remove(bridges, had)
+        assert state() == before
+        assert caplog.records == []
+
+        ip("route", "add", "10.5.0.0/16", "dev", "eth0", "tos", "0x10", "src", "10.0.5.7")
+        had = build(bridges)
+        remove(bridges, had)
+    finally:
+        ip("link", "delete", "vmtap0")
+        ip("rule", "delete", "from", "10.0.5.7/32", "table", "100")
+    assert "'eth0' has not got back lost='route 10.5.0.0/16 table 254 unicast tos 16" in caplog.text
 
 
 async def test_a_foreign_bridge_is_left_alone(fake_host: FakeHost) -> None:

@@ -41,6 +41,7 @@ DUAL = attrs.evolve(
     addresses6=(IPv6Interface("fd00:10::5/64"),),
     routes6=(Route(IPv6Network("::/0"), IPv6Address("fd00:10::1")),),
 )
+ONE6 = IPv6Address("fd00:10::1")
 BRIDGE = KERNEL + '[[network]]\nmode = "bridge"\n'
 
 
@@ -194,6 +195,16 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             "network[0].ipv6: cannot give",
         ),
         (
+            KERNEL + "[[network]]\nipv6 = true\nmtu = 1279\n",
+            {},
+            "network[0].ipv6: cannot give the guest IPv6: it takes an MTU of 1280 (RFC 8200, 5), and the network's is 1279",
+        ),
+        (
+            KERNEL + '[[network]]\nmode = "macvtap"\n',
+            {"interfaces": {"eth0": attrs.evolve(POD, mac="")}},
+            "network[0].interface: 'eth0' has no MAC address",
+        ),
+        (
             KERNEL + "[[network]]\nipv6 = true\n",
             {"ipv6_error": "none here"},
             "network[0].ipv6: cannot give the guest IPv6",
@@ -227,10 +238,53 @@ def test_an_unavailable_network_is_refused(text: str, facts: dict[str, object], 
     assert [problem[: len(expected)] for problem in found] == [expected]
 
 
-def test_a_permanent_neighbour_is_a_remark() -> None:
-    pod = attrs.evolve(POD, neighbours=(PermanentNeighbour(IPv4Address("169.254.1.1"), "02:00:00:00:00:01"),))
-    remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
-    assert any("permanent neighbour 169.254.1.1" in remark for remark in map(str, remarks))
+def test_what_the_guest_does_not_get_is_remarked() -> None:
+    """ARP for an IPv4 neighbour is answered; of IPv6 neighbours and other tables the guest knows nothing."""
+    neighbours = [PermanentNeighbour(address, "02:00:00:00:00:01") for address in (IPv4Address("169.254.1.1"), ONE6)]
+    for given, expected in (
+        ({"neighbours": (neighbours[0],)}, ""),
+        (
+            {"neighbours": tuple(neighbours)},
+            "the guest may not reach fd00:10::1, which 'eth0' knows as a permanent neighbour",
+        ),
+        (
+            {"other_routes": (Route(IPv4Network("10.0.0.0/8"), table=100),)},
+            "it does not get the routes of table 100, which",
+        ),
+    ):
+        pod = attrs.evolve(POD, **given)
+        remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
+        ours = [remark for remark in map(str, remarks) if "'eth0'" in remark]
+        assert [expected in remark for remark in ours] == [True] * bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"kind": "macvlan"},
+            "'eth0' is a macvlan, which passes frames to its own MAC address alone: a guest behind it",
+        ),
+        ({"kind": "ipvlan"}, "'eth0' is a ipvlan, which passes packets to its own IP addresses alone"),
+        ({"kind": "bridge"}, "'eth0' is a bridge, and a bridge cannot belong to another; use mode"),
+        ({"kind": "tun", "mac": ""}, "'eth0' has no MAC address, and the guest's network is Ethernet; use mode"),
+        ({"port": True}, "'eth0' belongs to a bridge or bond already"),
+        ({"addresses": ()}, "'eth0' must have exactly one IPv4 address for the guest to take over, found none; give"),
+        (
+            {"addresses": (), "addresses6": (IPv6Interface("fd00:10::5/64"),)},
+            "'eth0' must have exactly one IPv4 address for the guest to take over, found IPv6 alone (fd00:10::5/64); give the interface",
+        ),
+        (
+            {"peers": (IPv4Address("10.0.0.1"),)},
+            "'eth0' must have exactly one IPv4 address for the guest to take over, found a point",
+        ),
+    ],
+)
+def test_an_interface_that_no_guest_can_take_over_is_refused(change: dict[str, object], expected: str) -> None:
+    pod = attrs.evolve(POD, **change)  # type: ignore[arg-type]
+    [found] = problems(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod}))
+    assert found.startswith(f"network[0].interface: {expected}")
+    assert "; " in found, "a remedy"
 
 
 def test_an_ipv6_subnet_is_stable_and_unique() -> None:
