@@ -21,18 +21,35 @@ LARGEST = 1 << 20
 """Largest size of each document in bytes."""
 
 KINDS = (
-    b"#cloud-config",
-    b"#!",
-    b"#include",
-    b"#cloud-boothook",
-    b"#part-handler",
-    b"## template: jinja",
-    b"Content-Type: multipart/",
-    b"MIME-Version:",
-    b"From ",
-    b"\x1f\x8b",
+    "#cloud-config",  # also #cloud-config-archive and #cloud-config-jsonp
+    "#!",
+    "#include",  # also #include-once
+    "#cloud-boothook",
+    "#part-handler",
+    "## template: jinja",
+    "text/x-shellscript-per-",
 )
-"""The first bytes of user-data that cloud-init understands: a header, MIME, or gzip."""
+"""What a part begins with that cloud-init handles (``INCLUSION_TYPES_MAP`` of its ``handlers/__init__.py``), in lower case.
+
+tests/node/test_cloud_init.py compares this and the functions below with the real cloud-init.
+"""
+UNTYPED = frozenset({"text/plain", "text/x-not-multipart"})
+"""Types of parts whose kind their first bytes say, and that are ignored without one (``TYPE_NEEDED`` of ``user_data.py``)."""
+COMPRESSED = frozenset(
+    {"application/gzip", "application/gzip-compressed", "application/gzipped", "application/x-compress"}
+    | {"application/x-compressed", "application/x-gunzip", "application/x-gzip", "application/x-gzip-compressed"}
+)
+"""Types of parts that are decompressed first (``DECOMP_TYPES``)."""
+MIME_WITHIN = 4096
+"""Bytes within which the words ``MIME-Version:`` make it a MIME message (``convert_string``)."""
+LARGEST_UNPACKED = 16 << 20
+"""Bytes of decompressed user-data that are looked at."""
+
+OTHER_READERS = {
+    "cloudbase-init (Windows)": ("#ps1", "rem cmd", "<powershell>", "<script>"),
+    "Talos": ("version: v1alpha1", "apiversion: v1alpha1"),
+}
+"""Programs that read the seed as well → what the user-data begins with that they take and cloud-init ignores, in lower case."""
 _KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
 
 
@@ -136,18 +153,71 @@ def _by_dhcp(macs: Sequence[tuple[str, bool]]) -> dict[str, object]:
 
 
 def check_user_data(content: bytes, problems: Problems) -> None:
-    """Refuse user-data of no kind that cloud-init knows."""
-    if content.startswith(KINDS):
+    """Refuse user-data that cloud-init would ignore; what another reader of the seed takes is a remark."""
+    if handled(content):
         return
     first = content.partition(b"\n")[0][:40].decode(errors="replace")
-    near = content.lstrip(b"\xef\xbb\xbf \t\r\n#")[:12] == b"cloud-config"
+    begin = _text(content)
+    reader = next((name for name, begins in OTHER_READERS.items() if begin.startswith(begins)), None)
+    if reader is not None:
+        problems.remark(
+            f"a guest with cloud-init ignores the user-data: it begins with {first!r}, which {reader} takes"
+        )
+        return
+    near = content.lstrip(b"\xef\xbb\xbf \t\r\n#")[:12].lower() == b"cloud-config"
     problems.refuse(
         "cloud_init.user_data",
         f"begins with {first!r}, which cloud-init would ignore",
         "its first line must be '#cloud-config', without anything before it"
         if near
-        else "begin it with '#cloud-config' or '#!/bin/sh'",
+        else "begin it with '#cloud-config' or '#!/bin/sh'; a MIME message takes the header 'MIME-Version: 1.0'",
     )
+
+
+def handled(content: bytes) -> bool:
+    """Tell whether cloud-init handles some of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes."""
+    content = _unpacked(content)
+    if b"mime-version:" not in content[:MIME_WITHIN].lower():
+        return _text(content).startswith(KINDS)
+    from email import message_from_bytes  # here, because little user-data is MIME
+
+    parts = (part for part in message_from_bytes(content).walk() if part.get_content_maintype() != "multipart")
+    return any(_handled_part(part.get_content_type(), part.get_payload(decode=True)) for part in parts)
+
+
+def _handled_part(kind: str, payload: object) -> bool:
+    """Tell whether a part is handled; a part-handler among them may take any other kind."""
+    content = payload if isinstance(payload, bytes) else b""
+    if kind in COMPRESSED:
+        return _text(_unpacked(content)).startswith(KINDS)
+    return kind not in UNTYPED or _text(content).startswith(KINDS)
+
+
+def _text(content: bytes) -> str:
+    """Return the text by whose beginning cloud-init tells the kind; empty for what is not UTF-8."""
+    try:
+        return content.decode().lower().lstrip()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _unpacked(content: bytes) -> bytes:
+    """Return what gzip has compressed; *content* itself if it has not."""
+    if not content.startswith(b"\x1f\x8b"):
+        return content
+    import zlib  # here, because little user-data is compressed
+
+    found, rest = b"", content
+    try:
+        while rest and len(found) < LARGEST_UNPACKED:
+            member = zlib.decompressobj(wbits=31)  # a header of gzip (zlib's inflateInit2)
+            found += member.decompress(rest, LARGEST_UNPACKED - len(found))
+            rest = member.unused_data.lstrip(b"\0")
+            if not member.eof and len(found) < LARGEST_UNPACKED:
+                return content  # it is cut off
+    except zlib.error:
+        return content
+    return found
 
 
 def read_keys(where: str, value: str | PurePosixPath, content: bytes | None, problems: Problems) -> list[str]:

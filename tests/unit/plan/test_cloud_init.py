@@ -12,10 +12,12 @@ import pytest
 
 from runner.errors import HostError
 from runner.facts.disk import DocumentFact
+from runner.facts.host import HostFacts
 from runner.instance.seed import seed_image
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import LARGEST, Secret, SeedPlan
 from runner.plan.render import plan_json, plan_lines
+from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0 somebody"
@@ -91,10 +93,6 @@ def test_keys_host_name_and_networks() -> None:
             "cloud_init.user_data: begins with 'hostname: web', which cloud-init would ignore; begin it",
         ),
         (
-            'user_data = " #cloud-config\\n"',
-            "cloud_init.user_data: begins with ' #cloud-config', which cloud-init would ignore; its first",
-        ),
-        (
             'user_data = "# cloud-config\\n"',
             "cloud_init.user_data: begins with '# cloud-config', which cloud-init would ignore; its first",
         ),
@@ -118,18 +116,30 @@ def test_an_invalid_table_is_refused(table: str, expected: str) -> None:
     assert problems(f"{KERNEL}[cloud_init]\n{table}\n", READ)[0][: len(expected)] == expected
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"#cloud-config\r\n",
-        b"## template: jinja\n#cloud-config\n",
-        b"Content-Type: multipart/mixed; b",
-        b"\x1f\x8b\x08",
-    ],
-)
-def test_every_kind_of_user_data_is_accepted(content: bytes) -> None:
-    facts = attrs.evolve(READ, documents={PurePosixPath("/a"): DocumentFact(content)})
-    assert plan_of(f'{KERNEL}[cloud_init]\nuser_data = "/a"\n', facts).machine.seed is not None
+USER_DATA = KERNEL + '[cloud_init]\nuser_data = "/a"\n'
+
+
+def having(content: bytes) -> HostFacts:
+    return attrs.evolve(READ, documents={PurePosixPath("/a"): DocumentFact(content)})
+
+
+@pytest.mark.parametrize("name", HANDLED)
+def test_user_data_that_cloud_init_handles_is_accepted(name: str) -> None:
+    assert not any("user-data" in str(remark) for remark in plan_of(USER_DATA, having(HANDLED[name])).remarks)
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_user_data_that_cloud_init_ignores_is_refused(name: str) -> None:
+    [found] = problems(USER_DATA, having(IGNORED[name]))
+    assert found.startswith("cloud_init.user_data: begins with ")
+
+
+@pytest.mark.parametrize("name", OTHER_READERS)
+def test_user_data_of_another_reader_is_remarked(name: str) -> None:
+    """The seed is read by cloudbase-init in Windows as well."""
+    reader = "Talos" if name == "Talos" else "cloudbase-init (Windows)"
+    remarks = list(map(str, plan_of(USER_DATA, having(OTHER_READERS[name])).remarks))
+    assert any("ignores the user-data" in remark and f"which {reader} takes" in remark for remark in remarks)
 
 
 def test_user_data_is_never_printed() -> None:
