@@ -247,7 +247,7 @@ class HostFacts:
     container_uid: str | None = None
     """The identifier of this container at the node's controller: the pod's UID, or without a kubelet the container's id."""
     pod_uid: str | None = None
-    """The pod's UID; ``None`` outside Kubernetes, and where nothing shows it."""
+    """The pod's UID; ``None`` outside Kubernetes, where nothing shows it, and where nothing is derived from it."""
     controller_error: str | None = "it was not looked for"
     """Why the node's controller cannot be used; ``None`` if the directory of its socket exists."""
     controller_remedy: str = ""

@@ -310,7 +310,9 @@ def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots
         online_cpus=CpuSet() if pod is None else _online_cpus(roots),
         cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
         container_uid=container_uid,
-        pod_uid=_pod_uid(procfs, cgroup, of_container=pod is not None or not facts.machines_network),
+        pod_uid=_pod_uid(procfs, cgroup, of_container=pod is not None or not facts.machines_network)
+        if spec.network or spec.cloud_init is not None or spec.guest.vsock is not None
+        else None,
         controller_error=controller_error,
         controller_remedy=controller_remedy,
         delegation_error=_delegation_error(roots, cgroup) if placement in {"auto", "delegated"} else None,

@@ -37,7 +37,7 @@ kernel kernel.cgroup kernel.character_devices kernel.fd_passing kernel.files ker
 kernel.nonblocking_writer kernel.packages kernel.peers kernel.processes kernel.procfs kernel.scheduler kernel.sockets kernel.sysfs
 placement placement.backends placement.guest_topology placement.pins
 plan plan.argv plan.argv.block_nodes plan.argv.qemu plan.descriptor_claims plan.disks plan.firmware plan.guest_devices
-plan.host_checks plan.instance plan.machine plan.memory plan.passthrough_plan plan.placement plan.problems plan.resolve
+plan.host_checks plan.identity plan.instance plan.machine plan.memory plan.passthrough_plan plan.placement plan.problems plan.resolve
 plan.shares
 protocol protocol.logs protocol.qmp protocol.rate_limit
 spec spec.instance spec.readiness spec.rules
