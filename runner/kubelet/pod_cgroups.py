@@ -12,7 +12,9 @@ QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd
 From Kubernetes 1.37 on a kubelet with a ``systemPartition`` (KEP-5894, feature gate ``NodeSystemPartition``) has the pods of
 some namespaces in the same tree below ``/kubepods/system``: ``/kubepods/system/[QOS/]podUID/ID``, and by systemd
 ``/kubepods.slice/kubepods-system.slice/[kubepods-system-QOS.slice/]kubepods-system[-QOS]-podUID.slice/RUNTIME-ID.scope``.
-The kubelet's ``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``). Static pods have
+The kubelet's ``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``, by cgroupfs one plain name,
+``/k8s/kubepods/…``). A cgroup that something else than the kubelet made does not: below a docker container, a scope or a
+user's service its owner could make any path, so the pods of a kubelet that runs in there are not known. Static pods have
 UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with crun: ``…/container``).
 
 A path is parsed from the left and the *first* match counts: a container can create cgroups below its own whose path
@@ -53,7 +55,7 @@ _SYSTEMD = (
     rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})\.scope(?P<below>/.*)?"
 )
 _CGROUPFS = (
-    r"(?P<pod>(?:/kubelet)?/kubepods(?:/system)?(?:/(?P<qos>burstable|besteffort))?"
+    r"(?P<pod>(?:/(?!kubepods/)[0-9A-Za-z_-]+)?/kubepods(?:/system)?(?:/(?P<qos>burstable|besteffort))?"
     rf"/pod(?P<uid>{_UID % ('-', '-')}))"
     rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})(?P<below>/.*)?"
 )

@@ -45,6 +45,7 @@ U = UID.replace("-", "_")
         (f"/kubepods/burstable/pod{UID}/{ID}", UID, "burstable"),
         (f"/kubepods/besteffort/pod{STATIC}/crio-{ID}", STATIC, "besteffort"),
         (f"/kubelet/kubepods/pod{UID}/{ID}", UID, "guaranteed"),
+        (f"/kubelet/kubepods/burstable/pod{UID}/{ID}", UID, "burstable"),
         # the system partition of the node (KEP-5894), the three classes of its "Proposed Hierarchy"
         (f"/kubepods/system/pod{UID}/{ID}", UID, "guaranteed"),
         (f"/kubepods/system/burstable/pod{UID}/{ID}", UID, "burstable"),
@@ -107,10 +108,30 @@ def test_knows_the_kubelets_paths(path: str, owner: str, qos: str) -> None:
         f"/../kubepods.slice/kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
         f"/user.slice/user-1000.slice/user@1000.service/kubepods.slice/kubepods-pod{U}.slice/crio-{ID}.scope",
         f"/system.slice/docker-{ID}.scope/kubepods/pod{UID}/{ID}",
+        # paths that a container, or a user with a delegated cgroup, can make
+        f"/docker/{ID}/kubepods/pod{UID}/{ID}",
+        f"/lxc.payload.box/kubepods/pod{UID}/{ID}",
+        f"/lxc/box/kubepods/pod{UID}/{ID}",
+        f"/machine.slice/libpod-{ID}.scope/container/kubepods/pod{UID}/{ID}",
+        f"/kubepods/kubepods/pod{UID}/{ID}",
     ],
 )
 def test_other_paths_belong_to_no_container(path: str) -> None:
     assert parse_container(path) is None
+
+
+def test_a_root_of_the_operator_s_own_may_precede_it_by_either_driver() -> None:
+    for path in (
+        f"/k8s/kubepods/pod{UID}/{ID}",
+        f"/k8s.slice/k8s-kubepods.slice/k8s-kubepods-pod{U}.slice/cri-containerd-{ID}.scope",
+    ):
+        container = parse_container(f"{path}/below")
+        assert container is not None
+        assert (container.owner, container.path) == (UID, path)
+    mine, theirs = f"/k8s/kubepods/pod{UID}/{ID}", f"/k8s/kubepods/pod{OTHER}/{ID}"
+    imitated = parse_container(mine + theirs)
+    assert imitated is not None
+    assert (imitated.owner, imitated.path) == (UID, mine)
 
 
 @pytest.mark.parametrize("system", ["", "kubepods-system.slice/kubepods-system-"])
