@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from runner.cli.options import source_of
-from runner.errors import UsageError
+from runner.errors import SpecError, UsageError
+from runner.kubelet.configuration import configuration_among
 from runner.kubelet.manifest_mistakes import mistakes_of
+from runner.kubelet.vendor_forms import is_settings, no_configuration
 from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 
@@ -52,6 +54,21 @@ def read_named(path: str, what: str) -> bytes:
         return (example if named else Path(path)).read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path!r}") from error
+
+
+def read_configuration(path: str) -> Value:
+    """Return the kubelet's configuration in the file *path*, or in an example.
+
+    Raises :class:`UsageError` for a file that is something else, and :class:`SpecError` for one that is no YAML.
+    """
+    data = read_named(path, "kubelet configuration")
+    try:
+        documents = parse_yaml(path, data)
+    except SpecError:
+        if is_settings(data):
+            raise UsageError(no_configuration(path, "TOML", "Bottlerocket's settings")) from None
+        raise
+    return configuration_among(documents)
 
 
 def _read(file: str) -> bytes:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import attrs
 
-from runner.cli.manifests import manifest_notes, read_manifests, read_named
+from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
 from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
 from runner.kernel.kubelet_files import read_state_file
 from runner.kernel.sysfs import read_kubelet_hardware
-from runner.kubelet.configuration import changed, configuration_among, parse_kubelet_configuration
+from runner.kubelet.configuration import changed, parse_kubelet_configuration
 from runner.kubelet.device_manager import Devices, peak_devices
 from runner.kubelet.machine_info import machine_info
 from runner.kubelet.manifests import Manifest, parse_manifests
@@ -43,7 +43,6 @@ from runner.kubelet.report.text import hardware_line, node_json, node_lines
 from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
 from runner.spec.instance import PLACEHOLDER, parse_elsewhere
 from runner.spec.value import Value
-from runner.spec.yaml import parse_yaml
 
 WIDTH = 120
 """Columns of the output where it is no terminal."""
@@ -64,7 +63,7 @@ def plan(arguments: argparse.Namespace) -> bool:
     """Print the plan for a node (``--node``) and tell whether everything fits."""
     hardware = _hardware(arguments)
     minor = _minor(arguments.kubelet)
-    document = configuration_among(parse_yaml(arguments.node, read_named(arguments.node, "kubelet configuration")))
+    document = read_configuration(arguments.node)
     devices = _devices(arguments.device, machine_info(hardware))
     states = _states(arguments.state)
     pods, on_node = read_manifests(arguments.pod), read_manifests(arguments.running)

@@ -89,6 +89,8 @@ class KubeletConfiguration:
     max_pods: int = 110
     pods_per_core: int = 0
     """Largest number of pods for each CPU; 0 for no such limit."""
+    shutdown_graces: tuple[tuple[int, float], ...] = ()
+    """Lowest priority → seconds that pods have at a shutdown of the node, ascending; empty without ``shutdownGracePeriod``."""
     pod_level_resources: bool = True
     """The feature gate ``PodLevelResources``, on since 1.34."""
     pod_level_resource_managers: bool = False

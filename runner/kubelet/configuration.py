@@ -23,9 +23,10 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration
 from runner.kubelet.feature_gates import POD_LEVEL_MANAGERS, check_gates
 from runner.kubelet.machine_info import machine_info
-from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, read_quantity
+from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, SYSTEM_CRITICAL_PRIORITY, read_quantity
 from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.topology_manager import Policy, Scope
+from runner.kubelet.vendor_forms import form_of, no_configuration
 from runner.spec.value import Value
 
 KIND = "KubeletConfiguration"
@@ -56,7 +57,10 @@ TABLE_KEYS = (
 """Keys whose value is a table of strings; of booleans for ``featureGates``."""
 NUMBER_KEYS = ("maxPods", "podsPerCore")
 """Keys whose value is a whole number."""
-OTHER_KEYS = ("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup")
+OTHER_KEYS = (
+    *("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup"),
+    *("shutdownGracePeriod", "shutdownGracePeriodCriticalPods", "shutdownGracePeriodByPodPriority"),
+)
 SIMILAR_KEYS = (
     "cpuManagerReconcilePeriod",
     "evictionMaxPodGracePeriod",
@@ -119,7 +123,8 @@ def configuration_among(documents: Iterable[Value]) -> Value:
             ", ".join(repr(each.value.get("kind")) for each in documents if isinstance(each.value, dict)) or "nothing"
         )
         source = documents[0].source.partition(" (document")[0] if documents else "the file"
-        raise UsageError(f"cannot use {source!r}: it must hold one {KIND}, found {kinds}")
+        form = "" if found else next(filter(None, map(form_of, documents)), "")
+        raise UsageError(no_configuration(source, kinds, form))
     return found[0]
 
 
@@ -164,6 +169,7 @@ def parse_kubelet_configuration(
         topology_manager_policy_options=topology_options,
         max_pods=_count(document, "maxPods", DEFAULT_MAX_PODS),
         pods_per_core=_count(document, "podsPerCore", 0),
+        shutdown_graces=_shutdown_graces(document),
         pod_level_resources=gates.get("PodLevelResources", minor >= POD_LEVEL_RESOURCES_SINCE),
         pod_level_resource_managers=gates.get(POD_LEVEL_MANAGERS, False),
     )
@@ -182,6 +188,42 @@ def _count(document: Value, key: str, default: int) -> int:
         raise KubeletConfigError(f"invalid configuration: {key} ({flag}) {value.value} must not be a negative number")
     # The defaults take the place of 0 (defaults.go).
     return (value.number() if value else 0) or default
+
+
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+def _duration(value: Value) -> float:
+    """Read a duration of Go, such as ``1m30s``, in seconds; missing for 0."""
+    text = value.text() if value else "0"
+    part = r"([0-9]{1,12}(?:\.[0-9]{0,12})?)(h|ms|us|µs|ns|m|s)"
+    if text != "0" and not re.fullmatch(f"(?:{part})+", text, re.ASCII):
+        value.fail(f"must be a duration like '30s' or '1m30s', found {text!r}")
+    return sum(float(number) * _UNITS[unit] for number, unit in re.findall(part, text, re.ASCII))
+
+
+def _shutdown_graces(document: Value) -> tuple[tuple[int, float], ...]:
+    """Return the seconds that pods have at a shutdown of the node, by their lowest priority, ascending; none without it.
+
+    ``shutdownGracePeriod`` is divided in two (``nodeshutdown_manager_linux.go``, ``migrateConfig``).
+    """
+    listed = document.get("shutdownGracePeriodByPodPriority")
+    if listed:
+        graces = []
+        for entry in listed.elements():
+            priority = entry.get("priority")
+            if type(priority.value) is not int:
+                priority.fail(f"must be a whole number, found {priority.value!r}")
+            graces.append((priority.value, float(entry.get("shutdownGracePeriodSeconds").number())))
+        return tuple(sorted(graces))
+    whole, critical = (
+        _duration(document.get(key)) for key in ("shutdownGracePeriod", "shutdownGracePeriodCriticalPods")
+    )
+    if critical > whole:
+        raise KubeletConfigError(
+            f"invalid configuration: shutdownGracePeriodCriticalPods {critical:g}s must be <= shutdownGracePeriod {whole:g}s"
+        )
+    return ((0, whole - critical), (SYSTEM_CRITICAL_PRIORITY, critical)) if whole else ()
 
 
 def _strings(table: Value) -> dict[str, str]:

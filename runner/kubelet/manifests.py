@@ -45,6 +45,8 @@ PRIORITIES = {
 """The priority classes that every cluster has; others are below ``SystemCriticalPriority``."""
 CONFIG_SOURCE, MIRROR = "kubernetes.io/config.source", "kubernetes.io/config.mirror"
 """Annotations: where the kubelet has read a pod; on the API server's copy of a static pod, the static pod's UID."""
+DEFAULT_GRACE = 30
+"""Seconds of ``terminationGracePeriodSeconds`` where a manifest has none."""
 ENDED = frozenset({"Succeeded", "Failed"})
 """``status.phase`` of pods that the kubelet does not count."""
 
@@ -66,6 +68,8 @@ class Manifest:
     """``spec.nodeName``; empty for a pod that is assigned to no node."""
     ended: bool = False
     """Whether all of its containers have ended."""
+    grace: int = DEFAULT_GRACE
+    """``spec.terminationGracePeriodSeconds``."""
 
 
 @frozen
@@ -155,6 +159,9 @@ def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manif
         tuple(_notes(document, spec, pod, resources)),
         node_name=_word(spec.get("nodeName")),
         ended=_word(document.get("status", {}).get("phase")) in ENDED,
+        grace=spec.get("terminationGracePeriodSeconds").number()
+        if spec.get("terminationGracePeriodSeconds")
+        else DEFAULT_GRACE,
     )
 
 
@@ -324,6 +331,24 @@ def _claim_notes(spec: Value) -> Iterator[str]:
         yield f"no container uses the pod's resource claims {', '.join(map(repr, sorted(named - used.keys())))}"
 
 
+SHARED_NAMESPACES: Mapping[str, str] = {
+    "shareProcessNamespace": "is refused when it registers, because it must be PID 1 of a PID namespace of its own",
+    "hostPID": "is refused when it registers, because it must be PID 1 of a PID namespace of its own",
+    "hostNetwork": "with a [[network]] of mode 'bridge' does not start, because it would take the node's own address: use"
+    " mode 'user' or 'passt', or leave hostNetwork out",
+}
+"""Key of a pod's spec → what happens to an instance in that pod."""
+
+
+def _of_namespaces(spec: Value, pod: Pod) -> Iterator[str]:
+    """Yield what an instance in *pod* cannot do in namespaces that it shares; only a pod with exclusive CPUs can hold one."""
+    if not pod.guaranteed or all(each.millicpus % 1000 for each in pod.containers if each.kind is ContainerKind.APP):
+        return
+    for key, consequence in SHARED_NAMESPACES.items():
+        if spec.get(key).value is True:
+            yield f"spec.{key} is true: an instance in this pod {consequence}"
+
+
 def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Resources]) -> Iterator[str]:
     replicas = document.get("spec", {}).get("replicas").value if document.get("kind").value != "Pod" else None
     if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
@@ -335,6 +360,7 @@ def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Reso
                     f"container {container.name!r} asks for {container.millicpus}m CPUs, which is not a whole number:"
                     " it runs in the shared pool"
                 )
+    yield from _of_namespaces(spec, pod)
     yield from _claim_notes(spec)
     hugepages = {name for each in resources.values() for name in each.requests if name.startswith(HUGEPAGES_PREFIX)}
     if hugepages and not pod.guaranteed:

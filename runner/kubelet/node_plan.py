@@ -324,7 +324,7 @@ def _pod(
     admission = explanation.admission
     pod = manifest.pod
     notes = (*manifest.notes, *_unknown_devices(admission.node, pod), *_too_big(pod, hardware, configuration))
-    notes = (*notes, *_of_other_kinds(pod, admission))
+    notes = (*notes, *_of_other_kinds(pod, admission), *_of_shutdown(manifest, configuration))
     if not admission.admitted:
         return PodPlan(manifest, explanation, (), notes)
     state = admission.node
@@ -407,6 +407,22 @@ def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
         yield "the node's ephemeral storage is not known here: it is taken as enough"
     if admission.reason == UNSUPPORTED:
         yield "an API server with this gate off, too, removes spec.resources before the kubelet sees the pod"
+
+
+def _of_shutdown(manifest: Manifest, configuration: KubeletConfiguration) -> Iterator[str]:
+    """Yield whether a shutdown of the node leaves the pod of *manifest* less time than it asks for."""
+    priority = manifest.pod.priority or 0
+    graces = [seconds for lowest, seconds in configuration.shutdown_graces if lowest <= priority]
+    if not configuration.shutdown_graces:
+        return
+    # A priority below all of them belongs to the lowest (groupByPriority).
+    seconds = graces[-1] if graces else configuration.shutdown_graces[0][1]
+    if seconds < manifest.grace:
+        yield (
+            f"when the node shuts down the kubelet gives it {seconds:g} s, not the {manifest.grace} s of its"
+            " terminationGracePeriodSeconds, and then kills it, a guest with unwritten data as well: raise shutdownGracePeriod,"
+            " of which shutdownGracePeriodCriticalPods is taken, or shutdownGracePeriodByPodPriority"
+        )
 
 
 def _of_pod_level(pod: Pod, admission: Admission) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.cli.manifests import read_configuration
 from runner.cpuset import CpuSet
 from runner.errors import RefusedError, SpecError, UsageError
 from runner.facts.hardware import Hardware
@@ -87,12 +88,79 @@ def test_the_one_configuration_of_a_file() -> None:
     assert configuration_among([other, ours]) is ours
     with pytest.raises(UsageError) as caught:
         configuration_among([other])
-    assert (
-        str(caught.value) == "cannot use 'k.yaml': it must hold one KubeletConfiguration, found 'ClusterConfiguration'"
+    assert str(caught.value) == (
+        "cannot use 'k.yaml': it must hold one KubeletConfiguration, found 'ClusterConfiguration'; the one of a running node"
+        " is printed by: kubectl get --raw /api/v1/nodes/NODE/proxy/configz"
     )
     for documents in ([], [ours, ours], [Value([1], "k.yaml")]):
         with pytest.raises(UsageError, match="it must hold one KubeletConfiguration"):
             configuration_among(documents)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("apiVersion: machineconfiguration.openshift.io/v1\nkind: KubeletConfig", "OpenShift's KubeletConfig"),
+        ("apiVersion: node.eks.aws/v1alpha1\nkind: NodeConfig", "EKS's NodeConfig"),
+        ("kubeletConfig:\n  cpuManagerPolicy: static", "GKE's node system configuration"),
+        ('{"cpuManagerPolicy": "static", "failSwapOn": false}', "AKS' custom node configuration"),
+        ("machine:\n  kubelet:\n    extraConfig: {}", "Talos' machine configuration"),
+        ("kubelet-arg:\n- cpu-manager-policy=static", "RKE2's or k3s' config.yaml"),
+        ("[settings.kubernetes]\ncpu-manager-policy = 'static'", "Bottlerocket's settings"),
+        ("--cpu-manager-policy=static\n--reserved-cpus=0", "the kubelet's flags, as in MicroK8s' args/kubelet"),
+        ("apiVersion: v1\nkind: ConfigMap\ndata: {kubelet: x}", "a ConfigMap"),
+    ],
+)
+def test_the_forms_of_distributions_are_told_and_the_way_out_is_named(tmp_path: Path, text: str, form: str) -> None:
+    (tmp_path / "node.conf").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_configuration(str(tmp_path / "node.conf"))
+    assert form in str(caught.value)
+    assert str(caught.value).endswith(": kubectl get --raw /api/v1/nodes/NODE/proxy/configz")
+
+
+def test_what_is_neither_yaml_nor_toml_is_refused_as_yaml(tmp_path: Path) -> None:
+    (tmp_path / "node.conf").write_text("[settings\n=")
+    with pytest.raises(SpecError, match="cannot parse the document as YAML"):
+        read_configuration(str(tmp_path / "node.conf"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "graces"),
+    [
+        ({}, ()),
+        ({"shutdownGracePeriod": "0s"}, ()),
+        ({"shutdownGracePeriod": "1m30s", "shutdownGracePeriodCriticalPods": "10s"}, ((0, 80), (2_000_000_000, 10))),
+        (
+            {"shutdownGracePeriodByPodPriority": [{"priority": 9, "shutdownGracePeriodSeconds": 5}, {"priority": 0}]},
+            None,
+        ),
+        (
+            {
+                "shutdownGracePeriodByPodPriority": [
+                    {"priority": 9, "shutdownGracePeriodSeconds": 5},
+                    {"priority": -1, "shutdownGracePeriodSeconds": 60},
+                ]
+            },
+            ((-1, 60), (9, 5)),
+        ),
+        ({"shutdownGracePeriod": "30"}, None),
+        ({"shutdownGracePeriod": 30}, None),
+    ],
+)
+def test_what_pods_have_at_a_shutdown_of_the_node(keys: dict[str, Any], graces: object) -> None:
+    if graces is None:
+        with pytest.raises(SpecError, match="shutdownGracePeriod"):
+            read(**keys)
+        return
+    assert read(**keys).shutdown_graces == graces
+
+
+def test_critical_pods_have_a_part_of_the_shutdown_s_time() -> None:
+    with pytest.raises(
+        KubeletConfigError, match="shutdownGracePeriodCriticalPods 40s must be <= shutdownGracePeriod 30s"
+    ):
+        read(shutdownGracePeriod="30s", shutdownGracePeriodCriticalPods="40s")
 
 
 def test_the_configuration_that_a_running_kubelet_reports() -> None:

@@ -876,3 +876,37 @@ def test_a_state_that_a_restart_would_refuse_is_a_note() -> None:
     assert note.startswith(
         'the next start of this kubelet fails with these state files: not all reserved cpus: "0" are present in'
     )
+
+
+@pytest.mark.parametrize(
+    ("spec", "seconds"),
+    [
+        ({"terminationGracePeriodSeconds": 60}, "20 s, not the 60 s"),
+        ({}, "20 s, not the 30 s"),
+        ({"terminationGracePeriodSeconds": 20}, ""),
+        ({"terminationGracePeriodSeconds": 60, "priorityClassName": "system-node-critical"}, "10 s, not the 60 s"),
+    ],
+)
+def test_a_shutdown_of_the_node_that_is_shorter_than_the_grace_is_noted(spec: dict[str, Any], seconds: str) -> None:
+    asked = pod("vm", 2)
+    asked["spec"] |= spec
+    keys: dict[str, Any] = {"shutdownGracePeriod": "30s", "shutdownGracePeriodCriticalPods": "10s"}
+    notes = [note for note in planned(EPYC, asked, **keys).pods[0].notes if "shuts down" in note]
+    assert [seconds in note for note in notes] == ([True] if seconds else [])
+    assert not [note for note in planned(EPYC, asked).pods[0].notes if "shuts down" in note]
+
+
+@pytest.mark.parametrize(
+    ("key", "consequence"),
+    [
+        ("shareProcessNamespace", "refused when it registers"),
+        ("hostPID", "refused when it registers"),
+        ("hostNetwork", "mode 'bridge' does not start"),
+    ],
+)
+def test_namespaces_that_an_instance_cannot_share_are_noted(key: str, consequence: str) -> None:
+    asked, shared = pod("vm", 2), pod("shared", "500m")
+    asked["spec"][key] = shared["spec"][key] = True
+    vm, other = planned(EPYC, asked, shared).pods
+    assert [note for note in vm.notes if note.startswith(f"spec.{key} is true: ") and consequence in note]
+    assert not [note for note in other.notes if key in note]

@@ -1,0 +1,77 @@
+"""The files from which distributions make the kubelet's configuration, told from one another to say how to get at the latter.
+
+None of them is read: what a distribution makes of them depends on its version. A running kubelet answers with the result.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+
+from runner.spec.value import Value
+
+ASK_THE_KUBELET = "kubectl get --raw /api/v1/nodes/NODE/proxy/configz"
+"""The command that prints the configuration of the kubelet of a running node, which ``plan --node`` takes."""
+
+KINDS: Mapping[tuple[str, str], str] = {
+    ("machineconfiguration.openshift.io", "KubeletConfig"): "OpenShift's KubeletConfig",
+    ("machineconfiguration.openshift.io", "MachineConfig"): "OpenShift's MachineConfig",
+    ("performance.openshift.io", "PerformanceProfile"): "OpenShift's PerformanceProfile",
+    ("node.eks.aws", "NodeConfig"): "EKS's NodeConfig (nodeadm)",
+    ("eksctl.io", "ClusterConfig"): "eksctl's ClusterConfig",
+    ("karpenter.k8s.aws", "EC2NodeClass"): "Karpenter's EC2NodeClass",
+    ("karpenter.sh", "NodePool"): "Karpenter's NodePool",
+    ("k0s.k0sproject.io", "ClusterConfig"): "k0s's ClusterConfig",
+    ("k0sctl.k0sproject.io", "Cluster"): "k0sctl's Cluster",
+    ("kops.k8s.io", "Cluster"): "kOps's Cluster",
+    ("kops.k8s.io", "InstanceGroup"): "kOps's InstanceGroup",
+    ("core.gardener.cloud", "Shoot"): "Gardener's Shoot",
+    ("kind.x-k8s.io", "Cluster"): "kind's Cluster",
+    ("kubeadm.k8s.io", "InitConfiguration"): "kubeadm's InitConfiguration",
+    ("kubeadm.k8s.io", "JoinConfiguration"): "kubeadm's JoinConfiguration",
+    ("kubeadm.k8s.io", "ClusterConfiguration"): "kubeadm's ClusterConfiguration",
+    ("bootstrap.cluster.x-k8s.io", "KubeadmConfigTemplate"): "Cluster API's KubeadmConfigTemplate",
+    ("v1", "ConfigMap"): "a ConfigMap, such as kubeadm's kubelet-config, whose data is text",
+    ("v1", "Node"): "a Node object",
+}
+"""Group of ``apiVersion`` (``v1`` for the core) and kind → what the document is."""
+KEYS: Mapping[str, str] = {
+    "machine": "Talos' machine configuration",
+    "kubelet-arg": "RKE2's or k3s' config.yaml",
+    "kubeletConfig": "GKE's node system configuration",
+    "linuxConfig": "GKE's node system configuration",
+    "cpuManagerPolicy": "AKS' custom node configuration, or a KubeletConfiguration without kind and apiVersion",
+    "topologyManagerPolicy": "AKS' custom node configuration, or a KubeletConfiguration without kind and apiVersion",
+    "featureGates": "a KubeletConfiguration without kind and apiVersion",
+}
+"""A key at the top of a document without kind → what the document is."""
+
+
+def form_of(document: Value) -> str:
+    """Return what *document* is that is no ``KubeletConfiguration``; empty if that is not known."""
+    if isinstance(document.value, str) and document.value.lstrip().startswith("--"):
+        return "the kubelet's flags, as in MicroK8s' args/kubelet"
+    if not isinstance(document.value, dict):
+        return ""
+    group = str(document.value.get("apiVersion")).partition("/")[0]
+    kind = document.value.get("kind")
+    if kind is not None:
+        return KINDS.get((group, str(kind)), "")
+    return next((form for key, form in KEYS.items() if key in document.value), "")
+
+
+def is_settings(data: bytes) -> bool:
+    """Tell whether *data* is TOML with a table ``settings``, as Bottlerocket's user data is."""
+    try:
+        return "settings" in tomllib.loads(data.decode())
+    except ValueError:
+        return False
+
+
+def no_configuration(source: str, found: str, form: str) -> str:
+    """Return the sentence for the file *source* in which *found* is no kubelet configuration but *form*, if that is known."""
+    said = f", {form}, of which the distribution makes one" if form else ""
+    return (
+        f"cannot use {source!r}: it must hold one KubeletConfiguration, found {found}{said}; the one of a running node is"
+        f" printed by: {ASK_THE_KUBELET}"
+    )
