@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.facts.host import Virtiofsd
-from runner.kernel.kubelet_files import Frozen
+from runner.kernel.kubelet_files import OTHER_ROOT, Frozen
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import too_old
 from runner.values import frozen
@@ -106,7 +106,7 @@ def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver
     *has_driver* tells whether a DRA driver for CPUs is registered with the kubelet, which needs another policy than ``static``.
     """
     if reason:
-        return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", "run check on the node, as root")
+        return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", _readable(reason))
     if isinstance(state, Frozen):
         return CPU_MANAGER.fatal(
             state.reason, f"wait for the kubelet to write it again, or: rm {path}, systemctl restart kubelet"
@@ -126,10 +126,15 @@ def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver
     return CPU_MANAGER.ok(f"static; shared pool '{state.shared_pool}', exclusive '{state.exclusive()}'")
 
 
+def _readable(reason: str) -> str:
+    """Return how a state file that cannot be read for *reason* can be read."""
+    return OTHER_ROOT if "No such file or directory" in reason else "run check on the node, as root"
+
+
 def judge_memory_manager(policy: str, reserved: Mapping[int, int], reason: str) -> Finding:
     """Judge ``memory_manager_state``: its policy, and NUMA node → *reserved* bytes; *reason* is why it cannot be read."""
     if reason:
-        return MEMORY_MANAGER.unknown(f"cannot read its state: {reason}", "run check on the node, as root")
+        return MEMORY_MANAGER.unknown(f"cannot read its state: {reason}", _readable(reason))
     if policy != "Static":
         return MEMORY_MANAGER.warning(
             f"the Memory Manager's policy is {policy!r}",

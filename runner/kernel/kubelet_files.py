@@ -22,6 +22,12 @@ from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.kernel.files import closing
 from runner.values import frozen
 
+OTHER_ROOT = (
+    "if the kubelet has another --root-dir, name it with --kubelet-dir, and in a pod mount it, too (k0s: /var/lib/k0s/kubelet,"
+    " MicroK8s: /var/snap/microk8s/common/var/lib/kubelet)"
+)
+"""The remedy for a state file that is not there: beside another root, ``/var/lib/kubelet`` exists as well, for device plugins."""
+
 _LARGEST = 16 * 1024 * 1024
 """Bytes. A file larger than this is not the kubelet's."""
 
@@ -65,7 +71,8 @@ def attempt(path: Path, parse: Callable[[bytes], T]) -> T | Frozen:
     except SpecError as error:  # str(error) begins with the document's name, which is in the sentence already
         return Frozen(f"cannot use {path}: {'; '.join(map(str, error.problems))}")
     except RunnerError as error:
-        return Frozen(f"cannot use {path}: {explain(error)}")
+        elsewhere = f"; {OTHER_ROOT}" if isinstance(error.__cause__, FileNotFoundError) else ""
+        return Frozen(f"cannot use {path}: {explain(error)}{elsewhere}")
 
 
 def attempt_claims(

@@ -68,7 +68,21 @@ def test_one_step_applies_what_a_cluster_needs() -> None:
     assert objects == {
         *(("Namespace", name) for name in ("instances", "instance-runner")),
         *(("DaemonSet", name) for name in ("instance-cgroup-controller", "instance-device-plugin")),
+        ("ResourceQuota", "critical-pods"),
     }
+
+
+def test_a_critical_pod_s_namespace_admits_it_where_priority_classes_are_limited() -> None:
+    """kube-system does everywhere; in another namespace GKE makes no such pod without a quota of that scope."""
+    for directory in ("controller", "device-plugin"):
+        [critical] = pod_specs(resources(directory))
+        quotas = [found["spec"] for found in resources(directory) if found["kind"] == "ResourceQuota"]
+        if kustomization(directory)["namespace"] == "kube-system":
+            assert quotas == []  # it would limit all critical pods there
+            continue
+        [quota] = quotas
+        [scope] = quota["scopeSelector"]["matchExpressions"]
+        assert (scope["scopeName"], scope["values"]) == ("PriorityClass", [critical["priorityClassName"]])
 
 
 def test_the_names_of_the_images_stand_in_one_place() -> None:

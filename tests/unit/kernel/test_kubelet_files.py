@@ -12,7 +12,7 @@ import trio
 from runner.cpuset import CpuSet
 from runner.errors import HostError
 from runner.facts.hardware import OnlineCpus
-from runner.kernel.kubelet_files import Frozen, attempt, read_state_file, settled
+from runner.kernel.kubelet_files import OTHER_ROOT, Frozen, attempt, read_state_file, settled
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import parse_cpu_state, parse_verified_cpu_state
 
@@ -27,7 +27,9 @@ def document(**changes: object) -> bytes:
 
 def test_an_unusable_file_becomes_a_value(tmp_path: Path) -> None:
     path = tmp_path / "cpu_manager_state"
-    assert attempt(path, PARSE) == Frozen(f"cannot use {path}: it cannot be read: No such file or directory")
+    assert attempt(path, PARSE) == Frozen(
+        f"cannot use {path}: it cannot be read: No such file or directory; {OTHER_ROOT}"
+    )
     path.write_bytes(b"{")
     torn = attempt(path, PARSE)
     assert isinstance(torn, Frozen)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runner.errors import RunnerError
@@ -147,6 +147,8 @@ def changed(changes: list[tuple[tuple[int, Path], Any]]) -> list[Any]:
     return documents
 
 
+@example([((0, ("numa_nodes", 0, "hugepages", 0, "size")), 1)], False, 36)
+@example([((2, ("spec", "containers", 0, "resources", "limits", "cpu")), "9" * 400)], False, 36)
 @given(CHANGES, st.booleans(), st.sampled_from([33, 34, 36]))
 @settings(max_examples=1500, deadline=None)
 def test_any_input_is_planned_or_refused_in_words(
