@@ -9,6 +9,7 @@ from runner.check.finding import Check, Finding, Place
 from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kernel.settings import PciDevice, QuietCpus, Swap
+from runner.plan.disks import AIO_REQUESTS
 from runner.plan.host_checks import KEPT_MEMORY_STATE
 
 CGROUPS = Check(
@@ -24,6 +25,10 @@ TRANSPARENT_HUGEPAGES = Check(
     "transparent-hugepages", "guest RAM in 4 KiB pages costs memory-heavy guests some percent in page-table walks"
 )
 HUGEPAGES = Check("hugepages", "guest RAM in hugepages of another NUMA node is remote memory for its vCPUs")
+AIO = Check(
+    "native-aio",
+    'QEMU does not start with a disk of aio = "native" when the machine has no requests of native AIO left',
+)
 NUMA_BALANCING = Check(
     "numa-balancing",
     "the kernel unmaps guest RAM repeatedly to learn which CPU uses it; each such page stops a vCPU briefly",
@@ -44,6 +49,8 @@ LOSSES = (
 )
 """Kernel version → what is lost before it."""
 
+FEW_DISKS = 8
+"""Threads that serve disks, and are still to be started, below which :func:`judge_aio` warns."""
 CHEAP_CLOCKS = {"tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter"}
 
 DEVICE_CLASSES = {0x01: "storage", 0x02: "network", 0x03: "display", 0x12: "accelerator"}
@@ -151,6 +158,17 @@ def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Find
 
 def _size(size: int) -> str:
     return f"{size >> 30} GiB" if size >= 1 << 30 else f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def judge_aio(free: int | None) -> Finding:
+    """Judge how many requests of native AIO the machine has left; ``None``: the kernel does not say."""
+    if free is None:
+        return AIO.unknown("the kernel does not say how many requests of native AIO are left")
+    disks = free // AIO_REQUESTS
+    shown = f"fs.aio-max-nr leaves {free} requests, for {disks} more threads of QEMU that serve disks with native AIO"
+    if disks < FEW_DISKS:
+        return AIO.warning(shown, "sysctl -w fs.aio-max-nr=1048576, and the same in /etc/sysctl.d")
+    return AIO.ok(shown)
 
 
 def judge_numa_balancing(value: str, numa_nodes: int) -> Finding:

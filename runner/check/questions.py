@@ -82,6 +82,10 @@ def _numa_balancing(host: CheckedHost, context: CheckContext) -> Iterator[Findin
     yield kernel_settings.judge_numa_balancing(value, len(context.hardware.numa_nodes))
 
 
+def _aio(host: CheckedHost, _: CheckContext) -> Iterator[Finding]:
+    yield kernel_settings.judge_aio(Procfs(host.roots.proc).aio_free())
+
+
 def _isolated(host: CheckedHost, context: CheckContext) -> Iterator[Finding]:
     cpu = host.roots.sys / "devices/system/cpu"
     isolated = read_cpus(cpu / "isolated") if (cpu / "isolated").exists() else None
@@ -100,6 +104,7 @@ KERNEL_QUESTIONS: tuple[tuple[Check, Question], ...] = (
     (kernel_settings.TRANSPARENT_HUGEPAGES, _transparent_hugepages),
     (kernel_settings.HUGEPAGES, _hugepages),
     (kernel_settings.NUMA_BALANCING, _numa_balancing),
+    (kernel_settings.AIO, _aio),
     (kernel_settings.ISOLATED, _isolated),
     (kernel_settings.PCI, _pci),
 )

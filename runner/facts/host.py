@@ -209,6 +209,8 @@ class HostFacts:
     """Why ``io_uring`` cannot be used; tried only if a disk names it."""
     free_space: int | None = None
     """Bytes free on the volume of the state directory; ``None`` if it cannot be seen. Read only if a disk is ephemeral."""
+    aio_free: int | None = None
+    """Requests of native AIO that the machine has left (``fs.aio-max-nr`` less ``fs.aio-nr``); read only with disks."""
     cpu_models: frozenset[str] = frozenset()
     """QEMU's CPU models; read only if the spec names one of its own, empty if QEMU did not list them."""
     console_log_error: str | None = None

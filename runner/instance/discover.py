@@ -104,6 +104,7 @@ async def read_host_facts(
         users=dict(_users(spec)),
         free_space=free_space(state_directory) if any(disk.ephemeral for disk in spec.disk) else None,
         io_uring_error=_io_uring_error(spec.disk),
+        aio_free=procfs.aio_free() if spec.disk else None,
         kvm=await _kvm(spec, roots.dev / "kvm", processes, qemu),
         user_namespace=procfs.in_user_namespace(),
         machines_network=procfs.in_first_network_namespace(),

@@ -433,6 +433,11 @@ class Procfs:
         except OSError:
             return ""
 
+    def aio_free(self) -> int | None:
+        """Return how many requests of native AIO programs may still reserve (io_setup(2)); ``None`` where it cannot be read."""
+        most, reserved = self.setting("fs/aio-max-nr"), self.setting("fs/aio-nr")
+        return int(most) - int(reserved) if most.isdecimal() and reserved.isdecimal() else None
+
     def oom_score_adj(self) -> int:
         """Return this process's ``oom_score_adj``, from -1000 to 1000."""
         return int(_read(self.root / "self/oom_score_adj"))

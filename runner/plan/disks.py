@@ -58,6 +58,11 @@ class Overlay:
     """Bytes the file may have; a write beyond them is an I/O error in the guest."""
 
 
+AIO_REQUESTS = 1024
+"""Requests of native AIO that QEMU reserves for each of its threads that has a disk with it (``MAX_EVENTS``, ``block/linux-aio.c``).
+All programs of the machine share ``fs.aio-max-nr``, 65536 by default (io_setup(2))."""
+
+
 @frozen
 class DiskPlan:
     """One virtio disk."""
@@ -109,7 +114,20 @@ def plan_disks(disks: Sequence[DiskSpec], facts: HostFacts, problems: Problems) 
         for index, disk in enumerate(disks)
     )
     remark_little_space(plans, facts.free_space, problems)
+    _remark_aio(plans, facts.aio_free, problems)
     return plans
+
+
+def _remark_aio(disks: Iterable[DiskPlan], free: int | None, problems: Problems) -> None:
+    """Remark that the machine has not enough requests of native AIO left; each iothread, and QEMU's main thread, has its own."""
+    threads = {disk.name if disk.iothread else "" for disk in disks if disk.aio == "native"}
+    needed = len(threads) * AIO_REQUESTS
+    if free is not None and needed > free:
+        problems.remark(
+            f'QEMU may not start: aio "native" takes {needed} requests of the kernel\'s, and the machine has {free} left for all '
+            "programs",
+            f'raise fs.aio-max-nr on the node by {needed - free} at least, or set aio = "threads"',
+        )
 
 
 def _facts_of(disk: DiskSpec, facts: HostFacts) -> DiskFacts:
