@@ -115,6 +115,7 @@ INSTANCE: Mapping[str, str] = {
     "network: removing bridges=%s": "network_removing",
     "network: %r has not got back lost=%r": "network_not_restored",
     "not unsealed: %s": "cpus_not_unsealed",
+    "the container's cgroup is frozen: what is in float ends there cgroup=%s": "container_frozen",
     "the controller does not answer; it will remove the instance's cgroup later": "controller_silent",
     "%s; it will remove the instance's cgroup when it is back": "controller_gone",
     "fault: %s": "release_failed",

@@ -66,6 +66,33 @@ async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.
             os.fstat(number)
 
 
+async def test_out_of_float_into_a_frozen_cgroup_no_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``podman pause``: this process would stop there for good, and so would the end of the instance."""
+    (tmp_path / "pod").mkdir()
+    (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 0\n")
+    monkeypatch.setattr(float_module, "Roots", lambda: Roots(cgroup=tmp_path))
+    numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
+    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
+    carried = CarriedCgroups(PATHS, float_procs, instance_threads, pod_procs, float_threads, frozenset())
+    carry_over, faults = CarryOver(), Faults()
+    placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
+    async with (
+        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
+    ):
+        carry_over.taken_over = {"cgroups": carried}
+        async with entered_cgroups(supervisor, placement, [anchor]):
+            (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 1\n")
+    assert faults.sentences == []
+    assert (tmp_path / "pod_procs").read_text() == ""
+    assert "the container's cgroup is frozen: what is in float ends there cgroup=/pod" in caplog.text
+    assert "it will remove the instance's cgroup when it is back" not in caplog.text, (
+        "it is not asked: float is populated"
+    )
+
+
 async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the tree is written to; at the end it is removed, and the controllers are those of before the first start."""
     scope = tmp_path / "pod"

@@ -20,7 +20,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, explain
 from runner.facts.roots import Roots
 from runner.instance.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
-from runner.instance.cgroups.float import entered_float
+from runner.instance.cgroups.float import entered_float, is_frozen
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel.cgroup import Cgroup
@@ -259,10 +259,16 @@ async def registered_cgroups(
     Raises :exc:`~runner.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
     """
     in_force = InForce(placement)
+    adopted: EnteredCgroups[ControllerPlacement] | None = None
+
+    async def leave() -> None:
+        if adopted is None or not is_frozen(adopted.cgroups.pod):
+            await _deregister(supervisor.faults, placement)
+
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
             # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
-            held.push_async_callback(_deregister, supervisor.faults, placement)
+            held.push_async_callback(leave)
             with supervisor.carry_over.taking("cgroups") as carried:
                 adopted = None if carried is None else adopted_cgroups(carried, in_force, descriptors)
             if adopted is None:

@@ -12,10 +12,12 @@ from functools import partial
 import attrs
 
 from runner.errors import HostError, PlacementError
+from runner.facts.roots import Roots
 from runner.instance.cgroups.entered import EnteredCgroups, P
 from runner.instance.cgroups.strays import processes_of_others, sweep
 from runner.instance.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
+from runner.kernel.cgroup import Cgroup
 from runner.kernel.scheduler import read_mask, unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
@@ -53,14 +55,33 @@ async def entered_float(
     finally:
         for anchor in anchors:
             anchor.command = command
-        with supervisor.faults.recorded("return what else is in float to the pod's cgroup"):
-            own = supervisor.procfs.cgroup()
-            for pid in processes_of_others(supervisor.processes, supervisor.procfs):
-                with contextlib.suppress(HostError):  # it has ended
-                    if supervisor.procfs.cgroup(pid) == own != named.pod:
-                        active.return_to_pod(pid)
-        with supervisor.faults.recorded("return to the pod's cgroup"):
-            active.return_to_pod(0)
+        if is_frozen(named.pod):
+            log.warning("the container's cgroup is frozen: what is in float ends there cgroup=%s", named.pod)
+        else:
+            _return_to_pod(supervisor, active, named)
+
+
+def is_frozen(pod: str) -> bool:
+    """Tell whether the container's cgroup at the path *pod* is frozen (``podman pause``): a process that enters it stops there.
+
+    What is in float is not, and ends there; the controller removes what is empty then.
+    """
+    try:
+        events = Cgroup(Roots().cgroup).at(pod).read_if_there("cgroup.events")
+    except HostError:
+        return False
+    return "frozen 1" in (events or "").splitlines()
+
+
+def _return_to_pod(supervisor: Supervisor, active: EnteredCgroups[P], named: CgroupPaths) -> None:
+    with supervisor.faults.recorded("return what else is in float to the pod's cgroup"):
+        own = supervisor.procfs.cgroup()
+        for pid in processes_of_others(supervisor.processes, supervisor.procfs):
+            with contextlib.suppress(HostError):  # it has ended
+                if supervisor.procfs.cgroup(pid) == own != named.pod:
+                    active.return_to_pod(pid)
+    with supervisor.faults.recorded("return to the pod's cgroup"):
+        active.return_to_pod(0)
 
 
 def _lift_mask(supervisor: Supervisor, anchors: Sequence[RestartedChild]) -> None:
