@@ -20,7 +20,7 @@ from runner.cpuset import CpuSet
 from runner.errors import HostError, RefusedError, explain
 from runner.facts.disk import DocumentFact, FileFact, LateDiskFacts
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
-from runner.facts.host import CLAIMED_CPUS, HostFacts, Kvm, PodName, PodQos, Resolver, User, Virtiofsd
+from runner.facts.host import CLAIMED_CPUS, ROOT, HostFacts, Kvm, PodName, PodQos, Resolver, User, Virtiofsd
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
@@ -263,12 +263,13 @@ async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
     return Virtiofsd.parse(path, output), f"{path} says {output!r} when asked for its version"
 
 
-async def version_output(processes: Processes, role: str, path: PurePosixPath) -> tuple[str, str]:
-    """Return the output of a program that is run with ``--version``, and what is wrong with the program.
+async def version_output(processes: Processes, role: str, path: PurePosixPath, user: User = ROOT) -> tuple[str, str]:
+    """Return the output of a program that *user* runs with ``--version``, and what is wrong with the program.
 
     Raises :exc:`~runner.errors.HostError` when descriptors, processes or memory are short instead.
     """
     command = Command(f"{role}-version", (str(path), "--version"), level=logging.DEBUG)
+    command = command.of_user(user.user_id, user.group_id, user.groups)
     try:
         async with processes.daemon(command, 0) as process:
             with trio.move_on_after(ANSWERS_WITHIN):

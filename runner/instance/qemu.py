@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
-import attrs
 import trio
 
 from runner.errors import HostError, Status, explain
@@ -590,10 +589,7 @@ def spawn_qemu(
             held.enter_context(lockable(plan.lockable))
         argv = (*qemu_argv(plan, descriptors), *incoming)
         command = Command("qemu", argv, (*descriptors.numbers(), *more), entering=memory_cgroup_fd)
-        user = plan.user
-        if user.user_id != 0:
-            command = attrs.evolve(command, user_id=user.user_id, group_id=user.group_id, groups=user.groups)
-        return supervisor.processes.spawn(command)
+        return supervisor.processes.spawn(command.of_user(plan.user.user_id, plan.user.group_id, plan.user.groups))
 
 
 @contextmanager

@@ -105,7 +105,8 @@ async def _checked(
         reasons += _changeable(daemon)
     if changeable := _changeable(path):
         return _NextQemu(path, ""), [*reasons, *changeable]  # it is not executed
-    output, failure = await version_output(status.supervisor.processes, "qemu", path)
+    # As QEMU will run: a program that is asked for its version has executed code of its own already.
+    output, failure = await version_output(status.supervisor.processes, "qemu", path, status.plan.machine.user)
     match = re.search(r"version ([0-9.]+)", output, re.ASCII)
     found = _NextQemu(path, "" if match is None else match[1])
     if failure or not found.version:

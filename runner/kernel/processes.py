@@ -84,6 +84,10 @@ class Command:
     up: str = ""
     """What it prints once it serves; empty for a program that prints nothing then."""
 
+    def of_user(self, user_id: int, group_id: int, groups: tuple[int, ...]) -> Command:
+        """Return it for this user, who has no capabilities (capabilities(7)); for root, as it is."""
+        return self if user_id == 0 else attrs.evolve(self, user_id=user_id, group_id=group_id, groups=groups)
+
 
 class Process:
     """A child of this process, from its start until its status was read."""

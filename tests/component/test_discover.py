@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
-from pathlib import Path
+import tempfile
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from runner.cpuset import CpuSet
 from runner.errors import HostError, explain
+from runner.facts.host import User
 from runner.facts.roots import Roots
-from runner.instance.discover import find_virtiofsd, read_allowed_cpus
+from runner.instance.discover import find_virtiofsd, read_allowed_cpus, version_output
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.processes import open_processes
 
@@ -70,3 +72,17 @@ def test_cpus_that_a_partition_still_has_are_this_containers_all_the_same(
         if content is not None:
             (tmp_path / file).write_text(f"{content}\n")
     assert read_allowed_cpus(Cgroup(tmp_path), Roots(sys=tmp_path / "sys")) == CpuSet.parse(allowed)
+
+
+async def test_a_program_is_asked_for_its_version_by_the_user_that_will_run_it() -> None:
+    """Another QEMU, named by an operator, is code that nobody has confined yet."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)  # others than root may execute what is there
+        program = Path(directory) / "qemu"
+        program.write_text("#!/bin/sh\necho user $(id -u) $(grep CapEff /proc/self/status)\n")
+        program.chmod(0o755)
+        async with open_processes() as processes:
+            output, error = await version_output(
+                processes, "qemu", PurePosixPath(program), User("nobody", 65534, 65534)
+            )
+    assert (output.split(), error) == (["user", "65534", "CapEff:", "0000000000000000"], "")
