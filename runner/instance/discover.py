@@ -100,6 +100,7 @@ async def read_host_facts(
         virtiofsd=virtiofsd,
         virtiofsd_error=virtiofsd_error,
         files=dict(_files(spec)),
+        in_shares=dict(_in_shares(spec, state_directory, roots)),
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
         free_space=free_space(state_directory) if any(disk.ephemeral for disk in spec.disk) else None,
@@ -411,6 +412,22 @@ def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
         yield from _disk_files(disk)
     for share in spec.share:
         yield share.path, probe_file(share.path)
+
+
+def _in_shares(
+    spec: InstanceSpec, state_directory: PurePosixPath, roots: Roots
+) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
+    """Yield each path of *spec* that leads through a share that the guest can write to, and that share's."""
+    writable = [share.path for share in spec.share if not share.read_only]
+    if not writable:
+        return
+    from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
+    from runner.plan.shares import our_paths
+
+    directories = shared_directories(writable, roots)
+    for _, path in our_paths(spec, state_directory):
+        if (share := directories.holding(path)) is not None:
+            yield path, share
 
 
 def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:

@@ -46,7 +46,7 @@ def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Ite
                 f"virtiofsd {version} cannot share read-only, 1.11 can",
                 "mount the directory read-only in the pod instead",
             )
-        refuse_our_files_inside(share, spec, problems, facts.state_directory)
+        refuse_our_files_inside(share, spec, problems, facts)
         yield SharePlan(
             program, share.tag, share.path, share.read_only, updatable=spec.hotplug.qemu and program.hands_over
         )
@@ -61,19 +61,40 @@ def _require_directory(where: str, path: PurePosixPath, facts: HostFacts, proble
 
 
 def refuse_our_files_inside(
-    share: ShareSpec, spec: InstanceSpec, problems: Problems, state_directory: PurePosixPath | None = None
+    share: ShareSpec, spec: InstanceSpec, problems: Problems, facts: HostFacts | None = None
 ) -> None:
-    """Refuse files in a writable *share* that this process writes: the guest could put a link to any file in their place."""
+    """Refuse files in a writable *share* that this process opens: the guest could put a link to any file in their place.
+
+    Without *facts*, as far as the paths themselves show it.
+    """
     if share.read_only:
         return
-    for where, path in (
-        ("console.log", spec.console.log),
-        ("boot.firmware_vars", spec.boot.firmware_vars),
-        ("--state-dir", state_directory),
-    ):
-        if path is not None and within(path, [share.path]):
+    state_directory, in_shares = (None, {}) if facts is None else (facts.state_directory, facts.in_shares)
+    for where, path in our_paths(spec, state_directory):
+        if within(path, [share.path]) or in_shares.get(path) == share.path:
             problems.refuse(
                 where,
                 f"{str(path)!r} lies in the share {share.tag!r}, where the guest may put a link in its place",
                 "keep it elsewhere, or set the share's read_only",
             )
+
+
+def our_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iterator[tuple[str, PurePosixPath]]:
+    """Yield the path of each file of *spec* that this process opens, or that QEMU executes as firmware, by its key."""
+    named: list[tuple[str, object]] = [
+        ("console.log", spec.console.log),
+        ("boot.firmware_vars", spec.boot.firmware_vars),
+        ("--state-dir", state_directory),
+        ("boot.kernel", spec.boot.kernel),
+        ("boot.initrd", spec.boot.initrd),
+        ("boot.firmware", spec.boot.firmware),
+    ]
+    for index, disk in enumerate(spec.disk):
+        if disk.fd is None:
+            named.append((f"disk[{index}].path", disk.file))
+        named += ((f"disk[{index}].backing", each) for each in disk.backing)
+    if spec.cloud_init is not None:
+        from runner.plan.cloud_init import named_documents  # here, because most instances have no cloud-init
+
+        named += (("cloud_init", each) for each in named_documents(spec.cloud_init))
+    yield from ((where, path) for where, path in named if isinstance(path, PurePosixPath))

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
 from runner.facts.roots import Roots
-from runner.instance.control.hotplug import DiskHotplug
 from runner.instance.control.status import StatusReader
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.sockets import Socket
@@ -105,15 +104,19 @@ async def _called(status: StatusReader, method: str, params: Mapping[str, object
             return await status.vcpus.listed()
         case "cpu.set":
             return await status.vcpus.set(_count(params))
-    return await _called_for_disks(status.disks, method, params)
+    return await _called_for_disks(status, method, params)
 
 
-async def _called_for_disks(disks: DiskHotplug, method: str, params: Mapping[str, object]) -> object:
+async def _called_for_disks(status: StatusReader, method: str, params: Mapping[str, object]) -> object:
+    disks = status.disks
     match method:
         case "disk.list":
             return await disks.listed()
         case "disk.attach":
-            return await disks.attach(_disk(params))
+            disk = _disk(params)
+            for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
+                _refuse_shared(status, path, "cannot attach the disk")
+            return await disks.attach(disk)
         case "disk.detach":
             await disks.detach(_name(params, "name"))
             return {}
@@ -131,18 +134,16 @@ async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoRetu
 
 
 def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None:
-    """Raise :exc:`~runner.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*."""
+    """Raise :exc:`~runner.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*, or below it."""
+    from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
+
     for share in status.plan.shares:
-        if not share.read_only and _overlap(path, share.path):
-            raise RefusedError(
-                f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}; put the program elsewhere"
-            )
-
-
-def _overlap(directory: PurePosixPath, shared: PurePosixPath) -> bool:
-    """Tell whether one of both lies in the other; they may lead through links."""
-    one, other = (PurePosixPath(os.path.realpath(each)) for each in (directory, shared))
-    return one == other or one in other.parents or other in one.parents
+        if not share.read_only:
+            directories = shared_directories((share.path,), Roots())
+            if directories.holding(path) is not None or directories.lies_below(path):
+                raise RefusedError(
+                    f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}; put the program elsewhere"
+                )
 
 
 async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:

@@ -237,6 +237,9 @@ async def test_a_frequency_policy_of_several_cpus_follows_all_of_them(node: Node
         assert await missing(client, A, latency="low") == []
         await register(node, client, B, "14-17")
         assert await missing(client, B, latency="low") == []
+        recorded = json.loads((node.path / RECORDS).read_text())["settings"]
+        policies = [path.split("/")[-2] for path in recorded if path.endswith("scaling_governor")]
+        assert policies == ["policy0", "policy12", "policy14", "policy16"]
         await client.result("deregisterCgroup", uuid=B)
         await settled(controller)
         assert (text(node, governor_path(13)), text(node, governor_path(16))) == ("performance", "powersave")

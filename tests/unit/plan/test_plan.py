@@ -470,6 +470,11 @@ def test_all_descriptors_are_passed_on() -> None:
             "--state-dir: '/srv/vm/state' lies in the share 'a', where the guest may put a link in its place; keep it",
         ),
         (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\n',
+            {"in_shares": {PurePosixPath("/boot/vmlinuz"): PurePosixPath("/srv")}},
+            "boot.kernel: '/boot/vmlinuz' lies in the share 'a', where the guest may put a link in its place; keep it",
+        ),
+        (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\nread_only=true\n',
             {"virtiofsd": Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2, 22))},
             "share[0].read_only: virtiofsd 7.2.22 cannot share read-only",

@@ -1,0 +1,114 @@
+"""Directories that a guest may write to, and whether a path leads through one of them.
+
+What the guest may write to it may replace, by a link as well, between two looks of this program. So no path of this program's may
+lead there, whatever it is called here: by a link, by the mount of the same directory at another place, or of one below it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
+
+from runner.facts.roots import Roots
+from runner.kernel.files import read_text
+from runner.values import frozen
+
+_MOST_LINKS = 40
+"""Links on one path that the kernel follows (``MAXSYMLINKS``, ``include/linux/namei.h``)."""
+
+
+@frozen
+class _Mount:
+    """A mount: *point* in this mount namespace, and the *device* and the directory of its file system that is there (*top*)."""
+
+    point: PurePosixPath
+    device: str
+    top: PurePosixPath
+
+
+@frozen
+class SharedDirectories:
+    """The directories *paths*, and the mounts of this process."""
+
+    paths: tuple[PurePosixPath, ...]
+    mounts: tuple[_Mount, ...]
+
+    def holding(self, path: PurePosixPath) -> PurePosixPath | None:
+        """Return the one of the directories that *path*, which need not exist, leads through; ``None`` if there is none."""
+        for visited in _visited(path):
+            for shared in self.paths:
+                if self._is_below(visited, shared):
+                    return shared
+        return None
+
+    def lies_below(self, path: PurePosixPath) -> bool:
+        """Tell whether one of the directories lies below *path*."""
+        real = PurePosixPath(os.path.realpath(path))
+        return any(_within(PurePosixPath(os.path.realpath(each)), real) for each in self.paths)
+
+    def _is_below(self, directory: PurePosixPath, shared: PurePosixPath) -> bool:
+        """Tell whether the real path *directory* is *shared* or below it, at this place or at another mount of it."""
+        real = PurePosixPath(os.path.realpath(shared))
+        if _within(directory, real):
+            return True
+        device, place = self._in_file_system(directory)
+        tops = [self._in_file_system(real)]
+        tops += [(mount.device, mount.top) for mount in self.mounts if _within(mount.point, real)]
+        return any(device == each and _within(place, top) for each, top in tops)
+
+    def _in_file_system(self, directory: PurePosixPath) -> tuple[str, PurePosixPath]:
+        """Return the device of the real path *directory*, and its path from the root of that file system."""
+        over = [mount for mount in self.mounts if _within(directory, mount.point)]
+        if not over:
+            return "", directory
+        deepest = max(len(mount.point.parts) for mount in over)
+        mount = [each for each in over if len(each.point.parts) == deepest][-1]  # the last one hides those before it
+        return mount.device, mount.top / directory.relative_to(mount.point)
+
+
+def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDirectories:
+    """Return the directories *paths*, with the mounts that this process has now (proc_pid_mountinfo(5))."""
+    found = tuple(paths)
+    lines = read_text(PurePosixPath(roots.proc / "self/mountinfo")).splitlines() if found else []
+    return SharedDirectories(found, tuple(map(_parse_mount, lines)))
+
+
+def _parse_mount(line: str) -> _Mount:
+    _, _, device, top, point, *_ = line.split(" ")
+    return _Mount(_unescaped(point), device, _unescaped(top))
+
+
+def _unescaped(text: str) -> PurePosixPath:
+    return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text))
+
+
+def _within(path: PurePosixPath, directory: PurePosixPath) -> bool:
+    return path == directory or directory in path.parents
+
+
+def _visited(path: PurePosixPath) -> Iterator[PurePosixPath]:
+    """Yield each directory, by its real path, in which a part of the absolute *path* is looked up, and what it leads to."""
+    current, links = PurePosixPath("/"), 0
+    left = deque(path.parts[1:])  # it is absolute
+    while left:
+        yield current
+        name = left.popleft()
+        if name == "..":
+            current = current.parent
+            continue
+        try:
+            target = os.readlink(current / name)  # noqa: PTH115 - a pure path
+        except OSError:  # no link, or nothing at all
+            target = None
+        if target is None or links >= _MOST_LINKS:
+            current /= name
+            continue
+        links += 1
+        to = PurePosixPath(target)
+        if to.is_absolute():
+            current = PurePosixPath("/")
+        left.extendleft(reversed([part for part in to.parts if part != "/"]))
+    yield current

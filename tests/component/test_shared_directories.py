@@ -1,0 +1,63 @@
+"""Which paths lead through a directory that the guest may write to, by links and by mounts of this kernel."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from runner.facts.roots import Roots
+from runner.kernel.shared_directories import shared_directories
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    for name in ("share/sub", "elsewhere", "shared"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "share/sub/kernel").touch()
+    (tmp_path / "elsewhere/kernel").touch()
+    return tmp_path / "share"
+
+
+def holding(share: Path, path: Path) -> bool:
+    directories = shared_directories([PurePosixPath(share)], Roots())
+    return directories.holding(PurePosixPath(path)) == PurePosixPath(share)
+
+
+def test_a_path_leads_through_a_share_by_its_name_and_by_links(share: Path, tmp_path: Path) -> None:
+    assert holding(share, share / "sub/kernel")
+    assert holding(share, share / "none/at/all")
+    assert holding(share, share)
+    assert not holding(share, tmp_path / "elsewhere/kernel")
+    assert not holding(share, tmp_path / "shared/kernel"), "its name only begins alike"
+    (tmp_path / "in").symlink_to("share/sub")
+    (share / "out").symlink_to("../elsewhere")
+    (tmp_path / "round").symlink_to("round")
+    assert holding(share, tmp_path / "in/kernel")
+    assert holding(share, share / "out/kernel"), "the guest may change where it leads"
+    assert holding(tmp_path / "in", share / "sub/kernel"), "the share's own path is a link"
+    assert not holding(share, tmp_path / "round/kernel")
+
+
+@pytest.fixture
+def mounted(share: Path, tmp_path: Path) -> Iterator[Path]:
+    """Mount a directory of the share at another place, and another file system in the share and at a second place."""
+    points = [tmp_path / "second", share / "volume", tmp_path / "volume"]
+    for point in points:
+        point.mkdir()
+    subprocess.run(["mount", "--bind", share / "sub", points[0]], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", points[1]], check=True)
+    subprocess.run(["mount", "--bind", points[1], points[2]], check=True)
+    yield tmp_path
+    for point in reversed(points):
+        subprocess.run(["umount", point], check=True)
+
+
+def test_a_second_mount_of_a_directory_of_a_share_is_the_share(share: Path, mounted: Path) -> None:
+    assert holding(share, mounted / "second/kernel")
+    assert holding(share, mounted / "volume/kernel"), "virtiofsd shows the guest what is mounted below"
+    assert not holding(share, mounted / "elsewhere/kernel")
+    assert holding(mounted / "second", share / "sub/kernel")
+    assert not holding(mounted / "second", share / "kernel")
