@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
+from typing import Literal
 
 import attrs
 
@@ -42,6 +43,8 @@ class Bar:
     """Bytes."""
     high: bool
     """Whether it may be mapped above 4 GiB behind a bridge: it is 64-bit and prefetchable."""
+    largest: int = 0
+    """Bytes that the device can make of it (resizable BAR); 0 where the kernel does not say."""
 
 
 @frozen
@@ -54,6 +57,37 @@ class PciLink:
     """Lanes; 0 if the link is down."""
     best_speed: str
     best_width: int
+
+
+BridgeKind = Literal["root port", "upstream port", "downstream port", "bridge"]
+"""A PCI Express root port, a port of a switch, or a bridge to conventional PCI."""
+
+
+@frozen
+class Acs:
+    """What a bridge does with requests from one device below it to another (Access Control Services)."""
+
+    redirects: bool
+    """Whether it sends them to the root complex (P2P request or completion redirect)."""
+    direct_translated: bool
+    """Whether those with translated addresses (ATS) take the direct way all the same."""
+
+
+@frozen
+class PciBridge:
+    """A PCI bridge between the root complex and a device."""
+
+    address: str
+    name: str = ""
+    """``vendor:device``."""
+    subsystem: str = ""
+    """``vendor:device`` of the subsystem."""
+    kind: BridgeKind | None = None
+    """``None`` where the process may not read it: its configuration space beyond 64 bytes needs CAP_SYS_ADMIN."""
+    link: PciLink | None = None
+    """The link above an upstream port, and the one below the other kinds."""
+    acs: Acs | None = None
+    """``None`` where the process may not read it, and for a bridge without ACS."""
 
 
 @frozen
@@ -87,6 +121,25 @@ class PciFact:
     """``/dev/vfio/GROUP``; ``None`` if no VFIO driver is bound to the device."""
     device_node: DeviceNode | None
     """``/dev/vfio/devices/vfioN`` for iommufd; ``None`` where the kernel does not create it."""
+    device_class: int = 0
+    """Its class with subclass and programming interface, such as 0x030200."""
+    root: str = ""
+    """The host bridge of its root complex, such as ``pci0000:15``; empty where sysfs does not show the way to it."""
+    bridges: tuple[PciBridge, ...] = ()
+    """The bridges between that and the device, from above."""
+    physical_function: str = ""
+    """The address of the physical function whose virtual function it is."""
+    ats: bool | None = None
+    """Whether it shows the capability for address translation services; ``None`` where the process may not read that."""
+    d3cold: bool = False
+    """Whether the kernel may cut its power while nothing uses it (sysfs ``d3cold_allowed``)."""
+    nvswitches: tuple[str, ...] = ()
+    """The addresses of the NVSwitches of this host, if it is a GPU of their maker."""
+
+    @property
+    def slot(self) -> str:
+        """Its address without the function: functions of one device have the same."""
+        return self.address.rpartition(".")[0]
 
 
 @frozen
@@ -102,6 +155,8 @@ class ClaimedDevice:
     """Its PCI address by the attribute ``resource.kubernetes.io/pciBusID``; ``None`` without one."""
     numa_node: int | None
     """The host's NUMA node by the attribute ``resource.kubernetes.io/numaNode`` (KEP-6072); ``None`` without one."""
+    pcie_root: str | None = None
+    """The host bridge of its root complex by the attribute ``resource.kubernetes.io/pcieRoot``; ``None`` without one."""
 
 
 @frozen
@@ -121,7 +176,7 @@ class VfioFacts:
     """Everything that a plan with PCI devices needs to know; read only if the spec has devices."""
 
     devices: Mapping[str, PciFact] = attrs.field(factory=dict)
-    """The requested devices that exist, by address."""
+    """The devices that exist of those that the container was given for a ``[[device]]`` of the spec, by address."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
     """This process's environment, in which device plugins list the addresses of the devices that they have allocated."""
     claims: Mapping[str, tuple[ClaimFile, ...]] = attrs.field(factory=dict)

@@ -1,23 +1,39 @@
-"""PCI devices in sysfs (``Documentation/ABI/testing/sysfs-bus-pci``, ``sysfs-kernel-iommu_groups``) and their VFIO nodes."""
+"""PCI devices in sysfs (``Documentation/ABI/testing/sysfs-bus-pci``, ``sysfs-kernel-iommu_groups``) and their VFIO nodes.
+
+Capabilities are read from the configuration space (``include/uapi/linux/pci_regs.h``), of which a process without
+CAP_SYS_ADMIN reads the first 64 bytes only (``pci_read_config``).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from runner.errors import HostError
-from runner.facts.pci import Bar, GroupMember, PciFact, PciLink
+from runner.facts.pci import Acs, Bar, BridgeKind, GroupMember, PciBridge, PciFact, PciLink
 from runner.facts.roots import Roots
 from runner.kernel.vfio import probe_node
 
 _BRIDGE = 0x0604
 """The class of bridges to other buses, which VFIO accepts in a group. An NVSwitch is another kind of bridge."""
+_NVIDIA, _NVSWITCH_CLASS, _GPU_CLASS = 0x10DE, 0x068000, 0x03
 _STANDARD_HEADER = 64
 """Bytes of configuration space that every user may read."""
 _BARS = 6
 """Lines of ``resource`` that are the device's own base address registers."""
 _MEM, _PREFETCH, _MEM_64 = 0x200, 0x2000, 0x100000
 """``IORESOURCE_*`` (``include/linux/ioport.h``)."""
+
+_MIB = 1 << 20
+_CONFIGURATION_SPACE, _FIRST_EXTENDED = 4096, 256
+_STATUS, _HAS_CAPABILITIES, _CAPABILITIES = 0x06, 0x10, 0x34
+_EXPRESS, _ACS, _ATS = 0x10, 0x0D, 0x0F
+"""Identifiers of capabilities; the first one is in the list of the first 256 bytes."""
+_KINDS: dict[int, BridgeKind] = {4: "root port", 5: "upstream port", 6: "downstream port", 7: "bridge"}
+_REDIRECTS, _DIRECT_TRANSLATED = 0x0C, 0x40
+"""Bits of the control register of ACS: request and completion redirect, and direct translated P2P."""
+_ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 
 
 def read_pci_device(address: str, roots: Roots) -> PciFact | None:
@@ -33,22 +49,109 @@ def read_pci_device(address: str, roots: Roots) -> PciFact | None:
     group = _target_name(path / "iommu_group")
     character_device = next(iter(_names(path / "vfio-dev")), None)  # such as "vfio3"
     has_vfio_driver = driver == "vfio-pci" or character_device is not None
+    vendor, device_class = _hex(path / "vendor"), _hex(path / "class")
+    root, bridges = _way(path)
+    is_nvidias = vendor == _NVIDIA and device_class >> 16 == _GPU_CLASS
     return PciFact(
         address=address,
         sysfs=PurePosixPath(path),
-        name=f"{_hex(path / 'vendor'):04x}:{_hex(path / 'device'):04x}",
+        name=f"{vendor:04x}:{_hex(path / 'device'):04x}",
         driver=driver,
         vfio=has_vfio_driver,
         numa_node=int(_line(path / "numa_node") or -1),
         group=group,
         members=tuple(_members(roots.sys, group, address)) if group is not None else (),
-        bars=tuple(_bars(path / "resource")),
+        bars=tuple(_bars(path)),
         silent=is_silent(path),
         link=_link(path),
         resets=_line(path / "reset_method"),
         group_node=probe_node(nodes / group) if has_vfio_driver and group else None,
         device_node=probe_node(nodes / "devices" / character_device) if character_device else None,
+        device_class=device_class,
+        root=root,
+        bridges=bridges,
+        physical_function=_target_name(path / "physfn") or "",
+        ats=_has_ats(_configuration(path)),
+        d3cold=_line(path / "d3cold_allowed") == "1",
+        nvswitches=tuple(_nvswitches(path.parent)) if is_nvidias else (),
     )
+
+
+def _way(path: Path) -> tuple[str, tuple[PciBridge, ...]]:
+    """Return the host bridge above the device with the directory *path*, and the bridges between, from above."""
+    bridges: list[PciBridge] = []
+    for above in path.resolve().parents:
+        if _ADDRESS.fullmatch(above.name) is None:
+            return (above.name if above.name.startswith("pci") else "", tuple(reversed(bridges)))
+        bridges.append(_bridge(above))
+    return "", ()
+
+
+def _bridge(path: Path) -> PciBridge:
+    configuration = _configuration(path)
+    express = _find(configuration, _EXPRESS)
+    kind = None if express is None else _KINDS.get(_word(configuration, express + 2) >> 4 & 0xF)
+    acs = _find_extended(configuration, _ACS)
+    control = 0 if acs is None else _word(configuration, acs + 6)
+    return PciBridge(
+        address=path.name,
+        name=f"{_hex(path / 'vendor'):04x}:{_hex(path / 'device'):04x}",
+        subsystem=f"{_hex(path / 'subsystem_vendor'):04x}:{_hex(path / 'subsystem_device'):04x}",
+        kind=kind,
+        link=_link(path),
+        acs=None if acs is None else Acs(bool(control & _REDIRECTS), bool(control & _DIRECT_TRANSLATED)),
+    )
+
+
+def _nvswitches(devices: Path) -> Iterator[str]:
+    """Yield the addresses of the NVSwitches among all *devices* of the host."""
+    for name in _names(devices):
+        if _hex(devices / name / "class") == _NVSWITCH_CLASS and _hex(devices / name / "vendor") == _NVIDIA:
+            yield name
+
+
+def _configuration(path: Path) -> bytes:
+    """Return as much of the configuration space as this process may read; nothing where it may read none."""
+    try:
+        with (path / "config").open("rb", buffering=0) as config:
+            return config.read(_CONFIGURATION_SPACE)
+    except OSError:
+        return b""
+
+
+def _find(configuration: bytes, identifier: int) -> int | None:
+    """Return where the capability *identifier* of the first 256 bytes is; ``None`` if it cannot be seen."""
+    if len(configuration) < _FIRST_EXTENDED or not _word(configuration, _STATUS) & _HAS_CAPABILITIES:
+        return None
+    at, seen = configuration[_CAPABILITIES] & 0xFC, set[int]()
+    while at >= _STANDARD_HEADER and at not in seen:
+        if configuration[at] == identifier:
+            return at
+        seen.add(at)
+        at = configuration[at + 1] & 0xFC
+    return None
+
+
+def _find_extended(configuration: bytes, identifier: int) -> int | None:
+    """Return where the extended capability *identifier* is; ``None`` if there is none or it cannot be seen."""
+    at, seen = _FIRST_EXTENDED, set[int]()
+    while len(configuration) == _CONFIGURATION_SPACE and at >= _FIRST_EXTENDED and at not in seen:
+        header = int.from_bytes(configuration[at : at + 4], "little")
+        if header & 0xFFFF == identifier:
+            return at
+        seen.add(at)
+        at = header >> 20 & 0xFFC
+    return None
+
+
+def _has_ats(configuration: bytes) -> bool | None:
+    if len(configuration) < _CONFIGURATION_SPACE:
+        return None
+    return _find_extended(configuration, _ATS) is not None
+
+
+def _word(configuration: bytes, at: int) -> int:
+    return int.from_bytes(configuration[at : at + 2], "little")
 
 
 def is_silent(path: Path) -> bool:
@@ -81,10 +184,12 @@ def _members(sys: Path, group: str, address: str) -> Iterator[GroupMember]:
 
 
 def _bars(path: Path) -> Iterator[Bar]:
-    for line in _line(path).splitlines()[:_BARS]:
+    for number, line in enumerate(_line(path / "resource").splitlines()[:_BARS]):
         first, last, flags = (int(word, 16) for word in line.split())
         if flags & _MEM and last > first:
-            yield Bar(last - first + 1, bool(flags & _MEM_64 and flags & _PREFETCH))
+            sizes = _hex(path / f"resource{number}_resize")  # bit n: 2^n MiB
+            largest = _MIB << sizes.bit_length() - 1 if sizes else 0
+            yield Bar(last - first + 1, bool(flags & _MEM_64 and flags & _PREFETCH), largest)
 
 
 def _link(path: Path) -> PciLink | None:

@@ -19,6 +19,7 @@ VERSIONS = tuple(f"metadata.resource.k8s.io/{version}" for version in ("v1beta1"
 KIND = "DeviceMetadata"
 PCI_ADDRESS = "resource.kubernetes.io/pciBusID"
 NUMA_NODE = "resource.kubernetes.io/numaNode"
+PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
 CLAIMS, TEMPLATES = "resourceclaims", "resourceclaimtemplates"
 """The directories of claims that the pod names directly, and of those that are made from a template (``types.go``)."""
 SUFFIX = "-metadata.json"
@@ -70,7 +71,12 @@ def _devices(value: Value) -> Iterator[ClaimedDevice]:
                 attributes=tuple(each.key for each in attributes.members()),
                 address=address.get("string").text().lower() if address else None,
                 numa_node=_numa_node(attributes.get(NUMA_NODE)),
+                pcie_root=_text(attributes.get(PCIE_ROOT)),
             )
+
+
+def _text(value: Value) -> str | None:
+    return value.get("string").text() if value else None
 
 
 def _numa_node(value: Value) -> int | None:

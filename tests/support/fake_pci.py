@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from runner.facts.pci import DeviceNode, VfioFacts
 from runner.facts.roots import Roots
 from runner.kernel.pci import read_pci_device
 from runner.plan.instance import InstancePlan
@@ -19,7 +20,12 @@ Record = dict[str, Any]
 
 
 def recorded_pci(name: str) -> list[Record]:
-    """Return the recorded sysfs attributes of a host's devices; regions are ``[number, size, flags]``."""
+    """Return the recorded sysfs attributes of a host's devices; regions are ``[number, size, flags]``.
+
+    Optional are: ``parent``, the address of the bridge above it or its host bridge (``pci0000:15``); ``kind`` of a bridge;
+    ``acs``, the control register of its capability; ``ats``; ``d3cold_allowed``; ``physfn``; ``resize``, the sizes of
+    regions (bit n: 2^n MiB) by their number.
+    """
     records: list[Record] = json.loads((RECORDS / f"{name}.json").read_text())
     return records
 
@@ -30,13 +36,15 @@ def fake_pci_tree(root: Path, records: Sequence[Record]) -> Path:
     (nodes / "vfio/devices").mkdir(parents=True)
     for node in ("iommu", "vfio/vfio"):
         (nodes / node).touch()
+    devices.mkdir(parents=True)
+    parents = {record["address"]: record.get("parent") for record in records}
     for number, record in enumerate(records):
         path = devices / record["address"]
-        path.mkdir(parents=True)
+        _link(path, root / "sys/devices" / _way(record["address"], parents)) if record.get("parent") else path.mkdir()
         for file in ("vendor", "device", "class", "numa_node", "reset_method"):
             (path / file).write_text(f"{record[file]}\n")
         (path / "resource").write_text(_resource({bar[0]: bar for bar in record["bars"]}))
-        (path / "config").write_bytes(bytes.fromhex("ff" if record.get("silent") else "de") * 64)
+        _write_optional(path, record)
         if record["link"]:
             names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
             for file, value in zip(names, record["link"], strict=True):
@@ -52,6 +60,21 @@ def fake_pci_tree(root: Path, records: Sequence[Record]) -> Path:
             (nodes / f"vfio/devices/vfio{number}").touch()
             (nodes / "vfio" / record["group"]).touch()
     return root
+
+
+def vfio_facts(root: Path, records: Sequence[Record], **values: Any) -> VfioFacts:
+    """Return the facts of a host with *records* below *root*, on which all of VFIO can be used; *values* replace some."""
+    fake_pci_tree(root, records)
+    found = [read_pci_device(record["address"], Roots.below(root)) for record in records]
+    facts = VfioFacts(
+        devices={fact.address: fact for fact in found if fact is not None},
+        environment={"ALL": ",".join(record["address"] for record in records if record["driver"] == "vfio-pci")},
+        container=DeviceNode(PurePosixPath("/dev/vfio/vfio"), None, everyone=True),
+        iommufd=DeviceNode(PurePosixPath("/dev/iommu")),
+        qemu_version="10.0.2",
+        address_bits=52,
+    )
+    return attrs.evolve(facts, **values)
 
 
 def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend) -> InstancePlan:
@@ -86,6 +109,43 @@ def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend) -> Inst
     passthrough = PassthroughPlan(tuple(devices), iommufd)
     shutdown = attrs.evolve(plan.shutdown, devices_back=2.0)
     return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passthrough=passthrough), shutdown=shutdown)
+
+
+def _write_optional(path: Path, record: Record) -> None:
+    (path / "config").write_bytes(_configuration(record))
+    if "d3cold_allowed" in record:
+        (path / "d3cold_allowed").write_text(f"{record['d3cold_allowed']}\n")
+    if record.get("physfn"):
+        _link(path / "physfn", path.parent / record["physfn"])
+    for region, sizes in record.get("resize", {}).items():
+        (path / f"resource{region}_resize").write_text(f"{sizes:016x}\n")
+
+
+def _way(address: str, parents: Mapping[str, str | None]) -> str:
+    above = parents.get(address)
+    return f"{_way(above, parents)}/{address}" if above else address
+
+
+def _configuration(record: Record) -> bytes:
+    """Return the configuration space as far as a process without rights sees it, or all of it if capabilities are recorded."""
+    if record.get("silent"):
+        return b"\xff" * 64
+    if not record.keys() & {"kind", "acs", "ats"}:
+        return b"\xde" * 64
+    space = bytearray(4096)
+    space[0x06], space[0x34] = 0x10, 0x40
+    space[0x40:0x44] = bytes((0x01, 0x60, 0, 0))  # power management
+    kind = {"root port": 4, "upstream port": 5, "downstream port": 6, "bridge": 7}.get(record.get("kind", ""), 0)
+    space[0x60:0x64] = bytes((0x10, 0, kind << 4 | 2, 0))
+    extended = [(0x0D, record["acs"])] if record.get("acs") is not None else []
+    extended += [(0x0F, 0)] if record.get("ats") else []
+    at = 0x100
+    for index, (identifier, control) in enumerate([(0x01, 0), *extended]):
+        following = at + 0x40 if index < len(extended) else 0
+        space[at : at + 4] = (following << 20 | 1 << 16 | identifier).to_bytes(4, "little")
+        space[at + 6 : at + 8] = int(control).to_bytes(2, "little")
+        at += 0x40
+    return bytes(space)
 
 
 def _resource(bars: Mapping[int, Sequence[Any]]) -> str:

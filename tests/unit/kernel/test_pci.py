@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.errors import HostError
-from runner.facts.pci import Bar, DeviceNode, GroupMember, PciLink
+from runner.facts.pci import Acs, Bar, DeviceNode, GroupMember, PciLink
 from runner.facts.roots import Roots
 from runner.kernel.pci import driver_of, is_silent, read_pci_device
 from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci
@@ -80,3 +80,27 @@ def test_drivers_that_do_not_use_the_device_are_omitted(tmp_path: Path) -> None:
         ("0000:f2:00.0", None),
         ("0000:f3:00.0", None),
     ]
+
+
+def test_the_way_to_a_device_is_read(tmp_path: Path) -> None:
+    found = read_pci_device("0000:18:00.0", Roots.below(fake_pci_tree(tmp_path, recorded_pci("hgx-h200"))))
+    assert found is not None
+    assert (found.root, found.device_class, found.ats, found.d3cold) == ("pci0000:15", 0x030200, False, True)
+    assert [(each.address, each.name, each.kind, each.acs) for each in found.bridges] == [
+        ("0000:15:01.0", "8086:352a", "root port", Acs(redirects=True, direct_translated=False)),
+        ("0000:16:00.0", "1000:c030", "upstream port", None),
+        ("0000:17:00.0", "1000:c030", "downstream port", Acs(redirects=True, direct_translated=False)),
+    ]
+    assert found.bridges[0].link == PciLink("32.0 GT/s PCIe", 16, "32.0 GT/s PCIe", 16)
+    assert found.nvswitches == tuple(f"0000:0{number}:00.0" for number in range(5, 9))
+
+
+def test_sizes_of_a_resizable_region_and_the_physical_function_are_read(tmp_path: Path) -> None:
+    virtual = {**recorded_pci("workstation")[-1], "address": "0000:c1:00.2", "physfn": "0000:c1:00.0"}
+    roots = Roots.below(fake_pci_tree(tmp_path, [*recorded_pci("workstation"), virtual]))
+    gpu, function = (read_pci_device(address, roots) for address in ("0000:41:00.0", "0000:c1:00.2"))
+    assert gpu is not None
+    assert function is not None
+    assert [bar.largest for bar in gpu.bars] == [0, 32 * GIB, 0]
+    assert (gpu.physical_function, function.physical_function) == ("", "0000:c1:00.0")
+    assert (gpu.ats, function.d3cold) == (None, False)
