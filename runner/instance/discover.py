@@ -229,13 +229,12 @@ async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: Pu
     from runner.instance.device_claims import read_claim
     from runner.kernel.pci import read_pci_device
     from runner.kernel.vfio import probe_node
-    from runner.plan.passthrough import asked_devices
+    from runner.plan.passthrough import given_addresses
 
     output, _ = await version_output(processes, "qemu", qemu) if qemu is not None else ("", "")
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)
     claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
-    asked, _ = asked_devices(spec.device, os.environ, claims)
-    found = (read_pci_device(each.address, roots) for each in asked)
+    found = (read_pci_device(each, roots) for each in given_addresses(spec.device, os.environ, claims))
     return VfioFacts(
         devices={fact.address: fact for fact in found if fact is not None},
         environment=os.environ,

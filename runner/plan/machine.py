@@ -286,14 +286,14 @@ def _is_copied(fact: FileFact, user: User) -> bool:
 
 def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
     """Yield why not everything of *machine* that :mod:`runner.plan.argv.qemu` puts on the root bus has a slot there."""
-    guest, numa_nodes = machine.guest, len(machine.topology.numa_nodes)
+    guest, numa_nodes, bridges = machine.guest, len(machine.topology.numa_nodes), machine.passthrough.bridges
     takers = {
         "disks": len(machine.disks),
         "networks": len(machine.networks),
         "shares": len(machine.shares),
-        "devices": sum(device.bus == ROOT_BUS for device in machine.passthrough.devices),
+        "devices": sum(port.bus == ROOT_BUS for port in machine.passthrough.ports),
         "for disks attached later (hotplug.disks)": machine.slots,
-        "bridges of NUMA nodes": numa_nodes if numa_nodes > 1 else 0,
+        "host bridges": (numa_nodes if numa_nodes > 1 else 0) if bridges is None else len(bridges),
         "for agent, vsock, watchdog, screen and cloud-init": sum(
             (guest.agent, guest.vsock is not None, guest.watchdog is not None, machine.vnc, machine.seed is not None)
         ),

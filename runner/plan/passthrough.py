@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import assert_never
 
 import attrs
@@ -17,7 +18,8 @@ from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, P
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import DENIED, LET_IN
 from runner.plan.machine import Accel
-from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, VfioBackend
+from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
+from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
 from runner.plan.problems import Problems, Remark
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
@@ -53,9 +55,6 @@ WITHOUT_PSE36 = frozenset({"486", "base", "coreduo", "n270", "pentium", "qemu32"
 WITHOUT_LONG_MODE = WITHOUT_PSE36 | {"athlon", "kvm32", "pentium2", "pentium3"}
 """QEMU's CPU models without 64-bit mode."""
 
-PORTS_ON_BRIDGE = 23
-"""Devices behind the bridge of one NUMA node: with eight bridges each has 24 bus numbers (``plan/argv/qemu.py``)."""
-
 BIND = (
     "bind it: driverctl set-override {0} vfio-pci (or write vfio-pci to its driver_override and {0} to drivers_probe)"
 )
@@ -87,6 +86,8 @@ class Asked:
     device: DeviceSpec
     numa_node: int | None = None
     """The host's NUMA node that a resource claim's driver says; ``None`` if it says none."""
+    pcie_root: str | None = None
+    """The host bridge that it says; ``None`` if it says none."""
 
 
 class _NoDevicesError(Exception):
@@ -97,16 +98,33 @@ class _NoDevicesError(Exception):
         self.message, self.remedy = message, remedy
 
 
-_Given = tuple[str, int | None]
-"""The PCI address of a device that the container was given, and its NUMA node if that is said with it."""
+_Said = tuple[int | None, str | None]
+_Given = dict[str, _Said]
+"""By PCI address the devices that the container was given, with the NUMA node and the host bridge that are said with it."""
+
+
+def given_addresses(
+    devices: Sequence[DeviceSpec], environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
+) -> tuple[str, ...]:
+    """Return the addresses of all devices of which some are chosen by :func:`asked_devices`."""
+    found: dict[str, None] = {}
+    for device in devices:
+        try:
+            found |= dict.fromkeys([device.address] if device.address else _given(device, environment, claims))
+        except _NoDevicesError:  # asked_devices says why
+            continue
+    return tuple(found)
 
 
 def asked_devices(
-    devices: Sequence[DeviceSpec], environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
+    devices: Sequence[DeviceSpec],
+    environment: Mapping[str, str],
+    claims: Mapping[str, tuple[ClaimFile, ...]],
+    facts: Mapping[str, PciFact] = MappingProxyType({}),
 ) -> tuple[list[Asked], list[Problem]]:
     """Return the devices that the spec asks for, and the problems with those tables whose devices are not known.
 
-    *environment* and *claims* are those of :class:`~runner.facts.pci.VfioFacts`.
+    *environment*, *claims* and *facts* are those of :class:`~runner.facts.pci.VfioFacts`.
     """
     asked: list[Asked] = []
     problems: list[Problem] = []
@@ -116,19 +134,17 @@ def asked_devices(
             asked.append(Asked(index, device.address, device))
             continue
         try:
-            found = _share(device, _given(device, environment, claims), taken)
+            found = _share(device, _given(device, environment, claims), taken, facts)
         except _NoDevicesError as error:
             key = next(name for name in ("claim", "variable", "resource") if getattr(device, name) is not None)
             problems.append(Problem(f"device[{index}].{key}", error.message, error.remedy))
             continue
-        taken |= {address for address, _ in found}
-        asked += [Asked(index, address, device, numa_node) for address, numa_node in found]
+        taken |= found.keys()
+        asked += [Asked(index, address, device, *said) for address, said in found.items()]
     return asked, problems
 
 
-def _given(
-    device: DeviceSpec, environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
-) -> list[_Given]:
+def _given(device: DeviceSpec, environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]) -> _Given:
     """Return the devices that the container was given for what *device* names; it has no address of its own."""
     if device.claim is not None:
         return _of_claim(device.claim, device.request, claims.get(device.claim, ()))
@@ -137,19 +153,37 @@ def _given(
     return _of_resource(device.resource or "", environment)
 
 
-def _share(device: DeviceSpec, given: Sequence[_Given], taken: Collection[str]) -> Sequence[_Given]:
-    """Return those of *given* that *device* gets, which are not *taken*."""
-    left = [each for each in given if each[0] not in taken]
+def _share(device: DeviceSpec, given: _Given, taken: Collection[str], facts: Mapping[str, PciFact]) -> _Given:
+    """Return those of *given* that *device* gets, which are not *taken*; companions come with what they accompany."""
+    left: dict[str, list[str]] = {}
+    for address in given:
+        if address not in taken:
+            left.setdefault(_accompanied(address, given, facts), []).append(address)
     wanted = len(left) if device.count is None else device.count
     if not left or len(left) < wanted:
-        everything = ", ".join(address for address, _ in given)
+        everything = ", ".join(given)
         why = f"{len(left)} are left of the {len(given)} that were given ({everything})"
         where = "the resource claim" if device.resource is None else f"`{device.resource}` in the container's limits"
         raise _NoDevicesError(f"asks for {wanted or 'some'}, but {why}", f"ask for more of {where}")
-    return left[:wanted]
+    chosen = {address for each in list(left.values())[:wanted] for address in each}
+    return {address: said for address, said in given.items() if address in chosen}
 
 
-def _of_resource(resource: str, environment: Mapping[str, str]) -> list[_Given]:
+def _accompanied(address: str, given: Collection[str], facts: Mapping[str, PciFact]) -> str:
+    """Return the address of the device that the one at *address* accompanies, as a GPU's audio function does; else *address*.
+
+    Some device plugins list every function of an IOMMU group. A companion shares slot and group with a function before it
+    and is of another class: two ports of a NIC are two devices.
+    """
+    fact = facts.get(address)
+    if fact is None or fact.physical_function or fact.group is None:
+        return address
+    siblings = (facts[each] for each in sorted(given) if each in facts)
+    first = next(each for each in siblings if (each.slot, each.group) == (fact.slot, fact.group))
+    return address if first.device_class >> 16 == fact.device_class >> 16 else first.address
+
+
+def _of_resource(resource: str, environment: Mapping[str, str]) -> _Given:
     """Return the devices that a device plugin has allocated."""
     variables = resource_variables(resource)
     everything = listed(variables, environment)
@@ -164,7 +198,7 @@ def _of_resource(resource: str, environment: Mapping[str, str]) -> list[_Given]:
     )
 
 
-def _of_variable(variable: str, environment: Mapping[str, str]) -> list[_Given]:
+def _of_variable(variable: str, environment: Mapping[str, str]) -> _Given:
     """Return the devices in a variable that a DRA driver sets."""
     everything = listed((variable,), environment)
     if not everything:
@@ -173,14 +207,14 @@ def _of_variable(variable: str, environment: Mapping[str, str]) -> list[_Given]:
     return _checked(everything)
 
 
-def _checked(addresses: Iterable[str]) -> list[_Given]:
+def _checked(addresses: Iterable[str]) -> _Given:
     wrong = next((each for each in addresses if not re.fullmatch(PCI_ADDRESS, each, re.ASCII)), None)
     if wrong is not None:
         raise _NoDevicesError(f"the environment lists {wrong!r} for it, which is no PCI address")
-    return [(address, None) for address in addresses]
+    return dict.fromkeys(addresses, (None, None))
 
 
-def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> list[_Given]:
+def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _Given:
     """Return the devices of *claim* by the *files* of its drivers: of one *request* of it, or of all."""
     if not files:
         raise _NoDevicesError(
@@ -201,10 +235,10 @@ def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> li
             f"the container has no devices of its request {request!r}, but of {has}",
             "list the request in the container's resources.claims, or name another one",
         )
-    return list(dict(given for file in chosen for given in _of_file(file)).items())
+    return dict(given for file in chosen for given in _of_file(file))
 
 
-def _of_file(file: ClaimFile) -> Iterator[_Given]:
+def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Said]]:
     if file.error is not None:
         raise _NoDevicesError(f"{file.path}: {file.error}")
     if not file.devices:
@@ -221,7 +255,7 @@ def _of_file(file: ClaimFile) -> Iterator[_Given]:
             )
         if not re.fullmatch(PCI_ADDRESS, device.address, re.ASCII):
             raise _NoDevicesError(f"{file.path} says {device.address!r} for {what}, which is no PCI address")
-        yield device.address, device.numa_node
+        yield device.address, (device.numa_node, device.pcie_root)
 
 
 def plan_passthrough(
@@ -240,14 +274,16 @@ class _DevicePlanner:
     ) -> None:
         self._spec, self._topology, self._facts, self._user, self._problems = spec, topology, facts, user, problems
         self._vfio = facts.vfio or VfioFacts()
-        self._asked, found = asked_devices(spec.device, self._vfio.environment, self._vfio.claims)
+        vfio = self._vfio
+        self._asked, found = asked_devices(spec.device, vfio.environment, vfio.claims, vfio.devices)
         problems.found += found
 
     def plan(self, accel: Accel) -> PassthroughPlan:
         facts = [(each, self._fact(each)) for each in self._asked]
         preferred = self._preferred([fact for _, fact in facts if fact is not None])
         passed = {each.address for each in self._asked}
-        plans = []
+        plans: dict[str, DevicePlan] = {}
+        placed = []
         for each, fact in facts:
             where = f"device[{each.index}]"
             errors = device_errors(each.address, fact, passed)
@@ -255,15 +291,25 @@ class _DevicePlanner:
                 self._problems.refuse(where, message, remedy)
             if fact is not None and not errors:
                 plan = self._device(where, each, fact, preferred)
-                plans += [plan] if plan is not None else []
+                if plan is not None:
+                    plans[each.address] = plan
+                    placed.append(Placed(fact, plan.guest_numa_node, each.device.topology))
                 self._problems.remarks += device_remarks(fact)
-        self._refuse_full_bridges(plans)
-        used = any(plan.vfio_backend == "iommufd" for plan in plans)
-        return PassthroughPlan(tuple(plans), self._vfio.iommufd.path if used else None, self._window(plans, accel))
+        self._remark_hidden(placed)
+        tree = guest_tree(placed, len(self._topology.numa_nodes), self._vfio.qemu_version, self._problems)
+        devices = tuple(_in_place(plan, tree.places[address]) for address, plan in plans.items())
+        used = any(plan.vfio_backend == "iommufd" for plan in devices)
+        iommufd = self._vfio.iommufd.path if used else None
+        return PassthroughPlan(devices, iommufd, self._window(tree, accel), tree.bridges, tree.ports)
 
     def _fact(self, asked: Asked) -> PciFact | None:
-        """Return the device that is *asked* for; its NUMA node is the driver's where the firmware does not report one."""
+        """Return the device that is *asked* for; its NUMA node is the driver's where the firmware does not report one.
+
+        So is its root complex, where sysfs does not show it.
+        """
         fact = self._vfio.devices.get(asked.address)
+        if fact is not None and not fact.root and asked.pcie_root is not None:
+            fact = attrs.evolve(fact, root=asked.pcie_root)
         if fact is None or asked.numa_node in {None, fact.numa_node}:
             return fact
         if fact.numa_node < 0:
@@ -311,12 +357,13 @@ class _DevicePlanner:
             group_node=None if group is None or (group.error is not None and not group.busy) else group.path,
             device_node=node.path if node is not None and backend == "iommufd" else None,
             lent_to=self._user.user_id if lends else None,
-            bus=ROOT_BUS if guest is None else f"pcie.{guest + 1}",
+            bus=ROOT_BUS,
             host_numa_node=fact.numa_node,
             guest_numa_node=guest,
             memory=sum(bar.size for bar in fact.bars),
             properties=asked.device.properties,
             rom=asked.device.rom,
+            device_class=fact.device_class,
         )
 
     def _guest_numa_node(self, fact: PciFact) -> int | None:
@@ -339,18 +386,20 @@ class _DevicePlanner:
             )
         return near if len(numa_nodes) > 1 else None
 
-    def _refuse_full_bridges(self, plans: Sequence[DevicePlan]) -> None:
-        for bus in sorted({plan.bus for plan in plans} - {ROOT_BUS}):
-            number = sum(plan.bus == bus for plan in plans)
-            if number > PORTS_ON_BRIDGE:
-                self._problems.refuse(
-                    "device",
-                    f"{number} devices would be on the guest's bus {bus!r}, which takes {PORTS_ON_BRIDGE}",
-                    "pass fewer to one instance, or give it CPUs of every NUMA node that its devices are on",
-                )
+    def _remark_hidden(self, placed: Sequence[Placed]) -> None:
+        hidden = [each.fact.address for each in placed if each.topology == "host" and not each.fact.root]
+        if hidden and len(placed) > 1:
+            self._problems.remark(
+                "the guest cannot see which NIC is next to which GPU, and NCCL may leave GPUDirect RDMA off: sysfs does not show "
+                f"the bridges above {_some(hidden)}",
+                "let the container see the host's /sys/devices",
+            )
 
-    def _window(self, plans: Iterable[DevicePlan], accel: Accel) -> int | None:
-        window = bar_window(self._vfio.devices[plan.address].bars for plan in plans)
+    def _window(self, tree: GuestTree, accel: Accel) -> int | None:
+        bars: dict[str, list[Bar]] = {}
+        for address, place in tree.places.items():
+            bars.setdefault(place.port, []).extend(self._vfio.devices[address].bars)
+        window = tree_window(tree.ports, bars)
         if window <= DEFAULT_WINDOW:
             return None
         size = sum(each.memory for each in self._topology.numa_nodes)
@@ -463,17 +512,51 @@ def link_remark(link: PciLink) -> Remark:
 
 
 def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
-    """Return the size of the address window for the high regions of *devices*, each behind its own port: a power of two.
+    """Return the size of the address window for the high regions of *devices*, each behind its own port: a power of two."""
+    bars = {f"port{index}": tuple(each) for index, each in enumerate(devices)}
+    return tree_window([PciPort(name, "root", ROOT_BUS, None, 0) for name in bars], bars)
+
+
+def tree_window(ports: Iterable[PciPort], bars: Mapping[str, Iterable[Bar]]) -> int:
+    """Return the size of the address window for *ports* with the high regions of *bars* behind them: a power of two.
 
     The window of a port begins at a multiple of its largest region, and its size is one too; sorted by this size, ports
     leave no gaps, and neither do the regions in a port. The small regions of emulated devices follow.
     """
-    total = 0
-    for bars in devices:
-        high = [bar.size for bar in bars if bar.high]
-        if high:
-            total += _up(sum(high), max(*high, PORT_GRAIN))
+    behind: dict[str, list[PciPort]] = {}
+    ports = tuple(ports)
+    names = {port.name for port in ports}
+    for port in ports:
+        behind.setdefault(port.bus, []).append(port)
+
+    def window(port: PciPort) -> tuple[int, int]:
+        """Return size and alignment of the window of *port*; zeroes if nothing behind it has a high region."""
+        parts = [(bar.size, bar.size) for bar in bars.get(port.name, ()) if bar.high]
+        parts += [part for each in behind.get(port.name, ()) if (part := window(each)) != (0, 0)]
+        if not parts:
+            return 0, 0
+        grain = max(PORT_GRAIN, *(alignment for _, alignment in parts))
+        return _up(sum(size for size, _ in parts), grain), grain
+
+    total = sum(window(port)[0] for port in ports if port.bus not in names)
     return 1 << (total + OTHERS - 1).bit_length() if total else 0
+
+
+def _some(addresses: Sequence[str]) -> str:
+    """Return the first of *addresses*, and how many more there are."""
+    return addresses[0] + (f" and {len(addresses) - 1} more" if len(addresses) > 1 else "")
+
+
+def _in_place(plan: DevicePlan, place: DevicePlace) -> DevicePlan:
+    return attrs.evolve(
+        plan,
+        bus=place.bus,
+        port=place.port,
+        function=place.function,
+        multifunction=place.multifunction,
+        guest_address=place.address,
+        link=place.link,
+    )
 
 
 def _up(value: int, grain: int) -> int:

@@ -5,11 +5,64 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Literal
 
+import attrs
+
 from runner.values import frozen
 
 VfioBackend = Literal["legacy", "iommufd"]
+PortKind = Literal["root", "upstream", "downstream"]
 ROOT_BUS = "pcie.0"
-"""The guest's bus for all devices that are not on the bridge of a NUMA node."""
+"""The guest's bus for all devices that are behind no other host bridge."""
+FIRST_BRIDGE, LAST_BUS = 64, 256
+"""PCI bus numbers: those from the first are the other host bridges', those below it the root bus's."""
+WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+"""The values of a root port's ``x-width``."""
+
+
+@frozen
+class LinkSpeed:
+    """What a PCI Express link can do."""
+
+    speed: str
+    """Transfers per second as sysfs shows them, such as ``16.0 GT/s PCIe``."""
+    width: int
+    """Lanes."""
+
+
+@frozen
+class PciHostBridge:
+    """A host bridge of the guest beside that of its root bus (``pxb-pcie``), for a root complex of the host."""
+
+    name: str
+    bus_number: int
+    numa_node: int | None
+    """The guest's NUMA node; ``None`` where the guest sees none."""
+    root: str
+    """The host's own host bridge, such as ``pci0000:15``; empty where sysfs does not show it."""
+
+
+@frozen
+class PciPort:
+    """A root port of the guest or a port of a switch; each but an upstream port has what is behind it alone."""
+
+    name: str
+    kind: PortKind
+    bus: str
+    """The host bridge or port that it is behind."""
+    slot: int | None
+    """Its device number on that bus; ``None``: QEMU chooses one on the root bus."""
+    chassis: int
+    """0 for an upstream port, which has none."""
+    speed: str = ""
+    """QEMU's ``x-speed``; empty where nothing is known, and for the ports of a switch, which have none."""
+    link: LinkSpeed | None = None
+    """The link that the host has in this place."""
+    host: str = ""
+    """The host's port; empty for one that only the guest has."""
+    host_name: str = ""
+    """``vendor:device`` of the host's port, and those of its subsystem, separated by a blank."""
+    address: str = ""
+    """Its PCI address in the guest, as firmware numbers the buses."""
 
 
 @frozen
@@ -39,6 +92,16 @@ class DevicePlan:
     """Bytes of all of its regions."""
     properties: tuple[tuple[str, object], ...]
     rom: bool
+    port: str = attrs.field(default="")
+    """The guest's port that it is behind; empty: one of its own on *bus* (what a runner carries over that knew no others)."""
+    function: int = attrs.field(default=0)
+    multifunction: bool = attrs.field(default=False)
+    """Whether further functions are behind the same port."""
+    device_class: int = attrs.field(default=0)
+    link: LinkSpeed | None = attrs.field(default=None)
+    """Its link on the host."""
+    guest_address: str = attrs.field(default="")
+    """Its PCI address in the guest, as firmware numbers the buses."""
 
 
 @frozen
@@ -50,3 +113,12 @@ class PassthroughPlan:
     """``/dev/iommu``; ``None`` if no device uses it."""
     window: int | None = None
     """Bytes of guest addresses above its RAM for the devices' regions; ``None`` if QEMU's 32 GiB are enough."""
+    bridges: tuple[PciHostBridge, ...] | None = None
+    """``None``: one for each NUMA node of a guest that has several."""
+    ports: tuple[PciPort, ...] = ()
+    """From above. Empty: each device has a root port of its own on its bus."""
+
+
+def x_width(link: LinkSpeed) -> int:
+    """Return a root port's ``x-width`` for *link*."""
+    return max(width for width in WIDTHS if width <= max(link.width, 1))

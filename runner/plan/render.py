@@ -14,7 +14,7 @@ from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
 from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan, derived_mac
-from runner.plan.passthrough_plan import PassthroughPlan
+from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan, PciPort
 from runner.spec.rules import format_size
 
 KEYS = {
@@ -143,6 +143,41 @@ def _devices(passthrough: PassthroughPlan) -> Iterator[str]:
         yield f"               device {device.address} ({device.name}) by {device.vfio_backend}, on {where}, {memory} of device memory"
     if passthrough.window is not None:
         yield f"               {format_size(passthrough.window)} of addresses for device memory"
+    yield from _tree(passthrough)
+
+
+def _tree(passthrough: PassthroughPlan) -> Iterator[str]:
+    """Yield the guest's PCI tree with the host's beside it: guest's address, what it is, ``=``, the host's."""
+    if not passthrough.ports:
+        return
+    yield "               PCI tree of the guest = of the host (a bridge that no two devices share is not shown):"
+    for bridge in (None, *(passthrough.bridges or ())):
+        name = ROOT_BUS if bridge is None else bridge.name
+        below = list(_below(passthrough, name, 2))
+        if bridge is None and below:
+            yield "                 the root bus"
+        elif bridge is not None:
+            near = "" if bridge.numa_node is None else f" on NUMA node {bridge.numa_node}"
+            root = bridge.root or "the devices of this NUMA node"
+            yield f"                 host bridge of bus {bridge.bus_number:02x}{near} = {root}"
+        yield from below
+
+
+def _below(passthrough: PassthroughPlan, bus: str, depth: int) -> Iterator[str]:
+    indent = "               " + "  " * depth
+    for port in passthrough.ports:
+        if port.bus != bus:
+            continue
+        if port.kind == "upstream":
+            yield f"{indent}{port.address} switch = {port.host} ({port.host_name.partition(' ')[0]}){_link(port)}"
+        for device in passthrough.devices:
+            if device.port == port.name:
+                yield f"{indent}{device.guest_address} = {device.address} ({device.name}){_link(port)}"
+        yield from _below(passthrough, port.name, depth + (port.kind == "upstream"))
+
+
+def _link(port: PciPort) -> str:
+    return "" if port.link is None else f", {port.link.speed.removesuffix(' PCIe')} x{port.link.width}"
 
 
 def _ram(machine: MachinePlan) -> str:

@@ -75,6 +75,7 @@ AioChoice = Literal["auto", "native", "io_uring", "threads"]
 DetectZeroes = Literal["off", "on", "unmap"]
 NetworkMode = Literal["private", "bridge", "macvtap", "passt", "descriptor"]
 IommuChoice = Literal["auto", "legacy", "iommufd"]
+DeviceTopology = Literal["host", "numa", "flat"]
 ClockBase = Literal["utc", "localtime"]
 WatchdogAction = Literal["reset", "exit", "nmi", "none"]
 RebootAction = Literal["reset", "exit"]
@@ -601,6 +602,13 @@ class DeviceSpec:
         default="auto",
         doc='how QEMU opens the device: by its IOMMU group (`"legacy"`), by iommufd (`"iommufd"`, QEMU 9.0 or later), or by one of '
         'them that works, the same for all devices where possible (`"auto"`)',
+    )
+    topology: DeviceTopology = key(
+        choice(*get_args(DeviceTopology)),
+        default="host",
+        doc='where the guest sees the device; `"host"`: behind a host bridge for its root complex, and behind a switch with those that '
+        'share one with it on the host; `"numa"`: behind the host bridge of its NUMA node, in a guest of several; `"flat"`: on the root '
+        "bus",
     )
     properties: tuple[tuple[str, object], ...] = key(
         settings(DEVICE_PROPERTIES), default=(), doc="further properties of QEMU's `vfio-pci`"

@@ -19,11 +19,15 @@ from runner.plan.machine import FilePlan, MachinePlan
 from runner.plan.passthrough import bar_window
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from tests.machine.test_shapes import ROM, QmpConnection, planned
+from tests.support.fake_pci import recorded_pci, vfio_facts
 from tests.support.program_runs import until
+from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
 
 GIB = 1 << 30
 BARS = 64 * GIB
 """Bytes of each device; emulated CPUs address 1 TiB."""
+SMALL_BARS = 8 * GIB
+"""Bytes of each of twenty devices."""
 OVMF = [
     path for path in map(Path, ("/usr/share/OVMF/OVMF_CODE_4M.fd", "/usr/share/OVMF/OVMF_CODE.fd")) if path.exists()
 ]
@@ -55,26 +59,41 @@ def with_gpus(machine: MachinePlan, firmware: Path | None) -> MachinePlan:
     return attrs.evolve(machine, passthrough=PassthroughPlan(devices, window=window), firmware=code)
 
 
-def standing_in(argv: list[str]) -> Iterator[str]:
-    """Yield *argv* with QEMU's ``pci-testdev`` in the place of each passed-through device."""
+def standing_in(argv: list[str], size: int) -> Iterator[str]:
+    """Yield *argv* with QEMU's ``ivshmem-plain`` with a region of *size* bytes for each passed-through device.
+
+    It has no I/O region, for which firmware would need 4 KiB of I/O addresses behind each port.
+    """
+    number = 0
     for word in argv:
         device, _, rest = word.partition(",")
-        place = [item for item in rest.split(",") if item.startswith(("id=", "bus="))]
-        yield ",".join(("pci-testdev", f"membar={BARS}", *place)) if device == "vfio-pci" else word
+        if device != "vfio-pci":
+            yield word
+            continue
+        place = [item for item in rest.split(",") if item.startswith(("id=", "bus=", "addr=", "multifunction="))]
+        yield ",".join(("ivshmem-plain", f"memdev=region{number}", *place))
+        yield from ("-object", f"memory-backend-ram,id=region{number},size={size},reserve=off")
+        number += 1
 
 
-def regions(bus: Any) -> Iterator[tuple[int, int, int]]:
-    """Yield bus, address and size of every high region that firmware has placed."""
+def regions(bus: Any, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield bus, address and size of every region of *size* bytes that firmware has placed."""
     for device in bus["devices"]:
         for region in device["regions"]:
-            if region["type"] == "memory" and region["size"] == BARS and 0 < region["address"] < 1 << 62:
+            if region["type"] == "memory" and region["size"] == size and 0 < region["address"] < 1 << 62:
                 yield device["bus"], region["address"], region["size"]
-        yield from regions(device["pci_bridge"]) if "devices" in device.get("pci_bridge", {}) else ()
+        yield from regions(device["pci_bridge"], size) if "devices" in device.get("pci_bridge", {}) else ()
 
 
-@pytest.mark.parametrize("firmware", [None, *OVMF[:1]], ids=["SeaBIOS", "OVMF"][: 1 + len(OVMF[:1])])
-def test_firmware_places_every_region_on_its_numa_nodes_bridge(firmware: Path | None) -> None:
-    machine = with_gpus(planned("epyc-7543-2s-nps1", "1,65,33,97"), firmware)
+def placed(monitor: QmpConnection, size: int, number: int) -> list[tuple[int, int, int]]:
+    """Return all :func:`regions` when there are this *number* of them, and nothing before."""
+    found = sorted(region for bus in monitor.execute("query-pci") for region in regions(bus, size))
+    return found if len(found) == number else []
+
+
+@contextlib.contextmanager
+def running(machine: MachinePlan, firmware: Path | None, size: int) -> Iterator[QmpConnection]:
+    """Run *machine* with regions of *size* bytes; yield its monitor."""
     with contextlib.ExitStack() as held:
         ours, qmp, console, _ = (
             held.enter_context(end) for pair in (socket.socketpair(), socket.socketpair()) for end in pair
@@ -82,18 +101,55 @@ def test_firmware_places_every_region_on_its_numa_nodes_bridge(firmware: Path | 
         image = held.enter_context(files.opened(PurePosixPath(firmware or ROM)))
         ram = tuple(held.enter_context(files.memory("ram", each.memory)) for each in machine.topology.numa_nodes)
         descriptors = QemuFds(qmp.fileno(), console.fileno(), ram, {"firmware": image})
-        argv = [*standing_in(qemu_argv(machine, descriptors, paused=False))]
+        argv = [*standing_in(qemu_argv(machine, descriptors, paused=False), size)]
         qemu = held.enter_context(subprocess.Popen(argv, pass_fds=descriptors.numbers(), stderr=subprocess.DEVNULL))
         held.callback(qemu.kill)
         qmp.close()
         monitor = QmpConnection(ours, held)
-
-        def placed() -> list[tuple[int, int, int]]:
-            found = [region for bus in monitor.execute("query-pci") for region in regions(bus)]
-            return found if len(found) == len(machine.passthrough.devices) else []
-
-        found = sorted(until(placed, "firmware to place the regions", 120))
+        yield monitor
         monitor.execute("quit")
+
+
+@pytest.mark.parametrize("firmware", [None, *OVMF[:1]], ids=["SeaBIOS", "OVMF"][: 1 + len(OVMF[:1])])
+def test_firmware_places_every_region_on_its_numa_nodes_bridge(firmware: Path | None) -> None:
+    machine = with_gpus(planned("epyc-7543-2s-nps1", "1,65,33,97"), firmware)
+    with running(machine, firmware, BARS) as monitor:
+        found = until(lambda: placed(monitor, BARS, 4), "firmware to place the regions", 120)
     assert [bus // 96 for bus, _, _ in found] == [0, 0, 1, 1], "buses 64 to 159 are NUMA node 0's, 160 to 255 node 1's"
     assert all(address >= 4 * GIB and address % BARS == 0 for _, address, _ in found)
     assert max(address for _, address, _ in found) + BARS <= 1 << 40
+
+
+def seen(bus: Any) -> Iterator[tuple[str, str]]:
+    """Yield the identifier and the PCI address of each device on *bus* and below."""
+    for device in bus["devices"]:
+        yield device["qdev_id"], f"0000:{device['bus']:02x}:{device['slot']:02x}.{device['function']}"
+        yield from seen(device["pci_bridge"]) if "devices" in device.get("pci_bridge", {}) else ()
+
+
+@pytest.mark.parametrize("firmware", [None, *OVMF[:1]], ids=["SeaBIOS", "OVMF"][: 1 + len(OVMF[:1])])
+@pytest.mark.parametrize("recorded", ["hgx-h200", "l40s-box", "workstation"])
+def test_firmware_numbers_buses_and_places_regions_as_planned(
+    tmp_path: Path, recorded: str, firmware: Path | None
+) -> None:
+    """The topology file for NCCL names devices by these addresses before the guest has run."""
+    small = [
+        {**record, "bars": [[0, SMALL_BARS, "0x14220c"]]} if record["driver"] == "vfio-pci" else record
+        for record in recorded_pci(recorded)
+    ]
+    facts = attrs.evolve(EPYC, vfio=vfio_facts(tmp_path, small, qemu_version="7.2.22"))
+    on_both = '[cpu]\ncount = 4\ncpus = "1,65,33,97"\n' if recorded != "workstation" else ""
+    passthrough = plan_of(f'{KERNEL}{on_both}[[device]]\nvariable = "ALL"\n', facts).machine.passthrough
+    machine = planned("epyc-7543-2s-nps1", "1,65,33,97" if on_both else "1,65")
+    code = machine.firmware if firmware is None else FilePlan(PurePosixPath(firmware), copied=False)
+    machine = attrs.evolve(machine, passthrough=attrs.evolve(passthrough, iommufd=None), firmware=code)
+    assert machine.slots > 0, "ports for disks are there as well"
+    expected = {f"device{index}": device.guest_address for index, device in enumerate(passthrough.devices)}
+    expected |= {port.name: port.address for port in passthrough.ports if port.kind == "upstream"}
+    with running(machine, firmware, SMALL_BARS) as monitor:
+        found = until(
+            lambda: placed(monitor, SMALL_BARS, len(passthrough.devices)), "firmware to place the regions", 120
+        )
+        addresses = dict(each for bus in monitor.execute("query-pci") for each in seen(bus))
+    assert {name: addresses[name] for name in expected} == expected
+    assert all(address >= 4 * GIB for _, address, _ in found)

@@ -21,7 +21,16 @@ from runner.plan.host_checks import WORKERS
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
 from runner.plan.memory import TRANSLATED
-from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
+from runner.plan.passthrough_plan import (
+    FIRST_BRIDGE,
+    LAST_BUS,
+    ROOT_BUS,
+    DevicePlan,
+    PassthroughPlan,
+    PciHostBridge,
+    PciPort,
+    x_width,
+)
 from runner.plan.shares import SharePlan
 from runner.spec.instance import WatchdogAction
 from runner.spec.rules import MIB
@@ -32,9 +41,6 @@ if TYPE_CHECKING:
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""
-FIRST_BRIDGE, LAST_BUS = 64, 256
-"""PCI bus numbers: those from the first are divided among NUMA nodes, those below it belong to none."""
-
 SEED = "seed.iso"
 
 WATCHDOG_ACTIONS: dict[WatchdogAction, str] = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
@@ -275,7 +281,7 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-chardev", f"socket,id=share{index},{endpoints.share(index)}")
         yield from ("-device", f"vhost-user-fs-pci,chardev=share{index},tag={share.tag}")
     yield from _guest_devices(machine, endpoints)
-    yield from _bridges(len(machine.topology.numa_nodes))
+    yield from _bridges(machine.passthrough.bridges, len(machine.topology.numa_nodes))
     yield from _passed(machine.passthrough, endpoints, firmware=machine.firmware is not None)
     yield from _slots(machine.slots)
 
@@ -336,22 +342,36 @@ def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int
     return [*machine.ram.preallocator, REPORT_INTERVAL, *words]
 
 
-def _bridges(numa_nodes: int) -> Iterator[str]:
-    """Yield a host bridge for each NUMA node of a guest that has several, for the devices on that NUMA node.
+def _bridges(planned: tuple[PciHostBridge, ...] | None, numa_nodes: int) -> Iterator[str]:
+    """Yield the host bridges that are *planned*, or one for each NUMA node of a guest that has several.
 
     They come last: a device that names no bus is put on the bus that was made last, and these take nothing but ports.
     """
-    if numa_nodes > 1:
-        for number in range(numa_nodes):
-            bus = FIRST_BRIDGE + number * ((LAST_BUS - FIRST_BRIDGE) // numa_nodes)
-            yield from ("-device", f"pxb-pcie,id=pcie.{number + 1},bus=pcie.0,bus_nr={bus},numa_node={number}")
+    if planned is None:
+        numbers = range(numa_nodes if numa_nodes > 1 else 0)
+        step = (LAST_BUS - FIRST_BRIDGE) // numa_nodes
+        planned = tuple(PciHostBridge(f"pcie.{each + 1}", FIRST_BRIDGE + each * step, each, "") for each in numbers)
+    for bridge in planned:
+        near = "" if bridge.numa_node is None else f",numa_node={bridge.numa_node}"
+        yield from ("-device", f"pxb-pcie,id={bridge.name},bus={ROOT_BUS},bus_nr={bridge.bus_number}{near}")
+
+
+def _port(port: PciPort) -> str:
+    """Return a port. Nothing is ever plugged into it, so that firmware keeps no addresses free behind it."""
+    place = f"id={port.name},bus={port.bus}" + ("" if port.slot is None else f",addr={port.slot:#x}")
+    if port.kind == "upstream":
+        return f"x3130-upstream,{place}"
+    of_switch = port.kind == "downstream"
+    link = (
+        ""
+        if of_switch or port.link is None or not port.speed
+        else f",x-speed={port.speed},x-width={x_width(port.link)}"
+    )
+    return f"{'xio3130-downstream' if of_switch else 'pcie-root-port'},{place},chassis={port.chassis},hotplug=off{link}"
 
 
 def _passed(passthrough: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
-    """Yield each passed device behind a root port of its own, on the bridge of its NUMA node.
-
-    Nothing is ever plugged into these ports, so that firmware keeps no addresses free behind them.
-    """
+    """Yield the ports, and each passed device behind its own."""
     if passthrough.window is not None:
         yield from ("-global", f"q35-pcihost.pci-hole64-size={passthrough.window}")
         if firmware:  # OVMF ignores pci-hole64-size, and uses 32 GiB without this file
@@ -359,12 +379,18 @@ def _passed(passthrough: PassthroughPlan, endpoints: Endpoints, *, firmware: boo
     if passthrough.iommufd is not None:
         # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.
         yield from ("-object", f"iommufd,id=iommufd0{endpoints.iommufd()}")
-    for index, device in enumerate(passthrough.devices):
-        port = f"port{index}"
-        yield from ("-device", f"pcie-root-port,id={port},bus={device.bus},chassis={index + 1},hotplug=off")
+    own = tuple(PciPort(f"port{n}", "root", each.bus, None, n + 1) for n, each in enumerate(passthrough.devices))
+    for port in passthrough.ports or own:
+        yield from ("-device", _port(port))
+    # The function 0 of a slot is made last: with it the slot counts as filled.
+    for index, device in sorted(enumerate(passthrough.devices), key=lambda each: -each[1].function):
+        bus = device.port or own[index].name
+        place = f"id=device{index},bus={bus}"
+        if device.multifunction:
+            place += f",addr=0x0.{device.function:#x},multifunction=on"
         rom = "" if device.rom else ",rombar=0"
         more = "".join(f",{name}={_on_off(value)}" for name, value in device.properties)
-        yield from ("-device", f"vfio-pci,id=device{index},bus={port},{endpoints.passed(device)}{rom}{more}")
+        yield from ("-device", f"vfio-pci,{place},{endpoints.passed(device)}{rom}{more}")
 
 
 def _on_off(value: object) -> object:
