@@ -92,11 +92,12 @@ def _bridge(path: Path) -> PciBridge:
     express = _find(configuration, _EXPRESS)
     kind = None if express is None else _KINDS.get(_word(configuration, express + 2) >> 4 & 0xF)
     acs = _find_extended(configuration, _ACS)
+    subsystem = _hex(path / "subsystem_vendor")
     control = 0 if acs is None else _word(configuration, acs + 6)
     return PciBridge(
         address=path.name,
         name=f"{_hex(path / 'vendor'):04x}:{_hex(path / 'device'):04x}",
-        subsystem=f"{_hex(path / 'subsystem_vendor'):04x}:{_hex(path / 'subsystem_device'):04x}",
+        subsystem=f"{subsystem:04x}:{_hex(path / 'subsystem_device'):04x}" if subsystem else "",
         kind=kind,
         link=_link(path),
         acs=None if acs is None else Acs(bool(control & _REDIRECTS), bool(control & _DIRECT_TRANSLATED)),

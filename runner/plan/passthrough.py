@@ -14,13 +14,14 @@ import attrs
 
 from runner.errors import Problem
 from runner.facts.host import HostFacts, User
-from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, PciLink, VfioFacts
+from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, VfioFacts
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import DENIED, LET_IN
 from runner.plan.machine import Accel
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
+from runner.plan.pci_judgements import device_remarks, some
 from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
-from runner.plan.problems import Problems, Remark
+from runner.plan.problems import Problems
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 from runner.values import frozen
@@ -294,7 +295,7 @@ class _DevicePlanner:
                 if plan is not None:
                     plans[each.address] = plan
                     placed.append(Placed(fact, plan.guest_numa_node, each.device.topology))
-                self._problems.remarks += device_remarks(fact)
+        self._problems.remarks += device_remarks([each.fact for each in placed])
         self._remark_hidden(placed)
         tree = guest_tree(placed, len(self._topology.numa_nodes), self._vfio.qemu_version, self._problems)
         devices = tuple(_in_place(plan, tree.places[address]) for address, plan in plans.items())
@@ -391,7 +392,7 @@ class _DevicePlanner:
         if hidden and len(placed) > 1:
             self._problems.remark(
                 "the guest cannot see which NIC is next to which GPU, and NCCL may leave GPUDirect RDMA off: sysfs does not show "
-                f"the bridges above {_some(hidden)}",
+                f"the bridges above {some(hidden)}",
                 "let the container see the host's /sys/devices",
             )
 
@@ -487,30 +488,6 @@ def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
     )
 
 
-def device_remarks(fact: PciFact) -> Iterator[Remark]:
-    """Yield remarks about a device that can be passed through."""
-    if not fact.resets:
-        yield Remark(
-            f"{fact.address} ({fact.name}) cannot be reset by itself: the next guest sees the state that this one leaves in it",
-            "see its reset_method in sysfs",
-        )
-    link = fact.link
-    if link is not None and link.best_width and (link.width < link.best_width or link.speed != link.best_speed):
-        words = link_remark(link)
-        yield Remark(f"{fact.address} ({fact.name}): {words.message}", words.remedy)
-
-
-def link_remark(link: PciLink) -> Remark:
-    """Describe a link that is slower or narrower than it could be."""
-    best = f"{link.best_speed} x{link.best_width}"
-    if link.width == 0:
-        return Remark(f"its PCI Express link is down (its best is {best})", "look at its slot and power")
-    return Remark(
-        f"its PCI Express link is {link.speed} x{link.width}, its best is {best}",
-        "an idle GPU lowers its speed" if link.width == link.best_width else "look at its riser and slot",
-    )
-
-
 def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
     """Return the size of the address window for the high regions of *devices*, each behind its own port: a power of two."""
     bars = {f"port{index}": tuple(each) for index, each in enumerate(devices)}
@@ -540,11 +517,6 @@ def tree_window(ports: Iterable[PciPort], bars: Mapping[str, Iterable[Bar]]) -> 
 
     total = sum(window(port)[0] for port in ports if port.bus not in names)
     return 1 << (total + OTHERS - 1).bit_length() if total else 0
-
-
-def _some(addresses: Sequence[str]) -> str:
-    """Return the first of *addresses*, and how many more there are."""
-    return addresses[0] + (f" and {len(addresses) - 1} more" if len(addresses) > 1 else "")
 
 
 def _in_place(plan: DevicePlan, place: DevicePlace) -> DevicePlan:

@@ -1,0 +1,235 @@
+"""Judgements about devices that can be passed through and their way to the root complex: what the guest will lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
+
+from runner.facts.pci import PciBridge, PciFact, PciLink
+from runner.plan.pci_tree import gigatransfers
+from runner.plan.problems import Remark
+from runner.spec.rules import format_size
+
+DISPLAY, ACCELERATOR, NETWORK = 0x03, 0x12, 0x02
+"""PCI base classes."""
+SHOWN = 4
+"""Addresses that a remark names; of others it says the number."""
+
+
+def device_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    """Yield remarks about all devices that are passed through, one for each kind and cause."""
+    yield from _resets(facts)
+    for fact in facts:
+        yield from _own_link(fact)
+    yield from _idle(facts)
+    yield from _uplinks(facts)
+    yield from _peer_to_peer(facts)
+    yield from _companions(facts)
+    yield from _nvlink(facts)
+    yield from _small_regions(facts)
+    cold = [fact.address for fact in facts if fact.d3cold and _is_gpu(fact)]
+    if cold:
+        yield Remark(
+            f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold); a GPU that does not wake "
+            "answers with ones until the machine is switched off",
+            "echo 0 to d3cold_allowed of its directory in sysfs before the start, or a rule of udev that does",
+        )
+
+
+def some(addresses: Iterable[str]) -> str:
+    """Return the first *addresses*, and how many more there are."""
+    listed = list(dict.fromkeys(addresses))
+    left = len(listed) - SHOWN
+    return ", ".join(listed[:SHOWN]) + (f" and {left} more" if left > 0 else "")
+
+
+def _is_gpu(fact: PciFact) -> bool:
+    return fact.device_class >> 16 in {DISPLAY, ACCELERATOR}
+
+
+def _named(fact: PciFact) -> str:
+    return f"{fact.address} ({fact.name})"
+
+
+def _resets(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    resettable = {fact.slot for fact in facts if fact.resets}
+    for fact in facts:
+        if not fact.resets and (fact.slot not in resettable or fact.physical_function):
+            yield Remark(
+                f"{_named(fact)} cannot be reset by itself: the next guest sees the state that this one leaves in it",
+                "see its reset_method in sysfs",
+            )
+
+
+def _own_link(fact: PciFact) -> Iterator[Remark]:
+    """Yield what is wrong with the link of *fact* for good: a GPU that is idle lowers only its speed."""
+    link, above = fact.link, fact.bridges[-1].link if fact.bridges else None
+    if link is None or not link.best_width:
+        return
+    now, best = f"{link.speed} x{link.width}", f"{link.best_speed} x{link.best_width}"
+    reachable = link.best_speed if above is None else min(link.best_speed, above.best_speed, key=_known)
+    if link.width == 0:
+        yield Remark(
+            f"{_named(fact)}: its PCI Express link is down (its best is {best})",
+            "look at its slot and power",
+        )
+    elif link.width < link.best_width:
+        yield Remark(
+            f"{_named(fact)}: its PCI Express link is {now}, its best is {best}",
+            "look at its riser and slot",
+        )
+    elif above is not None and reachable != link.best_speed:
+        yield Remark(
+            f"{_named(fact)}: its PCI Express link is {reachable} at most, its best is {best}: the port above it, "
+            f"{fact.bridges[-1].address}, is slower",
+            "put it into a faster slot, or look at the slot's speed in the firmware's settings",
+        )
+    elif link.speed != link.best_speed and not _is_gpu(fact) and not _accompanies(fact):
+        yield Remark(
+            f"{_named(fact)}: its PCI Express link is {now}, its best is {best}",
+            "seat it anew, and look for PCIe errors in the kernel's log and for the slot's speed in the firmware's settings",
+        )
+
+
+def _known(speed: str) -> float:
+    return gigatransfers(speed) or float("inf")
+
+
+def _accompanies(fact: PciFact) -> bool:
+    """Tell whether it is a further function, such as a GPU's audio, whose link is that of the first one."""
+    return not fact.address.endswith(".0") and not fact.physical_function
+
+
+def _idle(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    idle = [
+        (fact.address, fact.link)
+        for fact in facts
+        if _is_gpu(fact)
+        and fact.link is not None
+        and 0 < gigatransfers(fact.link.speed) < gigatransfers(fact.link.best_speed)
+    ]
+    if idle:
+        speeds = sorted({link.speed for _, link in idle}, key=gigatransfers)
+        yield Remark(
+            f"the PCI Express links of {some(address for address, _ in idle)} are below their best now ({', '.join(speeds)})",
+            "an idle GPU lowers its speed; under load `nvidia-smi -q` or `lspci -vv` in the guest shows the best",
+        )
+
+
+def _uplinks(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    """Yield switches whose own link has fewer lanes, or is slower, than both of its ends can do."""
+    seen: set[str] = set()
+    for fact in facts:
+        for above, below in pairwise(fact.bridges):
+            if below.address in seen or below.link is None or above.link is None or not _is_switch(fact, below):
+                continue
+            seen.add(below.address)
+            best = min(below.link.best_speed, above.link.best_speed, key=_known)
+            lanes = min(below.link.best_width, above.link.best_width)
+            if 0 < below.link.width < lanes or 0 < gigatransfers(below.link.speed) < gigatransfers(best):
+                yield Remark(
+                    f"all devices behind the switch {below.address} share a link of {_link(below.link)}, where both of its ends "
+                    f"can do {best} x{lanes}",
+                    "look at the cabling or riser of the switch, and for PCIe errors in the kernel's log",
+                )
+
+
+def _link(link: PciLink) -> str:
+    return f"{link.speed} x{link.width}"
+
+
+def _is_switch(fact: PciFact, bridge: PciBridge) -> bool:
+    """Tell whether *bridge* is where a switch begins: by its kind, or where that cannot be read by its place on the way."""
+    if bridge.kind is not None:
+        return bridge.kind == "upstream port"
+    return fact.bridges.index(bridge) % 2 == 1
+
+
+def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    """Yield what sends traffic between devices behind one switch to the root complex, and NICs that cannot avoid it.
+
+    The kernel puts devices behind one switch into groups of their own only if its ports redirect (``REQ_ACS_FLAGS`` in
+    ``drivers/iommu/iommu.c``); so groups say it where the ports' own registers cannot be read.
+    """
+    ports: list[str] = []
+    untranslated: list[str] = []
+    for one, other in combinations(facts, 2):
+        redirecting = list(_redirecting(one, other))
+        ports += redirecting
+        if redirecting:
+            untranslated += [
+                fact.address for fact in (one, other) if fact.ats is False and fact.device_class >> 16 == NETWORK
+            ]
+    if not ports:
+        return
+    yield Remark(
+        "traffic between the devices behind a switch (GPUDirect) goes up to the root complex and back, at about half of the "
+        f"bandwidth: its ports redirect it (ACS): {some(ports)}",
+        "have them let translated requests through: bit 6 of ECAP_ACS+6.w by setpci (or pci=config_acs= from Linux 6.11), and "
+        "ATS on the NIC; or, where one tenant has all devices behind the switch, no redirection",
+    )
+    if untranslated:
+        yield Remark(
+            f"the requests of {some(untranslated)} are translated by the IOMMU alone, so that they take that way whatever the "
+            "ports do: the NIC shows no ATS",
+            "mlxconfig -d ADDRESS set ATS_ENABLED=true, and reset the NIC; others have a like setting of their firmware",
+        )
+
+
+def _redirecting(one: PciFact, other: PciFact) -> Iterator[str]:
+    """Yield the ports between two devices behind one switch that redirect what goes from one to the other."""
+    common = [
+        first for first, second in zip(one.bridges, other.bridges, strict=False) if first.address == second.address
+    ]
+    if not any(_is_switch(one, bridge) for bridge in common) or one.slot == other.slot:
+        return
+    for fact, peer in ((one, other), (other, one)):
+        for bridge in fact.bridges[len(common) :]:
+            if bridge.acs is not None:
+                if bridge.acs.redirects and not (bridge.acs.direct_translated and fact.ats):
+                    yield bridge.address
+            elif bridge.kind is None and not _is_switch(fact, bridge) and fact.group != peer.group:
+                yield bridge.address
+
+
+def _companions(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    passed = {fact.address for fact in facts}
+    left = [
+        member.address
+        for fact in facts
+        for member in fact.members
+        if not member.bridge and member.driver is None and member.address not in passed
+    ]
+    if left:
+        yield Remark(
+            f"nothing else can use {some(left)} meanwhile: an IOMMU group is one guest's, and theirs has devices that are passed",
+            "pass them too, or have the device plugin give whole groups",
+        )
+
+
+def _nvlink(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    """Yield that NVLink does not work by itself where NVSwitches of the host stay behind."""
+    passed = {fact.address for fact in facts}
+    gpus = [fact for fact in facts if fact.nvswitches]
+    missing = [address for address in (gpus[0].nvswitches if gpus else ()) if address not in passed]
+    if not missing:
+        return
+    some_passed = len(missing) < len(gpus[0].nvswitches)
+    yield Remark(
+        f"the GPUs have no NVLink to each other, or CUDA does not start: {'only some' if some_passed else 'none'} of the board's "
+        f"NVSwitches are passed, {some(missing)} {'are' if len(missing) > 1 else 'is'} not",
+        "pass all GPUs and all NVSwitches of the board to one guest, or give these GPUs a partition of the host's Fabric Manager "
+        "(FABRIC_MODE=1)",
+    )
+
+
+def _small_regions(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    for fact in facts:
+        for bar in fact.bars:
+            if _is_gpu(fact) and 0 < bar.size < bar.largest:
+                yield Remark(
+                    f"{_named(fact)}: the CPU and other devices reach {format_size(bar.size)} of its memory at a time, where "
+                    f"its region can have {format_size(bar.largest)}",
+                    "switch on resizable BAR and above 4G decoding in the machine's firmware, or write the size to its "
+                    "resourceN_resize in sysfs before vfio-pci has it",
+                )
