@@ -13,6 +13,7 @@ from runner.errors import Status, UsageError, escaped
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import SeedPlan
+from runner.plan.instance import InstancePlan
 from runner.plan.render import plan_json, plan_lines
 
 NODE_OPTIONS = ("pod", "state", "running", "device", "what_if", "svg", "kubelet", "host", "sys")
@@ -38,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json(parser, "the plan")
     parser.add_argument("--show-argv", action="store_true", help="the machine of SPEC as a shell script to paste")
+    parser.add_argument(
+        "--nccl",
+        action="store_true",
+        help="the topology file for NCCL in the guest, or for RCCL where its GPUs are AMD's",
+    )
     _add_node_arguments(parser)
     host = parser.add_argument_group("the host, without which it is this one")
     source = host.add_mutually_exclusive_group()
@@ -112,6 +118,8 @@ def main(arguments: argparse.Namespace) -> int:
         documents.refuse_broken_seed(source_of(spec), plan.machine.seed)
     if arguments.show_argv:
         print(pasteable(plan, _seed_image(plan.machine.seed)), end="")
+    elif arguments.nccl:
+        _print_nccl(plan)
     elif arguments.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
@@ -121,13 +129,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _refuse_without_document(arguments: argparse.Namespace) -> None:
     """Raise :exc:`~runner.errors.UsageError` for what ``--document-only`` does not take."""
-    others = (*NODE_OPTIONS, "record", "node", "json", "show_argv")
+    others = (*NODE_OPTIONS, "record", "node", "json", "show_argv", "nccl")
     if any(getattr(arguments, name) for name in others):
         raise UsageError("cannot use other options with --document-only: it takes SPECs alone")
     if not arguments.spec:
         raise UsageError("cannot check nothing: name SPECs with --document-only")
     if arguments.spec.count("-") > 1:
         raise UsageError("cannot read standard input twice: name a file for a SPEC")
+
+
+def _print_nccl(plan: InstancePlan) -> None:
+    from runner.plan.nccl import nccl_topology  # here, because few guests have GPUs
+
+    topology = nccl_topology(plan.machine)
+    if not topology:
+        raise UsageError("cannot make a topology for NCCL: the instance has no GPU, or nothing beside it")
+    print(topology, end="")
 
 
 def _seed_image(seed: SeedPlan | None) -> bytes | None:
@@ -145,17 +162,17 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UsageError("cannot plan several instances at once: name one SPEC, or check them by --document-only")
     options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     if arguments.record:
-        others = [name for name in ("spec", "node", "show_argv", "json") if getattr(arguments, name)]
+        others = [name for name in ("spec", "node", "show_argv", "nccl", "json") if getattr(arguments, name)]
         if others or set(given) - {"sys"}:
             raise UsageError("cannot plan while recording: --record takes nothing but --sys beside it")
     elif arguments.node:
-        if arguments.show_argv:
+        if arguments.show_argv or arguments.nccl:
             raise UsageError(
-                "cannot show the command line of a machine on another node; leave --show-argv or --node out"
+                "cannot show the machine of an instance on another node; leave --show-argv, --nccl or --node out"
             )
         if [*arguments.spec, *arguments.pod, *arguments.running].count("-") > 1:
             raise UsageError("cannot read standard input twice: name a file for the SPEC, for --pod or for --running")
     elif given:
         raise UsageError(f"cannot use {options} alone: name the kubelet's configuration with --node")
-    elif arguments.json and arguments.show_argv:
-        raise UsageError("cannot give both --json and --show-argv; leave one out")
+    elif sum((arguments.json, arguments.show_argv, arguments.nccl)) > 1:
+        raise UsageError("cannot give more than one of --json, --show-argv and --nccl; leave the others out")

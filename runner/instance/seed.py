@@ -25,7 +25,12 @@ def seed_image(seed: SeedPlan) -> bytes:
             f"cannot write the cloud-init seed: the clock says that it is the year {year}, and a CD can be dated {YEARS[0]} to "
             f"{YEARS[-1]}; set the host's clock"
         )
-    files = {"meta-data": seed.meta_data, "user-data": seed.user_data, "network-config": seed.network_config}
+    files = {
+        "meta-data": seed.meta_data,
+        "user-data": seed.user_data,
+        "vendor-data": seed.vendor_data,
+        "network-config": seed.network_config,
+    }
     disc, written = PyCdlib(), io.BytesIO()
     disc.new(interchange_level=3, vol_ident=LABEL, joliet=3, rock_ridge="1.09")
     for name, document in files.items():

@@ -78,6 +78,8 @@ class SeedPlan:
     user_data: Secret
     meta_data: Secret
     network_config: Secret | None
+    vendor_data: Secret | None = None
+    """What this program itself has for the guest; user-data comes before it."""
 
 
 def named_documents(cloud_init: CloudInitSpec) -> list[PurePosixPath]:

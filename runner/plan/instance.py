@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+import attrs
+
 from runner.errors import SpecError
 from runner.facts.host import HostFacts, PodName, User
 from runner.placement.backends import ControllerPlacement, Placement
@@ -196,6 +198,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         updatable=spec.hotplug.qemu,
         vcpu_hotplug=plan_vcpu_hotplug(spec, vcpus, topology, problems),
     )
+    machine = _with_topology_file(machine, problems)
     problems.found += too_few_slots(machine)
     if problems.found:
         raise SpecError(source, problems.explained(spec.environment))
@@ -249,6 +252,25 @@ def _passthrough(
     from runner.plan.passthrough import plan_passthrough  # here, because few guests have devices of their own
 
     return plan_passthrough(spec, topology, facts, user, accel, problems)
+
+
+def _with_topology_file(machine: MachinePlan, problems: Problems) -> MachinePlan:
+    """Return *machine* with the NCCL topology of its devices in its cloud-init seed; remark where there is no seed."""
+    if len(machine.passthrough.devices) <= 1:
+        return machine
+    from runner.plan.cloud_init import Secret  # here, because few guests have such devices
+    from runner.plan.nccl import PATH, nccl_topology, vendor_data
+
+    topology = nccl_topology(machine)
+    if topology and machine.seed is not None:
+        return attrs.evolve(machine, seed=attrs.evolve(machine.seed, vendor_data=Secret(vendor_data(topology))))
+    if topology and any(port.kind == "upstream" for port in machine.passthrough.ports):
+        problems.remark(
+            "NCCL in the guest does not know the speed of the host's links: it reads 2.5 GT/s x1 from QEMU's switches",
+            f"put the output of `instance-runner plan --nccl SPEC` into {PATH} of the guest, and NCCL_TOPO_FILE={PATH} into its "
+            "/etc/nccl.conf; with [cloud_init] the guest gets both",
+        )
+    return machine
 
 
 def _seed(

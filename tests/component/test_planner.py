@@ -363,7 +363,7 @@ TWICE = "cannot read standard input twice: name a file for the SPEC, for --pod o
         (
             ("spec.toml", "--json", "--show-argv"),
             2,
-            "cannot give both --json and --show-argv; leave one out",
+            "cannot give more than one of --json, --show-argv and --nccl; leave the others out",
         ),
         ((*NODE, "--pod", "/none"), 2, "cannot read the manifest '/none': No such file or directory"),
         ((*NODE, "--pod", KUBELET), 2, f"cannot plan: no pod is in '{KUBELET}'"),

@@ -1,0 +1,109 @@
+"""The topology file by which NCCL and RCCL in the guest know the host's switches and links (NCCL's ``src/graph/xml.cc``).
+
+Without it they read the guest's sysfs, where a switch's ports show 2.5 GT/s x1: QEMU's have no other link. A file names
+devices by their addresses in the guest; what it leaves out (GPUs, NICs, NVLink) they find themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.sax.saxutils import quoteattr
+
+from runner.cpuset import CpuSet
+from runner.placement.guest_topology import GuestTopology
+from runner.plan.machine import MachinePlan
+from runner.plan.passthrough_plan import DevicePlan, LinkSpeed, PassthroughPlan
+
+GPU_CLASSES, NETWORK_CLASS, BRIDGE_CLASS = (0x03, 0x12), 0x02, 0x060400
+AMD = "1002"
+PATH = "/etc/nccl-topology.xml"
+"""Where the guest's file is."""
+
+
+def nccl_topology(machine: MachinePlan) -> str:
+    """Return the file for the devices of *machine*; empty if it has no two of them that NCCL uses.
+
+    RCCL, which AMD's GPUs need, reads only version 2 of the format, and NCCL only version 1.
+    """
+    passthrough = machine.passthrough
+    used = [device for device in passthrough.devices if device.guest_address and _is_used(device)]
+    gpus = [device for device in used if device.device_class >> 16 in GPU_CLASSES]
+    if not gpus or len(used) == 1:
+        return ""
+    version = 2 if all(device.name.startswith(f"{AMD}:") for device in gpus) else 1
+    return "\n".join((f'<system version="{version}">', *_cpus(machine.topology, passthrough, used), "</system>\n"))
+
+
+def vendor_data(topology: str) -> bytes:
+    """Return the vendor-data by which cloud-init puts *topology* where NCCL finds it.
+
+    A boothook runs at each boot, so that a guest that starts again with other devices does not keep the file of the first
+    ones; the user's own user-data and a line of the user's own in the configuration stay as they are.
+    """
+    return f"""#cloud-boothook
+#!/bin/sh
+cat >{PATH} <<'END'
+{topology}END
+grep -qs ^NCCL_TOPO_FILE= /etc/nccl.conf || echo NCCL_TOPO_FILE={PATH} >>/etc/nccl.conf
+""".encode()
+
+
+def _is_used(device: DevicePlan) -> bool:
+    return device.device_class >> 16 in {*GPU_CLASSES, NETWORK_CLASS}
+
+
+def _cpus(topology: GuestTopology, passthrough: PassthroughPlan, used: list[DevicePlan]) -> Iterator[str]:
+    """Yield an element for each NUMA node of the guest that has devices; Linux calls the only one 0, and no one -1."""
+    nodes = topology.numa_nodes
+    several = len(nodes) > 1
+    numbers = sorted({_node(device, several=several) for device in used})
+    for number in numbers:
+        vcpus = nodes[number].vcpus if number >= 0 else CpuSet(vcpu for each in nodes for vcpu in each.vcpus)
+        yield f' <cpu numaid="{number}" affinity="{_mask(vcpus)}" arch="x86_64">'
+        near = [device for device in used if _node(device, several=several) == number]
+        for bus in dict.fromkeys(device.bus for device in near):
+            yield from _below(passthrough, bus, near, 2)
+        yield " </cpu>"
+
+
+def _node(device: DevicePlan, *, several: bool) -> int:
+    if not several:
+        return 0
+    return -1 if device.guest_numa_node is None else device.guest_numa_node
+
+
+def _below(passthrough: PassthroughPlan, bus: str, used: list[DevicePlan], depth: int) -> Iterator[str]:
+    for port in passthrough.ports:
+        if port.bus != bus:
+            continue
+        for device in used:
+            if device.port == port.name:
+                yield " " * depth + _pci(device.guest_address, device.device_class, device.link, device.name) + "/>"
+        below = list(_below(passthrough, port.name, used, depth + (port.kind == "upstream")))
+        if port.kind == "upstream" and below:
+            yield " " * depth + _pci(port.address, BRIDGE_CLASS, port.link, *port.host_name.split()) + ">"
+            yield from below
+            yield " " * depth + "</pci>"
+        else:
+            yield from below
+
+
+def _pci(address: str, device_class: int, link: LinkSpeed | None, name: str = "", subsystem: str = "") -> str:
+    values = {"busid": address, "class": f"0x{device_class:06x}"}
+    for prefix, text in (("", name), ("subsystem_", subsystem)):
+        if text:
+            vendor, _, device = text.partition(":")
+            values |= {f"{prefix}vendor": f"0x{vendor}", f"{prefix}device": f"0x{device}"}
+    if link is not None:
+        values |= {"link_speed": link.speed, "link_width": str(link.width)}
+    return "<pci " + " ".join(f"{key}={quoteattr(value)}" for key, value in values.items())
+
+
+def _mask(vcpus: CpuSet) -> str:
+    """Return *vcpus* as Linux writes a mask: groups of 32 bits in hexadecimal, separated by commas."""
+    number = sum(1 << vcpu for vcpu in vcpus)
+    groups: list[str] = []
+    while number or not groups:
+        groups.append(f"{number & 0xFFFFFFFF:08x}")
+        number >>= 32
+    return ",".join(reversed(groups))
