@@ -56,6 +56,7 @@ DOCUMENTS = [
         "examples/plan/README.md",
         "examples/host/README.md",
         "examples/kubernetes/README.md",
+        "examples/kubernetes/gpu.md",
         "examples/monitoring/README.md",
         "images/README.md",
         "runner/README.md",
