@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,30 +75,46 @@ def upgrade(instance: Instance, program: ProgramDirectory) -> subprocess.Complet
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=10 * SECONDS)
 
 
-@pytest.mark.gate
-def test_an_upgrade_leaves_the_partition_and_the_vcpus_alone(
-    node_fixture: NodeFixture, program: ProgramDirectory
-) -> None:
-    """First two programs that fail: one that cannot import what it needs, and one that does not commit in time."""
-    instance = start(node_fixture, program)
+@contextlib.contextmanager
+def left_alone(instance: Instance) -> Iterator[None]:
+    """Check that the block writes to no cgroup, and that each thread, process and guarantee is as before; end the instance."""
     marks, processes, receipt = instance.marks(), instance.processes(), instance.receipt()
     with untouched(TREE, FLOAT, instance.group, instance.float_group):
-        for number, (statements, reason) in enumerate(FAILURES.items(), 1):
-            does(program, 3, statements)
-            assert re.search(f"{reason}.*the program before continues", upgrade(instance, program).stderr)
-            assert instance.running.output.count("the runner is not renewed") == number
-            assert (instance.marks(), instance.processes()) == (marks, processes)
-        does(program, 0, "")
-        for generation in (1, 2):
-            assert upgrade(instance, program).returncode == 0
-            until(lambda: instance.receipt()["generation"] == generation, "the receipt")  # noqa: B023 - in this round
-            renewed = f"the runner is renewed generation={generation} program={program.digest}"
-            print(instance.running.wait_for(renewed))
+        yield
     assert (instance.marks(), instance.processes()) == (marks, processes)
     assert vcpus_of(instance.receipt()) == vcpus_of(receipt)
     assert instance.receipt()["guarantee"] == "enforced"
     assert isolated() == instance.cpus
     ended_in_order(instance, instance.stop())
+
+
+def renew(instance: Instance, program: ProgramDirectory, generation: int) -> None:
+    """Renew the runner, for the *generation*-th time."""
+    assert upgrade(instance, program).returncode == 0
+    until(lambda: instance.receipt()["generation"] == generation, "the receipt")
+    instance.running.wait_for(f"the runner is renewed generation={generation} program={program.digest}")
+
+
+@pytest.mark.gate
+def test_an_upgrade_leaves_the_partition_and_the_vcpus_alone(
+    node_fixture: NodeFixture, program: ProgramDirectory
+) -> None:
+    instance = start(node_fixture, program)
+    with left_alone(instance):
+        renew(instance, program, 1)
+
+
+def test_upgrades_after_programs_that_fail(node_fixture: NodeFixture, program: ProgramDirectory) -> None:
+    """One that cannot import what it needs, and one that does not commit in time; then two of a program that can."""
+    instance = start(node_fixture, program)
+    with left_alone(instance):
+        for number, (statements, reason) in enumerate(FAILURES.items(), 1):
+            does(program, 3, statements)
+            assert re.search(f"{reason}.*the program before continues", upgrade(instance, program).stderr)
+            assert instance.running.output.count("the runner is not renewed") == number
+        does(program, 0, "")
+        for generation in (1, 2):
+            renew(instance, program, generation)
 
 
 def vcpus_of(receipt: dict[str, Any]) -> list[tuple[int, str, str]]:
