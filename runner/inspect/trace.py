@@ -124,7 +124,6 @@ def switch_recorder(roots: Roots, cpus: CpuSet) -> Iterator[SwitchRecorder]:
     Births and moves between cgroups are recorded on all CPUs, because a task that has ended has no entry in /proc.
     Raises :class:`HostError` when tracefs is not to be had.
     """
-    known = known_tasks(read_processes(roots))
     online, pid = read_online_cpus(roots.sys).online, os.getpid()
     with tracefs_reached(roots.sys) as tracefs:
         remove_stale_instances(tracefs, roots.proc)
@@ -133,6 +132,8 @@ def switch_recorder(roots: Roots, cpus: CpuSet) -> Iterator[SwitchRecorder]:
             trace_instance(tracefs, _TASKS, online, _TASKS_KIB, pid=pid) as tasks,
         ):
             tasks.start()
+            # What is born meanwhile has at least its birth on record.
+            known = known_tasks(read_processes(roots))
             switches.start()
             begin = time.monotonic_ns()
             tallies = {cpu: SwitchTally(begin) for cpu in cpus}

@@ -18,8 +18,11 @@ import pytest
 
 from runner.cpuset import CpuSet
 from runner.facts.roots import Roots
+from runner.inspect import trace as trace_module
+from runner.inspect.observe import ProcessTable, read_processes
+from runner.inspect.trace import switch_recorder
 from runner.kernel.tracefs import tracefs_reached
-from tests.node.cgroups import PARTITIONED
+from tests.node.cgroups import PARTITIONED, cgroup_of
 from tests.node.instances import Instance, NodeFixture, until
 from tests.node.recorded import kept_off, recorded
 from tests.node.standin_kubelet import PROJECT
@@ -143,6 +146,28 @@ def test_a_task_of_a_moment_is_named_with_its_cgroup(instance: Instance, exclusi
     found = [(task.name, task.cgroup) for task in record.others(vcpus) if not task.kernel]
     assert ("true", str(instance.group)) in found
     assert {cgroup for _, cgroup in found} == {str(instance.group)}
+
+
+def test_a_task_that_is_born_while_the_others_are_listed_is_named_with_its_cgroup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is on no list, and has ended before it can be looked up: it has its parent's cgroup, this process's."""
+    cpu = max(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        born: list[subprocess.Popen[bytes]] = []
+
+        def listed(roots: Roots) -> ProcessTable:
+            found = read_processes(roots)
+            argv = ("taskset", "-c", str(cpu), "sh", "-c", "read -r word")
+            born.append(stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE)))
+            return found
+
+        monkeypatch.setattr(trace_module, "read_processes", listed)
+        with switch_recorder(Roots(), CpuSet([cpu])) as recorder:
+            born[0].communicate(b"word\n")
+            recorder.finish()
+            [account] = recorder.accounts({}).values()
+    assert {task.cgroup for task in account.others or () if task.tid == born[0].pid} == {cgroup_of(os.getpid())}
 
 
 def foreign_seconds(instance: Instance) -> dict[int, float]:
