@@ -1,25 +1,17 @@
-"""A running instance and its controller against other pods, shells, broken state files and broken messages."""
+"""A running instance and its controller against other pods, shells, and broken state files."""
 
 from __future__ import annotations
 
-import array
-import contextlib
 import json
-import os
-import select
 import socket
-import struct
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from runner.cpuset import CpuSet
 from tests.node.instances import (
-    FLOAT,
     SOCKETS,
     TREE,
     Instance,
@@ -32,7 +24,7 @@ from tests.node.instances import (
     untouched,
 )
 from tests.node.standin_kubelet import Container, Pod, Running, replace
-from tests.support.frames import STATUS, frames
+from tests.support.frames import STATUS
 
 pytestmark = pytest.mark.usefixtures("rom", "undisturbed")
 IDENTITY, CPUSET, INVALID_PARAMS = -32001, -32002, -32602
@@ -205,41 +197,6 @@ def status(node_fixture: NodeFixture) -> dict[str, Any]:
     return found
 
 
-def test_broken_state_files_freeze_decisions_and_nothing_else(node_fixture: NodeFixture) -> None:
-    kubelet = node_fixture.kubelet
-    good = json.loads(kubelet.cpu_state.read_text())
-    text = json.dumps(good)
-    without = str(kubelet.default - CpuSet([6]))
-    entries = {**good["entries"], B: {"main": "2,5"}}
-    faults = {
-        "it cannot be read": None,
-        "it is empty": "",
-        "it is not JSON: Expecting property name": "{",
-        "it is not JSON: Unterminated string": text[: text.index("static") + 3],
-        "neither in the shared pool nor any pod's": json.dumps({**good, "defaultCpuSet": without}),
-        "also in the shared pool or another pod's": json.dumps({**good, "defaultCpuSet": without, "entries": entries}),
-        "do not exist": json.dumps({**good, "defaultCpuSet": f"{kubelet.default},999"}),
-        "policyName: must be 'static' or 'none', found 'dynamic'": json.dumps({**good, "policyName": "dynamic"}),
-    }
-    with untouched(FLOAT):
-        for reason, content in faults.items():
-            if content is None:
-                kubelet.cpu_state.unlink()
-            else:
-                replace(kubelet.cpu_state, content)
-            until(lambda: reason in (status(node_fixture)["frozen"] or ""), reason)  # noqa: B023 - called at once
-    kubelet.write_cpu_state()
-    until(lambda: status(node_fixture)["frozen"] is None, "the controller to go on")
-    # Then float follows again: a pod is admitted, in the newest format with a wrong part for older kubelets.
-    kubelet.admit(Pod(B, (Container(("true",), cpus=B_CPUS),)))
-    newest = {**json.loads(kubelet.cpu_state.read_text()), "checksum": 1}
-    replace(kubelet.cpu_state, json.dumps({**good, "data": json.dumps(newest), "dataChecksum": 7}))
-    node_fixture.settle()
-    assert FLOAT.cpus().isdisjoint(B_CPUS)
-    kubelet.reconcile()
-    node_fixture.settle()
-
-
 def test_a_registration_waits_for_a_broken_file_to_be_corrected(node_fixture: NodeFixture) -> None:
     replace(node_fixture.kubelet.cpu_state, "{")
     until(lambda: status(node_fixture)["frozen"], "the controller to freeze")
@@ -264,121 +221,3 @@ def test_a_registration_waits_for_a_broken_file_to_be_corrected(node_fixture: No
     kubelet.stop(B)
     kubelet.memory[B] = {}
     kubelet.reconcile()
-
-
-def test_no_policy_and_a_thousand_states(node_fixture: NodeFixture, instance: Instance) -> None:
-    """Without a policy all but the instance's CPUs are float's; of a thousand states the last one counts."""
-    kubelet = node_fixture.kubelet
-    everything = CpuSet(cpu for cpus in kubelet.numa.values() for cpu in cpus)
-    kubelet.admit(Pod(B, (Container(("true",), cpus=B_CPUS),)))
-    node_fixture.settle()
-    replace(kubelet.cpu_state, '{"policyName":"none","defaultCpuSet":"","checksum":1353318690}')
-    until(lambda: FLOAT.cpus() == everything - instance.cpus, "float to be everything else")
-    texts = []
-    for _ in range(2):
-        kubelet.write_cpu_state()
-        texts.append(kubelet.cpu_state.read_text())
-        kubelet.reconcile()
-    for number in range(1000):
-        replace(kubelet.cpu_state, texts[number % 2])
-    node_fixture.settle()
-
-
-# -- the socket ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def connected(node_fixture: NodeFixture) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(node_fixture.controller.socket))
-        yield connection
-
-
-def test_ten_thousand_broken_messages(node_fixture: NodeFixture) -> None:
-    """Each answer is a response, none an internal error."""
-    seed, wanted = time.time_ns(), 10_000
-    print(f"seed {seed}")
-    source = frames(seed)
-    with connected(node_fixture) as connection, connection.makefile("rb") as answered:
-        for _ in range(wanted // 100):
-            # The answer to a last line marks the end of the answers to each hundred.
-            connection.sendall(
-                b"".join(next(source) for _ in range(100)) + b'{"jsonrpc":"2.0","method":"","id":"end"}\n'
-            )
-            ended = False
-            while not ended:
-                answer = json.loads(answered.readline())
-                for response in answer if isinstance(answer, list) else [answer]:
-                    assert ("result" in response) != ("error" in response)
-                    assert "error" not in response or response["error"]["code"] != -32603
-                ended = not isinstance(answer, list) and answer["id"] == "end"
-    assert status(node_fixture)["faults"] == []
-
-
-def read_to_the_end(connection: socket.socket) -> bytes:
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while more := connection.recv(65536):
-            data += more
-    return data
-
-
-FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
-    "a batch of 10,000": lambda: iter([b"[" + b",".join([STATUS.rstrip()] * 10_000) + b"]\n"]),
-    "a hundred thousand brackets": lambda: iter([b"[" * 100_000 + b"\n"]),
-    "10 MiB without a line": lambda: (b"x" * 65536 for _ in range(160)),
-    "no UTF-8": lambda: iter([b'{"jsonrpc":"2.0","method":"\xff\xfe","id":1}\n']),
-    "no numbers": lambda: iter([b'{"jsonrpc":"2.0","method":"getStatus","id":NaN}\n[1e400]\n']),
-    "a key twice": lambda: iter([b'{"jsonrpc":"2.0","method":"getStatus","method":"x","id":1}\n']),
-    "odd shapes": lambda: iter([b'[]\n[1]\n{"jsonrpc":"2.0","method":"getStatus","params":"x","id":{}}\n']),
-}
-
-
-def test_broken_clients_disturb_no_other_client(node_fixture: NodeFixture) -> None:
-    descriptors = node_fixture.controller.descriptors()
-    for name, flood in FLOODS.items():
-        with connected(node_fixture) as connection:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                for part in flood():
-                    connection.sendall(part)
-                connection.shutdown(socket.SHUT_WR)
-            assert b'"result"' not in read_to_the_end(connection), name
-    with contextlib.ExitStack() as stack:
-        unread = stack.enter_context(connected(node_fixture))
-        unread.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:  # until both directions are full
-                unread.send(STATUS * 100)
-        for _ in range(64):  # more than one peer may have, each with an incomplete request
-            with contextlib.suppress(BrokenPipeError):
-                stack.enter_context(connected(node_fixture)).send(STATUS[:10])
-        another = subprocess.run(
-            [sys.executable, "-c", ASK, str(node_fixture.controller.socket), '[["getStatus", {}]]'],
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        assert b'"result"' in another.stdout
-    until(lambda: "protocol" in status_or_nothing(node_fixture), "its answer to this process")
-    for _ in range(50):  # more than one peer may have waiting: the controller closes some of them unanswered
-        with connected(node_fixture) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.sendall(STATUS * 3)
-    until(lambda: "protocol" in status_or_nothing(node_fixture), "its answer to this process")
-    until(lambda: node_fixture.controller.descriptors() <= descriptors, "the last of them to be closed")
-    read_end, write_end = os.pipe()
-    for count in (1, 253):
-        with connected(node_fixture) as connection:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [write_end] * count))]
-            connection.sendmsg([STATUS], rights)
-            assert b'"result"' in connection.recv(65536)
-    os.close(write_end)
-    assert select.select([read_end], [], [], 30)[0]
-    assert os.read(read_end, 1) == b"", "no process has kept the descriptors that were sent"
-    os.close(read_end)
-
-
-def status_or_nothing(node_fixture: NodeFixture) -> dict[str, Any]:
-    """Return the status, or nothing while the controller refuses connections of this process."""
-    with contextlib.suppress(KeyError, OSError, ValueError):
-        return status(node_fixture)
-    return {}

@@ -79,16 +79,3 @@ def test_four_vcpus_on_two_numa_nodes_with_network_and_share(spec: Path, tmp_pat
         assert process.wait(SECONDS) == 0, output()
         assert "ended outcome=stopped status=0 faults=0" in output()
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["console.log"]
-
-
-def test_kill_minus_9_leaves_nothing(spec: Path, tmp_path: Path) -> None:
-    with running(spec, tmp_path) as (pid, output, process):
-        until(lambda: "the guest runs" in output(), "the guest runs")
-        os.kill(pid, signal.SIGKILL)
-        process.wait(SECONDS)
-        assert (
-            subprocess.run(
-                ["pgrep", "-x", "qemu-system-x86|virtiofsd|dnsmasq"], check=False, capture_output=True
-            ).stdout
-            == b""
-        )
