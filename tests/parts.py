@@ -33,7 +33,7 @@ PARTS = (
     Part(
         "the emulated node: what no fake can show",
         REAL,
-        "tests/node/run --qemu --timeout 1500 -- -m gate tests/node",
+        "tests/images/run --only gate",
         "node",
     ),
     Part(

@@ -1,13 +1,13 @@
 """Build the images without a registry, run them here and in the emulated node, check the Kubernetes manifests.
 
-Usage: tests/images/run [--only build|here|node|systemd] [--kubelet PATH] [pytest arguments]
+Usage: tests/images/run [--only build|gate|here|node|systemd] [--kubelet PATH] [pytest arguments]
 
 It needs root on Debian or Ubuntu and the packages that tests/run installs. Base, layers, clean Debians and the programs of
 others (kustomize, Prometheus, a newer podman) are fetched from Debian once and kept in the node's cache. Images are run by
 podman and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes
 describe, by crun and runc. A node with systemd has containerd, which runs them as well, and podman, which runs the services
 that it makes of the quadlets in examples/host. If the program of a kubelet is given (or named by RUNNER_KUBELET), that one
-runs them there too, without a cluster.
+runs them there too, without a cluster. ``gate`` is one node for all the tests of the gate, of which one runs the images.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ def in_node(images: dict[str, str], *arguments: str) -> int:
 def main() -> int:
     """Run the steps that the command line selects and return the status."""
     parser = argparse.ArgumentParser(prog="tests/images/run", description=__doc__.splitlines()[0])
-    steps = ("build", "here", "node", "systemd")
+    steps = ("build", "gate", "here", "node", "systemd")
     parser.add_argument("--only", choices=steps, help="only this step, and the build before it")
     given = os.environ.get("RUNNER_KUBELET")
     parser.add_argument("--kubelet", metavar="PATH", default=given, help="a kubelet's program, 1.20 or later")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     try:
-        images = built.build(built.DEPLOYED if options.only in {"node", "systemd"} else built.IMAGES)
+        images = built.build(built.DEPLOYED if options.only in {"gate", "node", "systemd"} else built.IMAGES)
         os.environ["RUNNER_KUSTOMIZE"] = str(fetch(artefacts.kustomize()))
+        if options.only == "gate":
+            return in_node(images, "--qemu", "--timeout=1500", "--", "-m", "gate", "tests/node", *options.pytest)
         os.environ["RUNNER_PROMETHEUS"] = str(fetch(prometheus()))
         os.environ["RUNNER_PODMAN"] = str(fetch(podman()))
         os.environ["RUNNER_CLEAN"] = " ".join(f"{name}={fetch(clean_debian(name))}" for name in RELEASES)

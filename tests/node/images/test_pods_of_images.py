@@ -66,9 +66,20 @@ def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
     assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
 
 
+@pytest.mark.parametrize("directory", ["job", "overlays/probes"])
 @BOTH
-@pytest.mark.parametrize("directory", ["instance", "job", "overlays/probes"])
-def test_an_instance_with_the_daemon_set(
+def test_other_instances_with_the_daemon_set(
+    cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str
+) -> None:
+    an_instance_with_the_daemon_set(cluster, kubelet, guest, runtime, directory)
+
+
+@pytest.mark.gate
+def test_an_instance_with_the_daemon_set(cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...]) -> None:
+    an_instance_with_the_daemon_set(cluster, kubelet, guest, "crun", "instance")
+
+
+def an_instance_with_the_daemon_set(
     cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str
 ) -> None:
     kind, cpus = {"job": ("Job", "9-10")}.get(directory, ("Pod", "2-3,10-11"))
