@@ -117,7 +117,12 @@ class TaskTable:
         return attrs.evolve(found, name=name or found.name, cgroup=self._cgroup(tid, ran_at))
 
     def _cgroup(self, tid: int, at: int) -> str:
-        """Return the cgroup of *tid* at the time *at*: of its last move before, else that of its parent at its birth."""
+        """Return the cgroup of *tid* at the time *at*: of its last move before, else that of its parent at its birth.
+
+        Where that is not known it is that of the first move after: the kernel records a move when it is done, and the task may
+        have run where it was moved to before (``cgroup_attach_task`` of ``kernel/cgroup/cgroup.c``).
+        """
+        first = self._moves.get(tid, [])
         for _ in range(_ANCESTORS):
             found = self._known.get(tid) or self._looked_up.get(tid)
             moves = self._moves.get(tid) or self._moves.get(tid if found is None else found.pid, [])
@@ -129,4 +134,4 @@ class TaskTable:
             if tid not in self._parents:
                 break
             at, tid = self._parents[tid]
-        return ""
+        return first[0][1] if first else ""

@@ -138,11 +138,16 @@ def test_the_record_of_a_block_has_the_time_of_a_loop_that_has_ended(instance: I
 
 
 def test_a_task_of_a_moment_is_named_with_its_cgroup(instance: Instance, exclusive: CpuSet) -> None:
-    """It has ended before anything could read its entry in /proc: it is known by its birth and its move."""
-    enter = instance.group.entering()
+    """It has ended before anything could read its entry in /proc: it is known by its birth and its move.
+
+    It waits until it has been moved: one that moves itself runs there before the kernel has recorded its move.
+    """
     vcpus = [thread.tid for thread in instance.vcpus()]
-    with recorded(exclusive) as record:
-        subprocess.run((*enter, "taskset", "-c", str(min(exclusive)), "true"), check=True)
+    argv = ("sh", "-c", f"read -r word && exec taskset -c {min(exclusive)} true")
+    with recorded(exclusive) as record, subprocess.Popen(argv, stdin=subprocess.PIPE) as child:
+        instance.group.write("cgroup.procs", child.pid)
+        child.communicate(b"word\n")
+        assert child.returncode == 0
     found = [(task.name, task.cgroup) for task in record.others(vcpus) if not task.kernel]
     assert ("true", str(instance.group)) in found
     assert {cgroup for _, cgroup in found} == {str(instance.group)}
@@ -151,23 +156,27 @@ def test_a_task_of_a_moment_is_named_with_its_cgroup(instance: Instance, exclusi
 def test_a_task_that_is_born_while_the_others_are_listed_is_named_with_its_cgroup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is on no list, and has ended before it can be looked up: it has its parent's cgroup, this process's."""
+    """It is on no list, and has ended before it can be looked up: it is known by its birth."""
     cpu = max(os.sched_getaffinity(0))
-    with contextlib.ExitStack() as stack:
-        born: list[subprocess.Popen[bytes]] = []
+    waits = f"read -r word; taskset -c {cpu} busybox sh -c 'echo born; read -r word'; exit 0"
+    with subprocess.Popen(("sh", "-c", waits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        given, output = parent.stdin, parent.stdout
+        assert given is not None
+        assert output is not None
 
         def listed(roots: Roots) -> ProcessTable:
             found = read_processes(roots)
-            argv = ("taskset", "-c", str(cpu), "sh", "-c", "read -r word")
-            born.append(stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE)))
+            given.write(b"word\n")
+            given.flush()
+            assert output.readline() == b"born\n"
             return found
 
         monkeypatch.setattr(trace_module, "read_processes", listed)
         with switch_recorder(Roots(), CpuSet([cpu])) as recorder:
-            born[0].communicate(b"word\n")
+            parent.communicate(b"word\n")
             recorder.finish()
             [account] = recorder.accounts({}).values()
-    assert {task.cgroup for task in account.others or () if task.tid == born[0].pid} == {cgroup_of(os.getpid())}
+    assert {task.cgroup for task in account.others or () if task.name == "busybox"} == {cgroup_of(os.getpid())}
 
 
 def foreign_seconds(instance: Instance) -> dict[int, float]:

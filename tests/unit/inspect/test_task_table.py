@@ -88,6 +88,12 @@ def test_an_own_move_counts_and_none_of_another_hierarchy(tasks: Trace, table: T
     assert [table.task(CHILD, "x", at).cgroup for at in (1009, 1010)] == ["/pod", "/float"]
 
 
+def test_a_task_of_unknown_parents_has_the_cgroup_that_it_is_being_moved_to(tasks: Trace, table: TaskTable) -> None:
+    tasks.put(0, page(1000, fork(0, 999, CHILD), attach(5, CHILD, "/float"), attach(5, CHILD, "/later")))
+    table.read()
+    assert [table.task(CHILD, "x", at).cgroup for at in (1004, 1010)] == ["/float", "/later"]
+
+
 def test_a_number_that_was_given_again_is_another_task(tasks: Trace, table: TaskTable) -> None:
     tasks.put(0, page(1000, fork(0, KTHREADD, SHELL)))
     table.read()
