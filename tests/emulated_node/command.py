@@ -238,17 +238,17 @@ def in_node(options: argparse.Namespace) -> int:
     return outcome.status
 
 
-def new_run() -> Path:
+def new_run(runs: Path = RUNS) -> Path:
     """Return a fresh directory for a run's results, locked while this process lives; remove all but the last few others."""
-    RUNS.mkdir(parents=True, exist_ok=True)
-    run = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    runs.mkdir(parents=True, exist_ok=True)
+    run = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run.mkdir()
     # Its descriptor is this process's until its end.
     fcntl.flock(os.open(run, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
-    last = RUNS / f".last-{os.getpid()}"
+    last = runs / f".last-{os.getpid()}"
     last.symlink_to(run.name)
-    last.rename(RUNS / "last")
-    for old in sorted(path for path in RUNS.iterdir() if path.is_dir() and not path.is_symlink())[:-KEPT_RUNS]:
+    last.rename(runs / "last")
+    for old in sorted(path for path in runs.iterdir() if path.is_dir() and not path.is_symlink())[:-KEPT_RUNS]:
         remove_run(old)
     return run
 

@@ -144,14 +144,13 @@ def test_the_initial_root_begins_with_the_cpu_table() -> None:
 
 
 def test_the_results_of_a_run_that_goes_on_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "RUNS", tmp_path / "runs")
     monkeypatch.setattr("time.strftime", lambda _: "20000101-000000")
-    long_one = command.new_run()
+    long_one = command.new_run(tmp_path / "runs")
     ended = [tmp_path / "runs" / f"20000102-00000{number}" for number in range(command.KEPT_RUNS + 2)]
     for each in ended:
         each.mkdir()
     monkeypatch.setattr("time.strftime", lambda _: "20000103-000000")
-    newest = command.new_run()
+    newest = command.new_run(tmp_path / "runs")
     left = {path.name for path in (tmp_path / "runs").iterdir()} - {"last"}
     assert left == {path.name for path in (long_one, *ended[3:], newest)}
     assert (tmp_path / "runs" / "last").resolve() == newest

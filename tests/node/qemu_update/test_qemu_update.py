@@ -14,10 +14,11 @@ from runner.kernel import inotify
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
 from tests.node.instances import Instance, NodeFixture
 from tests.node.standin_kubelet import MIB
+from tests.support.soak import times
 
 pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.gate]
 UPDATABLE = "[hotplug]\nqemu = true\n"
-TIMES = int(os.environ.get("RUNNER_QEMU_UPDATES", "3"))
+TIMES = times(3)
 
 
 def start(node_fixture: NodeFixture, newest: Path, *more: str, memory: int = 64) -> Instance:

@@ -21,8 +21,9 @@ from tests.node.devices.conftest import Spare, bound
 from tests.node.devices.test_passthrough import BOOTS_WITHIN, ENDS_WITHIN, MIB, linux_spec, nodes_of, started
 from tests.node.instances import Instance, NodeFixture, uid_of, until
 from tests.node.standin_kubelet import Mount
+from tests.support.soak import times
 
-UPDATES = int(os.environ.get("RUNNER_QEMU_UPDATES", "3"))
+UPDATES = times(3)
 
 
 LOGGED = r"[0-9:]{8}\.[0-9]{3} (?:info|warning|error) .*\n"
