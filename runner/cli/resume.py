@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
-from runner.cli.run_instance import Outputs
+from runner.cli.outputs import Outputs
 from runner.errors import HostError, RefusedError, explain
 from runner.instance.init import resume_as_init
 from runner.instance.renewal.codec import decode
@@ -64,6 +64,7 @@ def resume(stage: ExecutedStage) -> int:
     os.set_inheritable(stage.fd, False)
     carried = state.pop("outputs")
     carry_over = taken_over(document, state, stage.index, stage.reason)
+    carry_over.entry = __name__
     with Outputs(carried.log_level, carried.log_format) as outputs:
         outputs.termination_log = None if carried.termination_log is None else carried.termination_log.number
         carry_over.offer("outputs", outputs.carried)

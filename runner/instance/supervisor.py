@@ -164,6 +164,8 @@ class CarryOver:
     """Whether a thread that is not in its place is a reason to execute the program before."""
     own_faults: list[float] = attrs.field(factory=list)
     """When this program survived faults of its own lately, on the kernel's clock."""
+    entry: str = ""
+    """The module by which a program takes over: ``resume`` of the command line, which stands above all that this module knows."""
     pausing: trio.Event | None = None
     """Set when a renewal was given up. No child is started meanwhile: it would inherit this process's blocked signals."""
 

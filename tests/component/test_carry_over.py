@@ -117,9 +117,9 @@ def test_the_bytecode_of_the_program_that_runs_is_where_it_was(monkeypatch: pyte
     monkeypatch.setattr(first_stage, "import_module", lambda name: (name, sys.pycache_prefix))
     for prefix in ("/elsewhere", None):
         monkeypatch.setattr(sys, "pycache_prefix", prefix)
-        document = {"programs": [running_program("", "")]}
+        document = {"programs": [running_program("", "")], "entry": "runner.elsewhere"}
         monkeypatch.setattr(sys, "pycache_prefix", "/another")
-        assert FirstStage(0, document, 0, "").import_program() == ("runner.cli.resume", prefix)
+        assert FirstStage(0, document, 0, "").import_program() == ("runner.elsewhere", prefix)
 
 
 def test_the_state_is_sealed_and_descriptors_are_told_apart() -> None:

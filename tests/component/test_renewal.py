@@ -585,7 +585,7 @@ log = logging.getLogger("runner")
 
 
 COMMIT = """            stage.commit()
-            from runner.cli.run_instance import STEPS
+            from runner.cli.outputs import STEPS
             open({path!r}, "w").write(json.dumps(STEPS.names))
 """
 
@@ -596,7 +596,7 @@ def test_everything_is_taken_over_in_one_step_of_the_event_loop(
     """No other task has run before the commit: nothing was read, reaped or logged that the program before would miss."""
     found = program.path.parent / "steps"
     program.patch(
-        "cli/run_instance.py",
+        "cli/outputs.py",
         ('\nlog = logging.getLogger("runner")\n', STEPS),
         ("return trio.run(act)", "return trio.run(act, instruments=[STEPS])"),
     )

@@ -113,6 +113,13 @@ def imports(path: Path) -> Iterator[str]:
                 yield module
 
 
+def imports_by_name(path: Path) -> Iterator[str]:
+    """Yield what may be a module's name among the strings of *path*, which ``import_module`` can be given."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("runner."):
+            yield node.value
+
+
 def within(name: str, places: set[str]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
@@ -130,12 +137,12 @@ def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Indirect imports count too."""
+    """Indirect imports count too, and the names of modules in strings, but for the loggers' in the table of events."""
     known = {f"runner.{name}": name for name, _ in modules()}
     needs = {
         name: {
             known[module]
-            for found in imports(path)
+            for found in (*imports(path), *(imports_by_name(path) if name != "protocol.events" else ()))
             for module in (found, found.rpartition(".")[0])
             if module in known and known[module] != name
         }
@@ -202,6 +209,9 @@ def test_init_files_are_empty(name: str, path: Path) -> None:
 
 
 def test_a_forbidden_import_is_found(tmp_path: Path) -> None:
+    by_name = tmp_path / "by_name.py"
+    by_name.write_text('modules = {"tun": "runner.kernel.tun"}\n')
+    assert list(imports_by_name(by_name)) == ["runner.kernel.tun"]
     offender = tmp_path / "offender.py"
     offender.write_text(
         "import runner.plan.argv.qemu\nfrom runner.protocol import qmp\nfrom runner import spec\nimport os.path\n"

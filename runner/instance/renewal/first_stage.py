@@ -97,7 +97,7 @@ class FirstStage:
             verify_imports(self.program["path"][0], manifest)
         sys.path[:0] = self.program["path"]
         sys.pycache_prefix = self.program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
-        return import_module("runner.cli.resume")  # the path says which runner that is
+        return import_module(self.document["entry"])  # the path says which runner that is
 
     def commit(self) -> None:
         """Give up the way back: everything has been taken over."""

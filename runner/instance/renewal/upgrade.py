@@ -112,6 +112,7 @@ def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause:
         "generation": carry_over.generation,
         "own_faults": carry_over.own_faults,
         "programs": programs,
+        "entry": carry_over.entry,
         "left_at": time.monotonic(),
         "descriptors": {str(number): identity(number) for number in descriptors},
         "state": state,
