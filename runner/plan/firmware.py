@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from runner.facts.disk import MISSING
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import FORMATS, unusable
 from runner.facts.host import HostFacts
-from runner.plan.disks import remark_lockless
+from runner.plan.disks import DiskPlan, content_of, remark_lockless
 from runner.plan.problems import Problems
-from runner.spec.instance import BootSpec, FirmwareBuild
+from runner.spec.instance import BootSpec, FirmwareBuild, InstanceSpec
 from runner.values import frozen
 
 OVMF = PurePosixPath("/usr/share/OVMF")
@@ -108,6 +108,39 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
         )
         return Firmware(code, ForgottenVariables(template), secure)
     return Firmware(code, _kept(path, template, size(template), facts, problems), secure)
+
+
+def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, problems: Problems) -> None:
+    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known.
+
+    A disk with an EFI system partition and no code in its boot sector is never booted by a BIOS, so that is refused. No other
+    firmware is chosen instead: what a guest writes to its disk must not decide what its machine is. A guest that has PCI
+    devices may boot from one.
+    """
+    contents = [content_of(disk.layers, facts.files) for disk in disks]
+    found = [each[1] for each in contents if each is not None]
+    if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):
+        return
+    first = repr(str(disks[0].path))
+    if spec.boot.firmware is None and not any(each.bios for each in found):
+        esp = next((str(disk.path) for disk, content in zip(disks, found, strict=True) if content.esp), None)
+        if esp is None:
+            problems.remark(
+                f"the guest boots nothing: no disk has a boot sector with code, not {first} either",
+                "see whether the image was written whole, or name a boot.kernel",
+            )
+        else:
+            problems.refuse(
+                "boot.firmware",
+                f"is missing, so a BIOS would boot the guest, and no disk has boot code for one; {esp!r} has an EFI system partition",
+                'set boot.firmware = "uefi"',
+            )
+    if isinstance(spec.boot.firmware, str) and not any(each.efi for each in found):
+        for_bios = any(each.bios for each in found)
+        problems.remark(
+            f"the guest boots nothing: no disk has an EFI system partition, not {first} either",
+            "leave boot.firmware out for a disk with boot code for a BIOS" if for_bios else "",
+        )
 
 
 def _kept(

@@ -18,7 +18,7 @@ from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.descriptor_claims import Claims
 from runner.plan.disks import plan_disks
-from runner.plan.firmware import choose_firmware
+from runner.plan.firmware import choose_firmware, judge_boot
 from runner.plan.guest_devices import plan_guest
 from runner.plan.host_checks import bytes_to_lock
 from runner.plan.identity import Identity, identify
@@ -161,6 +161,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     initrd = plan_file("initrd", spec.boot.initrd, user, facts, problems)
     chosen = choose_firmware(spec.boot, facts, problems)
     firmware = plan_file("firmware", chosen.code, user, facts, problems)
+    judge_boot(spec, disks, facts, problems)
     guest = plan_guest(spec.guest, identity, networks, facts, problems)
     seed = _seed(spec, networks, facts, problems)
     console_log = _console_log(spec.console.log, facts, problems)
@@ -196,6 +197,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         on_reboot=spec.shutdown.on_reboot,
         passthrough=passthrough,
         updatable=spec.hotplug.qemu,
+        bios_console=spec.boot.by_bios and not spec.display.vnc,
         vcpu_hotplug=plan_vcpu_hotplug(spec, vcpus, topology, problems),
     )
     machine = _with_topology_file(machine, problems)

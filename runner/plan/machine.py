@@ -120,6 +120,8 @@ class MachinePlan:
     """Also the versioned name of another QEMU's, such as ``pc-q35-10.1``, which the guest keeps when QEMU is updated."""
     updatable: bool = attrs.field(default=False)
     """Whether another QEMU can take its place while the guest runs: all of the guest's memory is shared then."""
+    bios_console: bool = attrs.field(default=False)
+    """Whether SeaBIOS uses the serial console; the guest has a VGA then that is no screen, which boot loaders draw on."""
     vcpu_hotplug: VcpuHotplugPlan | None = attrs.field(default=None)
     """``None``: the number of vCPUs cannot change while the guest runs."""
 
@@ -295,7 +297,13 @@ def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
         "for disks attached later (hotplug.disks)": machine.slots,
         "host bridges": (numa_nodes if numa_nodes > 1 else 0) if bridges is None else len(bridges),
         "for agent, vsock, watchdog, screen and cloud-init": sum(
-            (guest.agent, guest.vsock is not None, guest.watchdog is not None, machine.vnc, machine.seed is not None)
+            (
+                guest.agent,
+                guest.vsock is not None,
+                guest.watchdog is not None,
+                machine.vnc or machine.bios_console,
+                machine.seed is not None,
+            )
         ),
         "that every guest has": SLOTS_OF_EVERY_GUEST,
     }

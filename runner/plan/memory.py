@@ -35,6 +35,8 @@ ALL_DEVICES = 16
 """Number of devices assumed for a resource of which the spec takes all; most machines have no more."""
 SCREEN = 24 * MIB
 """A screen: 16 MiB of video memory (QEMU's ``VGA``), and the VNC server's copies of the screen for its viewers."""
+BIOS_SCREEN = 8 * MIB
+"""The video memory of a guest that a BIOS boots without a screen (:data:`runner.plan.argv.qemu.UNSEEN_VGA`)."""
 DAEMON = 8 * MIB
 """A dnsmasq (3 MiB) or a virtiofsd (5 MiB and its cache of names; measured)."""
 TRANSLATED = 128 * MIB
@@ -79,7 +81,7 @@ def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["k
         QEMU + vcpus * VCPU,
         (len(spec.disk) + spec.hotplug.disks + len(spec.network) + len(spec.share) + passed) * DEVICE,
         sum((spec.guest.vsock is not None, spec.cloud_init is not None)) * DEVICE,
-        SCREEN if spec.display.vnc else 0,
+        SCREEN if spec.display.vnc else BIOS_SCREEN if spec.boot.by_bios else 0,
         (len(spec.network) + len(spec.share)) * DAEMON,
         TRANSLATED if accel == "tcg" else 0,
         LOCKED + locked_threads(spec, vcpus) * LOCKED_THREAD if memory.lock else 0,

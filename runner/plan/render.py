@@ -105,6 +105,7 @@ def _devices_of_guest(machine: MachinePlan) -> Iterator[str]:
         "entropy",
         "guest agent's channel" if guest.agent else None,
         "screen (VNC)" if machine.vnc else None,
+        "BIOS on the serial console (with a VGA that is no screen)" if machine.bios_console else None,
         vsock,
         watchdog,
         f"clock in {guest.clock}",

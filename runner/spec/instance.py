@@ -282,6 +282,11 @@ class BootSpec:
         "the firmware's empty store. Without this key the variables are lost when the instance ends",
     )
 
+    @property
+    def by_bios(self) -> bool:
+        """Whether SeaBIOS, which is part of QEMU, boots a disk."""
+        return self.kernel is None and self.firmware is None
+
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
         if self.kernel is None:

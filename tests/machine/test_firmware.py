@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 from runner.plan.firmware import BUILDS
@@ -13,6 +14,47 @@ DISK = '[[disk]]\npath = "{}/disk"\n[shutdown]\ngrace = 1\n'
 
 def empty_store(build: FirmwareBuild) -> Path:
     return next(Path(store) for code, store in BUILDS[build] if Path(code).exists() and Path(store).exists())
+
+
+SPEAKER = (
+    bytes.fromhex(
+        "31c08ed88ec08ed0bc007cbe407ce81900b8004fbf0080cd10be507c83f84f7403be607ce80300f4ebfdac84c07409b40ebb0700cd10ebf2c3"
+    ).ljust(0x40, b"\0")
+    + b"BY THE BIOS\r\n\0".ljust(16, b"\0")
+    + b"VIDEO MODES\r\n\0".ljust(16, b"\0")
+    + b"NO VIDEO\r\n\0"
+)
+"""A boot sector that writes by the BIOS alone (INT 10h, AH=0Eh), and says whether there are video modes (AX=4F00h), which
+GRUB's graphical menu waits for."""
+
+
+def test_a_bios_and_its_boot_loaders_speak_on_the_console(start: ProgramStarter, tmp_path: Path) -> None:
+    (tmp_path / "disk").write_bytes(SPEAKER.ljust(510, b"\0") + b"\x55\xaa" + bytes(1 << 20))
+    run = start(DISK.format(tmp_path), boot=False)
+    run.until("VIDEO MODES", lambda: run.console)
+    assert "BY THE BIOS" in run.console
+    assert "Booting from Hard Disk" in run.console
+    assert run.stop() == 13
+
+    (tmp_path / "disk").write_bytes(bytes(1 << 20))
+    run = start(DISK.format(tmp_path), boot=False)
+    run.until("No bootable device", lambda: run.console)
+    assert f"the guest boots nothing: no disk has a boot sector with code, not '{tmp_path}/disk' either" in run.log
+    assert run.stop() == 13
+
+
+def test_a_disk_for_uefi_alone_is_refused_without_its_firmware(start: ProgramStarter, tmp_path: Path) -> None:
+    with (tmp_path / "disk").open("wb") as file:
+        file.truncate(100 << 20)
+    layout = b"label: gpt\nsize=64M, type=U\n,,L\n"
+    subprocess.run(["sfdisk", "-q", tmp_path / "disk"], input=layout, check=True)
+    run = start(DISK.format(tmp_path), boot=False)
+    assert run.wait() == 30
+    assert f"'{tmp_path}/disk' has an EFI system partition; set boot.firmware = \"uefi\"" in run.log
+    run = start('[boot]\nfirmware = "uefi"\n' + DISK.format(tmp_path), boot=False)
+    run.until("BdsDxe", lambda: run.console)
+    assert "boots nothing" not in run.log
+    assert run.stop() in {0, 13}
 
 
 def test_the_store_is_made_once_and_one_instance_has_it(start: ProgramStarter, tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""
+UNSEEN_VGA = "VGA,vgamem_mb=8"
+"""The VGA of a guest without a screen: GRUB's ``gfxterm``, the default of distributions, hangs in a BIOS without video modes.
+
+With ``graphics=off`` SeaBIOS uses the first serial port as well, and shows there what boot loaders write as text (SeaBIOS's
+``src/sercon.c``). 8 MiB are enough for 1280 by 1024 points; nobody sees them.
+"""
+
 SEED = "seed.iso"
 
 WATCHDOG_ACTIONS: dict[WatchdogAction, str] = {"reset": "reset", "exit": "pause", "nmi": "inject-nmi", "none": "none"}
@@ -261,7 +268,11 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     ram = ",memory-backend=ram" if len(machine.topology.numa_nodes) == 1 else ""
     secure = ",smm=on" if machine.secure_boot else ""
     aux = ",aux-ram-share=on" if machine.updatable else ""
-    yield from ("-machine", f"{machine.machine_type}{ram},dump-guest-core=off,vmport=off{aux}{secure}{flash}")
+    serial = ",graphics=off" if machine.bios_console else ""
+    yield from (
+        "-machine",
+        f"{machine.machine_type}{ram},dump-guest-core=off,vmport=off{aux}{secure}{serial}{flash}",
+    )
     if machine.secure_boot:
         yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
         # OVMF with SMM cannot resume, and refuses to start where it might
@@ -415,6 +426,8 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.vnc:
         yield from endpoints.screen()
         yield from ("-device", "VGA")
+    elif machine.bios_console:
+        yield from ("-device", UNSEEN_VGA)
     if machine.seed is not None:
         yield from _node("seed", endpoints, read_only=True)
         yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")

@@ -6,10 +6,11 @@ import attrs
 import pytest
 
 from runner.facts.disk import FileFact, ImageFact
+from runner.facts.disk_content import DiskContent
 from runner.plan.argv.qemu import pasteable
 from runner.plan.firmware import ForgottenVariables, KeptVariables, VariablesPlan
 from runner.plan.render import plan_lines
-from tests.unit.plan.test_plan import FACTS, plan_of, problems
+from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
 DISK = '[[disk]]\npath = "/disk"\n'
 CODE, TEMPLATE = PurePosixPath("/fw/OVMF_CODE_4M.fd"), PurePosixPath("/fw/OVMF_VARS_4M.fd")
@@ -98,6 +99,60 @@ def test_unusable_firmware_is_refused(boot: str, expected: str | None) -> None:
         assert plan_of(text, FOUND).machine.secure_boot
     else:
         assert [each[: len(expected)] for each in problems(text, FOUND)] == [expected]
+
+
+BOTH, BIOS, EFI, EMPTY = (
+    DiskContent(bios=True, esp=True, efi=True),
+    DiskContent(bios=True),
+    DiskContent(esp=True, efi=True),
+    DiskContent(),
+)
+UEFI = '[boot]\nfirmware = "uefi"\n'
+
+
+@pytest.mark.parametrize(
+    ("contents", "boot", "words"),
+    [
+        ([BOTH], "", None),
+        ([BIOS], "", None),
+        ([EFI, BIOS], "", None),
+        (
+            [EFI],
+            "",
+            "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one; '/0' has an EFI",
+        ),
+        (
+            [EMPTY, EFI],
+            "",
+            "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one; '/1' has",
+        ),
+        ([EMPTY], "", "the guest boots nothing: no disk has a boot sector with code, not '/0' either"),
+        ([EFI, None], "", None),
+        ([EFI], KERNEL, None),
+        ([EFI], UEFI, None),
+        ([BOTH], UEFI, None),
+        (
+            [BIOS],
+            UEFI,
+            "the guest boots nothing: no disk has an EFI system partition, not '/0' either; leave boot.firmware out",
+        ),
+        ([BIOS], f'[boot]\nfirmware = "{CODE}"\n', None),
+    ],
+)
+def test_what_the_firmware_cannot_boot_is_said(
+    contents: list[DiskContent | None], boot: str, words: str | None
+) -> None:
+    files = {
+        PurePosixPath(f"/{index}"): FileFact("file", 1 << 30, image=ImageFact("raw", 1 << 30, content=content))
+        for index, content in enumerate(contents)
+    }
+    text = boot + "".join(f'[[disk]]\npath = "{path}"\n' for path in files)
+    facts = attrs.evolve(FOUND, files={**FOUND.files, **files})
+    if words is not None and words.startswith("boot."):
+        assert [problem[: len(words)] for problem in problems(text, facts)] == [words]
+        return
+    found = [str(remark) for remark in plan_of(text, facts).remarks if "boots" in str(remark)]
+    assert [remark[: len(words or "")] for remark in found] == ([] if words is None else [words])
 
 
 def test_without_any_firmware_the_searched_directories_are_named() -> None:
