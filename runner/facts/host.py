@@ -84,6 +84,8 @@ class Kvm:
     """``st_mode`` of the file."""
     trial: str | None = None
     """Why ``KVM_CREATE_VM`` failed; ``None`` if it succeeded or was not tried."""
+    most_vcpus: int = 0
+    """The most vCPUs of a guest; 0 if it is not known."""
     guest: str | None = None
     """Why a trial guest did not run to its end; ``None`` if it did, or if none was asked for."""
 
@@ -213,6 +215,10 @@ class HostFacts:
     """Bytes free on the volume of the state directory; ``None`` if it cannot be seen. Read only if a disk is ephemeral."""
     aio_free: int | None = None
     """Requests of native AIO that the machine has left (``fs.aio-max-nr`` less ``fs.aio-nr``); read only with disks."""
+    qemu_version: str = ""
+    """QEMU's version; read only for PCI devices and for many vCPUs, empty if QEMU did not print it."""
+    address_bits: int = 0
+    """The width of a physical address in bits; 0 where the kernel does not say."""
     cpu_models: frozenset[str] = frozenset()
     """QEMU's CPU models; read only if the spec names one of its own, empty if QEMU did not list them."""
     console_log_error: str | None = None

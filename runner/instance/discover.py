@@ -45,6 +45,7 @@ from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj
 from runner.plan.machine import EVERY_QEMUS_MODELS, QEMU_USERS, model_name, parse_cpu_models
+from runner.plan.qemu_limits import ASKED_FROM
 from runner.spec.instance import DiskSpec, InstanceSpec
 
 if TYPE_CHECKING:
@@ -81,8 +82,11 @@ async def read_host_facts(
     virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
     limits = _memory_limits(spec, procfs, roots, cgroup)
     mask = read_mask()
+    allowed_cpus = read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots)
+    qemu_version = await _qemu_version(spec, allowed_cpus, processes, qemu)
+    address_bits = procfs.address_bits()
     facts = HostFacts(
-        allowed_cpus=read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots),
+        allowed_cpus=allowed_cpus,
         masked_cpus=read_cpuset() - mask,
         hardware=read_hardware(roots.sys.parent),
         memory_nodes=procfs.memory_nodes(),
@@ -103,6 +107,8 @@ async def read_host_facts(
         in_shares=dict(_in_shares(spec, state_directory, roots)),
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
+        qemu_version=qemu_version,
+        address_bits=address_bits,
         free_space=free_space(state_directory) if any(disk.ephemeral for disk in spec.disk) else None,
         io_uring_error=_io_uring_error(spec.disk),
         aio_free=procfs.aio_free() if spec.disk else None,
@@ -118,7 +124,7 @@ async def read_host_facts(
         vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),
         interfaces=_interfaces(spec),
         resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
-        vfio=await _vfio(spec, processes, roots, qemu) if spec.device else None,
+        vfio=_vfio(spec, roots, qemu_version, address_bits) if spec.device else None,
     )
     return _with_pod(facts, spec, procfs, roots, cgroup)
 
@@ -223,7 +229,17 @@ def _users(spec: InstanceSpec) -> Iterator[tuple[str, User]]:
         yield name, User(name, entry.pw_uid, entry.pw_gid)
 
 
-async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: PurePosixPath | None) -> VfioFacts:
+async def _qemu_version(spec: InstanceSpec, allowed: CpuSet, processes: Processes, qemu: PurePosixPath | None) -> str:
+    """Return QEMU's version where a plan depends on it, else an empty string: to ask takes 20 ms."""
+    vcpus = len(allowed) if spec.cpu.count == "all" else spec.cpu.count
+    if qemu is None or not (spec.device or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM):
+        return ""
+    output, _ = await version_output(processes, "qemu", qemu)
+    version = re.search(r"version ([0-9.]+)", output, re.ASCII)
+    return "" if version is None else version[1]
+
+
+def _vfio(spec: InstanceSpec, roots: Roots, qemu_version: str, address_bits: int) -> VfioFacts:
     # Here, because few guests have devices.
     from runner.facts.pci import VfioFacts
     from runner.instance.device_claims import read_claim
@@ -231,8 +247,6 @@ async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: Pu
     from runner.kernel.vfio import probe_node
     from runner.plan.passthrough import given_addresses
 
-    output, _ = await version_output(processes, "qemu", qemu) if qemu is not None else ("", "")
-    version = re.search(r"version ([0-9.]+)", output, re.ASCII)
     claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
     found = (read_pci_device(each, roots) for each in given_addresses(spec.device, os.environ, claims))
     return VfioFacts(
@@ -241,8 +255,8 @@ async def _vfio(spec: InstanceSpec, processes: Processes, roots: Roots, qemu: Pu
         claims=claims,
         container=probe_node(PurePosixPath(roots.dev / "vfio/vfio")),
         iommufd=probe_node(PurePosixPath(roots.dev / "iommu")),
-        qemu_version="" if version is None else version[1],
-        address_bits=Procfs(roots.proc).address_bits(),
+        qemu_version=qemu_version,
+        address_bits=address_bits,
     )
 
 

@@ -17,6 +17,7 @@ from runner.kernel.files import Descriptor, closing, owned
 
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_CREATE_VM = 0xAE01
+_KVM_CHECK_EXTENSION, _KVM_CAP_MAX_VCPUS = 0xAE03, 66
 _KVM_API_VERSION = 12
 _TUNSETIFF = 0x400454CA
 _TUNGETIFF = 0x800454D2
@@ -29,7 +30,7 @@ _IFF_MULTI_QUEUE = 0x0100
 
 
 def probe_kvm(device: Path) -> Kvm:
-    """Ask the kernel for its KVM API version (``Documentation/virt/kvm/api.rst``, 4.1)."""
+    """Ask the kernel for its KVM API version and the most vCPUs (``Documentation/virt/kvm/api.rst``, 4.1 and 4.4)."""
     try:
         found = device.stat()
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
@@ -38,11 +39,12 @@ def probe_kvm(device: Path) -> Kvm:
     with closing(fd):
         try:
             version = fcntl.ioctl(fd, _KVM_GET_API_VERSION)
+            most = fcntl.ioctl(fd, _KVM_CHECK_EXTENSION, _KVM_CAP_MAX_VCPUS)
         except OSError as error:
             return Kvm(f"{device}: {error.strerror}")
     if version != _KVM_API_VERSION:
         return Kvm(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
-    return Kvm(None, found.st_gid, stat.S_IMODE(found.st_mode))
+    return Kvm(None, found.st_gid, stat.S_IMODE(found.st_mode), most_vcpus=most)
 
 
 def try_kvm(device: Path) -> str | None:

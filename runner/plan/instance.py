@@ -38,6 +38,7 @@ from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.placement import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
 from runner.plan.problems import Problems, Remark
+from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_many_vcpus, refuse_too_much_memory
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
 from runner.spec.instance import InstanceSpec
@@ -197,10 +198,17 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         on_reboot=spec.shutdown.on_reboot,
         passthrough=passthrough,
         updatable=spec.hotplug.qemu,
+        remapping=accel == "kvm" and needs_remapping(topology, spec.hotplug.cpus),
         bios_console=spec.boot.by_bios and not spec.display.vnc,
         vcpu_hotplug=plan_vcpu_hotplug(spec, vcpus, topology, problems),
     )
     machine = _with_topology_file(machine, problems)
+    refuse_too_many_vcpus(spec, topology, accel, facts, problems)
+    if size > ALWAYS_FITS and passthrough.window is None:
+        from runner.plan.passthrough import guest_address_bits  # here, because few guests have as much memory
+
+        bits = guest_address_bits(accel, spec.cpu.model, facts.address_bits)
+        refuse_too_much_memory(spec, size, bits, accel, facts, problems)
     problems.found += too_few_slots(machine)
     if problems.found:
         raise SpecError(source, problems.explained(spec.environment))

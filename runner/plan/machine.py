@@ -29,6 +29,7 @@ from runner.plan.host_checks import (
 from runner.plan.memory import RamPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
 from runner.plan.problems import Problems
+from runner.plan.qemu_limits import FLASH_SECTOR, MOST_FLASH
 from runner.plan.shares import SharePlan
 from runner.spec.instance import BootSpec, IdleChoice, InstanceSpec, RebootAction
 from runner.values import frozen
@@ -56,9 +57,6 @@ SLOTS_OF_EVERY_GUEST = 2
 
 UNPACKED = [each for each in FORMATS if each.name in {"gzip", "bzip2", "lzma", "xz", "lzop", "lz4 -l", "zstd"}]
 """The formats of initial RAM disks that Linux unpacks besides cpio (``lib/decompress.c``)."""
-
-FLASH_SECTOR, MOST_FLASH = 4096, 8 << 20
-"""Bytes (``hw/i386/pc_sysfw.c``: ``pc_system_flash_map``; firmware and its variables together have the most)."""
 
 
 @frozen
@@ -122,6 +120,8 @@ class MachinePlan:
     """Whether another QEMU can take its place while the guest runs: all of the guest's memory is shared then."""
     bios_console: bool = attrs.field(default=False)
     """Whether SeaBIOS uses the serial console; the guest has a VGA then that is no screen, which boot loaders draw on."""
+    remapping: bool = attrs.field(default=False)
+    """Whether interrupts are remapped by an IOMMU, as vCPUs with APIC IDs beyond 254 need them (only under KVM)."""
     vcpu_hotplug: VcpuHotplugPlan | None = attrs.field(default=None)
     """``None``: the number of vCPUs cannot change while the guest runs."""
 

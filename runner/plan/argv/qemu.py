@@ -269,9 +269,10 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     secure = ",smm=on" if machine.secure_boot else ""
     aux = ",aux-ram-share=on" if machine.updatable else ""
     serial = ",graphics=off" if machine.bios_console else ""
+    irqchip = ",kernel-irqchip=split" if machine.remapping else ""
     yield from (
         "-machine",
-        f"{machine.machine_type}{ram},dump-guest-core=off,vmport=off{aux}{secure}{serial}{flash}",
+        f"{machine.machine_type}{ram},dump-guest-core=off,vmport=off{aux}{secure}{serial}{irqchip}{flash}",
     )
     if machine.secure_boot:
         yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
@@ -280,6 +281,10 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)
+    if machine.remapping:
+        # Before all devices, whose interrupts it remaps; their DMA is left alone, but QEMU demands caching-mode for VFIO.
+        caching = ",caching-mode=on" if machine.passthrough.devices else ""
+        yield from ("-device", f"intel-iommu,intremap=on,eim=on,dma-translation=off{caching}")
     # Clock ticks that the guest missed are delivered later, so that its clock does not fall behind.
     yield from ("-rtc", f"base={machine.guest.clock},clock=host,driftfix=slew")
     yield from endpoints.monitor()

@@ -1,0 +1,118 @@
+"""What QEMU refuses at its start, by version and accelerator: one table, so that a plan refuses it first.
+
+Sources are QEMU's ``hw/i386``; ``tests/machine/test_qemu_limits.py`` starts this machine's QEMU at each border.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+
+from runner.placement.guest_topology import GuestTopology
+from runner.plan.problems import Problems
+from runner.spec.rules import format_size
+
+if TYPE_CHECKING:
+    from runner.facts.host import HostFacts
+    from runner.spec.instance import InstanceSpec
+
+Version = tuple[int, ...]
+
+FLASH_SECTOR, MOST_FLASH = 4096, 8 << 20
+"""Bytes of a firmware: it is a multiple of the first, and with its variables not more than the second (``pc_sysfw.c``)."""
+
+MOST_VCPUS: tuple[tuple[Version, int], ...] = (((9, 0), 4096), ((8, 1), 1024), ((0,), 288))
+"""The vCPUs of machine q35 by the first version of QEMU that has as many (``pc_q35.c``: ``max_cpus``)."""
+LAST_XAPIC_ID = 254
+"""The last APIC ID without x2APIC; an interrupt for a vCPU beyond it needs interrupt remapping."""
+X2APIC_EMULATED_SINCE: Version = (9, 0)
+"""The first QEMU that emulates x2APIC without KVM (``hw/intc/apic.c``)."""
+ASKED_FROM = 129
+"""vCPUs from which APIC IDs may be greater than :data:`LAST_XAPIC_ID`, as each level of the topology has whole bits."""
+
+GIB = 1 << 30
+LOW_RAM, HOLE = 2 * GIB, 32 * GIB
+"""Bytes of RAM below 4 GiB in a guest with more, and of the window for 64-bit devices above its RAM (``q35.c``)."""
+HYPERTRANSPORT = 1012 * GIB
+"""The first address that devices of an AMD machine cannot reach; QEMU moves all RAM above 4 GiB to 1 TiB for it (``pc.c``)."""
+_AMD_MODELS = re.compile(r"max\b|qemu64\b|EPYC|Opteron|phenom\b|athlon\b")
+"""The models that are AMD's where QEMU emulates them; under KVM each has the vendor of the host."""
+ALWAYS_FITS = 28 * GIB
+"""Bytes of RAM that any CPU with addresses above 4 GiB has room for: the least, PSE-36, has 36 bits."""
+
+
+def parse_version(text: str) -> Version | None:
+    """Parse a version of QEMU, such as ``7.2.22``; ``None`` if it is not known."""
+    numbers = re.match(r"([0-9]+)\.([0-9]+)", text, re.ASCII)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def last_apic_id(topology: GuestTopology, cores: int) -> int:
+    """Return the greatest APIC ID in a guest of *topology* with *cores* in each die (``include/hw/i386/topology.h``)."""
+    found = topology.sockets - 1
+    for number in (topology.dies, cores, topology.threads):
+        found = found << (number - 1).bit_length() | (number - 1)
+    return found
+
+
+def needs_remapping(topology: GuestTopology, most: int | None) -> bool:
+    """Tell whether vCPUs of *topology*, or of *most* cores to which it can grow, have APIC IDs beyond what an xAPIC has."""
+    return last_apic_id(topology, most or topology.cores) > LAST_XAPIC_ID
+
+
+def refuse_too_many_vcpus(
+    spec: InstanceSpec, topology: GuestTopology, accel: Literal["kvm", "tcg"], facts: HostFacts, problems: Problems
+) -> None:
+    """Refuse more vCPUs than this QEMU's machine, its accelerator or the kernel's KVM has."""
+    growing = spec.hotplug.cpus or 0
+    wanted, key = max((topology.vcpus, "cpu.count"), (growing, "hotplug.cpus"))
+    version = parse_version(facts.qemu_version)
+    limit = next(number for since, number in MOST_VCPUS if (version or (0,)) >= since)
+    if facts.qemu_version and wanted > limit:
+        problems.refuse(
+            key, f"QEMU {facts.qemu_version} has machines of at most {limit} vCPUs, not {wanted}", _fewer(limit)
+        )
+    if accel == "kvm" and facts.kvm.most_vcpus and wanted > facts.kvm.most_vcpus:
+        most = facts.kvm.most_vcpus
+        problems.refuse(key, f"KVM of this kernel has at most {most} vCPUs for a guest, not {wanted}", _fewer(most))
+    if accel == "kvm" or (version is not None and version >= X2APIC_EMULATED_SINCE):
+        return
+    last = last_apic_id(topology, growing or topology.cores)
+    if last > LAST_XAPIC_ID:
+        problems.refuse(
+            key,
+            f"QEMU {facts.qemu_version} emulates no x2APIC, without which the last APIC ID is {LAST_XAPIC_ID}; {wanted} vCPUs in this "
+            f"topology have IDs up to {last}",
+            _fewer(LAST_XAPIC_ID + 1)
+            + ("" if growing or topology.vcpus == last + 1 else ', or set cpu.topology = "flat"'),
+        )
+
+
+def _fewer(limit: int) -> str:
+    return f"lower it to {limit}"
+
+
+def refuse_too_much_memory(
+    spec: InstanceSpec, size: int, bits: int, accel: Literal["kvm", "tcg"], facts: HostFacts, problems: Problems
+) -> None:
+    """Refuse *size* bytes of RAM if they and the usual window above them do not fit into *bits* of the CPU's addresses.
+
+    QEMU 7.1 and later compare both (``pc_memory_init``). A greater window is judged with the devices that need it.
+    """
+    model = spec.cpu.model
+    amd = facts.cpu_vendor == "AuthenticAMD" if accel == "kvm" else _AMD_MODELS.match(model or "max") is not None
+
+    def top(memory: int) -> int:
+        above = -(-max(0, memory - LOW_RAM) // GIB) * GIB + HOLE
+        return 4 * GIB + above if not amd or 4 * GIB + above <= HYPERTRANSPORT else 1024 * GIB + above
+
+    if not bits or top(size) <= 1 << bits:
+        return
+    fits = max(memory for memory in range(GIB, size, GIB) if top(memory) <= 1 << bits)
+    wider = accel == "kvm" and (facts.address_bits == 0 or top(size) <= 1 << facts.address_bits)
+    problems.refuse(
+        "memory.size",
+        f"{format_size(size)} of RAM and 32GiB for devices end at {format_size(top(size))}; the guest's CPU has addresses of {bits} "
+        f"bits, up to {format_size(1 << bits)}",
+        "add host-phys-bits=on to cpu.model, or leave cpu.model out" if wider else f"at most {format_size(fits)} fit",
+    )

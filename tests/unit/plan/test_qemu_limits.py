@@ -1,0 +1,121 @@
+"""What QEMU refuses is refused by the plan; ``tests/machine/test_qemu_limits.py`` asks QEMU itself at each border."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from runner.cpuset import CpuSet
+from runner.facts.host import HostFacts, Kvm
+from runner.placement.guest_topology import GuestTopology
+from runner.plan.argv.qemu import Paths, qemu_argv
+from runner.plan.qemu_limits import last_apic_id, parse_version
+from tests.unit.plan.test_plan import EPYC, GIB, KERNEL, plan_of, problems, recorded
+
+BIG = attrs.evolve(
+    EPYC,
+    allowed_cpus=CpuSet(range(512)),
+    hardware=recorded("epyc-9754-2s-nps4-cxl"),
+    memory=6144 * GIB,
+    memory_nodes=CpuSet(range(8)),
+    qemu_version="10.0.2",
+    address_bits=52,
+)
+EMULATED = attrs.evolve(BIG, kvm=Kvm("not found"), qemu_version="7.2.22")
+
+
+def text(count: int, cpu: str = "", size: str = "64GiB", more: str = "") -> str:
+    return f'{KERNEL}[cpu]\ncount = {count}\nplacement = "affinity"\n{cpu}\n[memory]\nsize = "{size}"\n{more}'
+
+
+@pytest.mark.parametrize(
+    ("topology", "last"),
+    [((1, 1, 256, 1), 255), ((2, 3, 5, 2), 0b1_10_100_1), ((3, 1, 65, 1), 0b10_1000000), ((1, 1, 1, 1), 0)],
+)
+def test_apic_ids_have_whole_bits_for_each_level(topology: tuple[int, int, int, int], last: int) -> None:
+    assert last_apic_id(GuestTopology(*topology, ()), topology[2]) == last
+
+
+@pytest.mark.parametrize(
+    ("keys", "remapped"),
+    [
+        (text(8), False),
+        (text(255, 'topology = "flat"'), False),
+        (text(256, 'topology = "flat"'), True),
+        (text(300), True),
+        (text(1, 'topology = "flat"', more="[hotplug]\ncpus = 256\n"), True),
+    ],
+)
+def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *, remapped: bool) -> None:
+    plan = plan_of(keys, BIG)
+    argv = qemu_argv(plan.machine, Paths(plan))
+    assert ("intel-iommu,intremap=on,eim=on,dma-translation=off" in argv) is remapped
+    assert any("kernel-irqchip=split" in word for word in argv) is remapped
+    if remapped:  # QEMU makes devices in their order, and the IOMMU must come before those it serves
+        assert next(word for word in argv if word.startswith(("intel-iommu", "pvpanic"))).startswith("intel-iommu")
+
+
+@pytest.mark.parametrize(
+    ("keys", "facts", "expected"),
+    [
+        (
+            text(289),
+            attrs.evolve(BIG, qemu_version="7.2.22"),
+            "cpu.count: QEMU 7.2.22 has machines of at most 288 vCPUs, not 289; lower it to 288",
+        ),
+        (
+            text(1, 'topology = "flat"', more="[hotplug]\ncpus = 1024\n"),
+            attrs.evolve(BIG, kvm=Kvm(None, 104, 0o660, most_vcpus=710)),
+            "hotplug.cpus: KVM of this kernel has at most 710 vCPUs for a guest, not 1024; lower it to 710",
+        ),
+        (
+            text(256, 'topology = "flat"'),
+            EMULATED,
+            (
+                "cpu.count: QEMU 7.2.22 emulates no x2APIC, without which the last APIC ID is 254; 256 vCPUs in this topology have IDs up "
+                "to 255; lower it to 255"
+            ),
+        ),
+        (
+            text(8, 'model = "EPYC-Rome"', "1536GiB"),
+            BIG,
+            (
+                "memory.size: 1536GiB of RAM and 32GiB for devices end at 2590GiB; the guest's CPU has addresses of 40 bits, up to 1TiB; "
+                "add host-phys-bits=on to cpu.model, or leave cpu.model out"
+            ),
+        ),
+        (
+            text(8, "", "1000GiB"),
+            EMULATED,
+            (
+                "memory.size: 1000GiB of RAM and 32GiB for devices end at 2054GiB; the guest's CPU has addresses of 40 bits, up to 1TiB; "
+                "at most 978GiB fit"
+            ),
+        ),
+        (
+            text(8, "", "1536GiB"),
+            attrs.evolve(BIG, address_bits=39),
+            (
+                "memory.size: 1536GiB of RAM and 32GiB for devices end at 2590GiB; the guest's CPU has addresses of 39 bits, up to 512GiB; "
+                "at most 478GiB fit"
+            ),
+        ),
+    ],
+)
+def test_what_does_not_fit_the_machine_is_refused(keys: str, facts: HostFacts, expected: str) -> None:
+    assert problems(keys, facts) == [expected]
+
+
+def test_what_fits_is_planned() -> None:
+    for keys, facts in (
+        (text(8, 'model = "EPYC-Rome,host-phys-bits=on"', "1536GiB"), BIG),
+        (text(8, "", "1536GiB"), BIG),
+        (text(8, "", "978GiB"), EMULATED),
+        (text(300), attrs.evolve(EMULATED, qemu_version="9.0.0")),
+        (text(255, 'topology = "flat"'), EMULATED),
+    ):
+        plan_of(keys, facts)
+
+
+def test_a_version_is_two_numbers() -> None:
+    assert [parse_version(each) for each in ("7.2.22", "10.0", "", "of its own")] == [(7, 2), (10, 0), None, None]
