@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import struct
@@ -456,6 +457,29 @@ def test_features_of_a_file_system_are_probed(tmp_path: Path) -> None:
     assert whole.direct == holes.direct
     # A file of the kernel that cannot be read with O_DIRECT.
     assert not files.probe_file(PurePosixPath("/proc/self/status"), image=True).direct
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("size", [MIB, MIB + 512])
+def test_qemu_takes_the_disks_that_are_written_past_the_page_cache(tmp_path: Path, size: int, *, sparse: bool) -> None:
+    """A file that begins with a hole must be a multiple of 4096 bytes for QEMU, whatever the sectors of its disk are."""
+    path = tmp_path / "disk"
+    path.write_bytes(b"" if sparse else b"\1" * size)
+    os.truncate(path, size)
+    problems = Problems()
+    disk = DiskSpec(path=PurePosixPath(path), cache="none")
+    plan_disk("disk0", disk, facts_of(disk), "disk[0]", problems)
+    node = {"driver": "file", "node-name": "file", "filename": str(path), "cache": {"direct": True}}
+    machine = ("-M", "q35", "-accel", "tcg", "-nodefaults", "-display", "none", "-S", "-monitor", "stdio")
+    qemu = subprocess.run(
+        ["qemu-system-x86_64", *machine, "-blockdev", json.dumps(node), "-device", "virtio-blk-pci,drive=file"],
+        input="quit\n",
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert bool(problems.found) is bool(qemu.returncode), (problems.found, qemu.stderr)
 
 
 async def test_errors_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:

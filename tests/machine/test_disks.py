@@ -175,6 +175,11 @@ def test_a_raw_file_that_ends_within_a_sector_is_written_through_the_page_cache(
 ) -> None:
     image(on_4kn / "raw", WRITER, 16 * MIB + 512)
     spec = f'[[disk]]\npath = "{on_4kn}/raw"\n{{}}\n[shutdown]\ngrace = 1\n'
+    (on_4kn / "hole").touch()
+    os.truncate(on_4kn / "hole", 16 * MIB + 512)
+    sparse = start(spec.format('cache = "none"').replace("/raw", "/hole"), boot=False)
+    assert sparse.wait() == 30
+    assert f"`truncate -s %4096 {on_4kn}/hole` makes it longer" in sparse.log
     refused = start(spec.format('cache = "none"'), boot=False)
     assert refused.wait() == 30
     assert f"`truncate -s %4096 {on_4kn}/raw` makes it longer" in refused.log
