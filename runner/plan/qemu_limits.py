@@ -27,8 +27,8 @@ LAST_XAPIC_ID = 254
 """The last APIC ID without x2APIC; an interrupt for a vCPU beyond it needs interrupt remapping."""
 X2APIC_EMULATED_SINCE: Version = (9, 0)
 """The first QEMU that emulates x2APIC without KVM (``hw/intc/apic.c``)."""
-ASKED_FROM = 129
-"""vCPUs from which APIC IDs may be greater than :data:`LAST_XAPIC_ID`, as each level of the topology has whole bits."""
+ASKED_FROM = 100
+"""vCPUs from which APIC IDs may be greater than :data:`LAST_XAPIC_ID`, as each level of the topology has whole bits: from 125."""
 
 GIB = 1 << 30
 LOW_RAM, HOLE = 2 * GIB, 32 * GIB
@@ -66,30 +66,24 @@ def refuse_too_many_vcpus(
     """Refuse more vCPUs than this QEMU's machine, its accelerator or the kernel's KVM has."""
     growing = spec.hotplug.cpus or 0
     wanted, key = max((topology.vcpus, "cpu.count"), (growing, "hotplug.cpus"))
-    version = parse_version(facts.qemu_version)
-    limit = next(number for since, number in MOST_VCPUS if (version or (0,)) >= since)
-    if facts.qemu_version and wanted > limit:
-        problems.refuse(
-            key, f"QEMU {facts.qemu_version} has machines of at most {limit} vCPUs, not {wanted}", _fewer(limit)
-        )
-    if accel == "kvm" and facts.kvm.most_vcpus and wanted > facts.kvm.most_vcpus:
+    version, limits = parse_version(facts.qemu_version), [(wanted, "", "")]
+    if version is not None:
+        most = next(number for since, number in MOST_VCPUS if version >= since)
+        limits.append((most, f"QEMU {facts.qemu_version} has machines of at most {most} vCPUs, not {wanted}", ""))
+    if accel == "kvm" and facts.kvm.most_vcpus:
         most = facts.kvm.most_vcpus
-        problems.refuse(key, f"KVM of this kernel has at most {most} vCPUs for a guest, not {wanted}", _fewer(most))
-    if accel == "kvm" or (version is not None and version >= X2APIC_EMULATED_SINCE):
-        return
+        limits.append((most, f"KVM of this kernel has at most {most} vCPUs for a guest, not {wanted}", ""))
     last = last_apic_id(topology, growing or topology.cores)
-    if last > LAST_XAPIC_ID:
-        problems.refuse(
-            key,
+    if accel == "tcg" and version is not None and version < X2APIC_EMULATED_SINCE and last > LAST_XAPIC_ID:
+        reason = (
             f"QEMU {facts.qemu_version} emulates no x2APIC, without which the last APIC ID is {LAST_XAPIC_ID}; {wanted} vCPUs in this "
-            f"topology have IDs up to {last}",
-            _fewer(LAST_XAPIC_ID + 1)
-            + ("" if growing or topology.vcpus == last + 1 else ', or set cpu.topology = "flat"'),
+            f"topology have IDs up to {last}"
         )
-
-
-def _fewer(limit: int) -> str:
-    return f"lower it to {limit}"
+        flat = "" if growing or wanted == last + 1 else ', or set cpu.topology = "flat"'
+        limits.append((min(LAST_XAPIC_ID + 1, wanted - 1), reason, flat))
+    most, reason, otherwise = min(limits)
+    if reason:
+        problems.refuse(key, reason, f"lower it to {most}{otherwise}")
 
 
 def refuse_too_much_memory(
