@@ -35,13 +35,23 @@ ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PROGRAMS = ("setpriv", "unshare", "nsenter")
 """Of the package util-linux."""
 
-NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount", "--net", "--mount-proc")
+NAMESPACES = ("unshare", "--mount", "--net")
 
 PREPARE = (
     'mount -t tmpfs -o mode=755 instance-runner-try /run && mkdir -m 1777 /run/share && printf %s "$0" >/run/spec.json && '
     'exec "$@"'
 )
-"""A shell's script that PID 1 begins as: its first word is the spec, the others are the command that it becomes."""
+"""A shell's script that runs before there is a PID 1: its first word is the spec, the others are the command that it becomes.
+
+A shell unblocks all signals when it has waited for a child (dash's ``waitproc()``), and the kernel drops a signal for a PID 1
+that neither blocks nor handles it.
+"""
+
+PID_1 = (
+    *("env", "--block-signal=TERM,INT,HUP"),
+    *("unshare", "--fork", "--kill-child", "--pid", "--mount-proc"),
+)
+"""Has the command behind it be PID 1, with signals that are blocked from its first instruction on."""
 
 RUNS = b" the guest runs"
 """The end of the line of the log by which ``run`` reports that the guest has begun to run."""
@@ -51,6 +61,9 @@ HELD_LINES = 200
 
 NO_NAMESPACES = 125
 """The status where ``unshare`` failed; that of docker and podman where they failed themselves."""
+
+PREPARED_AGAIN = 0.01
+"""Seconds until it is looked again whether there is a PID 1; its preparation takes some ten milliseconds."""
 
 CONSOLE_ENDS_WITHIN = 5.0
 """Seconds that ``console`` may take to end after the instance has."""
@@ -159,12 +172,12 @@ def _notify(message: str) -> None:
 async def _run(program: str, guest: Path) -> int:
     size = os.get_terminal_size(0) if os.isatty(0) else None
     spec = json.dumps(first_spec(guest, size))
-    prepared = ("sh", "-c", PREPARE, spec, program, "run", "/run/spec.json")
+    prepared = ("sh", "-c", PREPARE, spec, *PID_1, program, "run", "/run/spec.json")
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # the image's entry point has blocked them
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            instance = TerminalProcess([*dying_with_us(), *NAMESPACES, *prepared], output=writing, blocked=ASK_TO_STOP)
+            instance = TerminalProcess([*dying_with_us(), *NAMESPACES, *prepared], output=writing)
         finally:
             os.close(writing)
         asked, log = trio.Event(), InstanceLog()
@@ -203,7 +216,7 @@ async def _obey(signals: AsyncIterator[int], asked: trio.Event) -> None:
 
 async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, asked: trio.Event) -> None:
     """Have this terminal be the guest's console until it is detached, the guest has ended, or an end is *asked* for."""
-    pid1 = instance.first_child(Roots().proc)
+    pid1 = instance.init(Roots().proc)
     if pid1 is None:  # it has ended since
         return
     with contextlib.suppress(ProcessLookupError):  # the same
@@ -249,10 +262,15 @@ def _look(program: str, enter: Sequence[str]) -> str:
 
 
 async def _stopped(instance: TerminalProcess) -> None:
-    """End the instance as Kubernetes does, and wait for its end, which its own grace bounds."""
-    pid1 = instance.first_child(Roots().proc)
-    if pid1 is None:
-        instance.send_signal(signal.SIGKILL)
-    else:
-        os.kill(pid1, signal.SIGTERM)
-    await instance.ended.wait()
+    """End the instance as Kubernetes does, and wait for its end, which its own grace bounds.
+
+    Before there is a PID 1 that could be asked, it is waited for: ``unshare`` may be starting it at this moment, and one that
+    is killed between fork(2) and prctl(2) leaves its child behind.
+    """
+    while not instance.ended.is_set():
+        if (pid1 := instance.init(Roots().proc)) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid1, signal.SIGTERM)
+            await instance.ended.wait()
+        with trio.move_on_after(PREPARED_AGAIN):
+            await instance.ended.wait()

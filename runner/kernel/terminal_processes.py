@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection
 from pathlib import Path
 
 import trio
@@ -18,14 +17,14 @@ from runner.kernel.waiting import readable
 class TerminalProcess:
     """A child with this process's standard streams, or in a session of its own with its output in a pipe."""
 
-    def __init__(self, argv: list[str], *, output: int | None = None, blocked: Collection[signal.Signals] = ()) -> None:
-        """Start *argv*, with the signals *blocked* and no others; *output* is the descriptor of a pipe."""
+    def __init__(self, argv: list[str], *, output: int | None = None) -> None:
+        """Start *argv*, with no signal blocked; *output* is the descriptor of a pipe."""
         apart: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
         if output is not None:
             apart.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
             apart += [(os.POSIX_SPAWN_DUP2, output, number) for number in (1, 2)]
         setsid = output is not None
-        self.pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=apart, setsid=setsid, setsigmask=blocked)
+        self.pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=apart, setsid=setsid, setsigmask=())
         self.ended = trio.Event()
         self.status = 0
         """Its exit status, or 128 and the number of the signal that killed it, as a shell says it."""
@@ -47,10 +46,13 @@ class TerminalProcess:
         if not self.ended.is_set():
             os.kill(self.pid, number)
 
-    def first_child(self, proc: Path) -> int | None:
-        """Return the pid of its first child, as the procfs *proc* has it; ``None`` if it has none."""
+    def init(self, proc: Path) -> int | None:
+        """Return the pid of the child that is PID 1 of another PID namespace, as the procfs *proc* has it; ``None`` without one."""
+        ours = os.readlink(proc / "self" / "ns" / "pid")
         try:
-            children = (proc / str(self.pid) / "task" / str(self.pid) / "children").read_text().split()
-        except OSError:
-            return None
-        return int(children[0]) if children else None
+            for child in (proc / str(self.pid) / "task" / str(self.pid) / "children").read_text().split():
+                if os.readlink(proc / child / "ns" / "pid") != ours:
+                    return int(child)
+        except OSError:  # it has ended meanwhile, or its child has
+            pass
+        return None

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.program_runs import ProgramStarter, until
+from tests.support.program_runs import FIRST_SECOND, ProgramStarter, until
+from tests.support.soak import FACTOR
 
 RUNNER = Path(sys.executable).with_name("instance-runner")
 
@@ -34,8 +35,11 @@ def keeps_sigterm(pid: int) -> bool:
 
 
 DELAYS = [
-    pytest.param(each, marks=[pytest.mark.heart] if each in {5, 100} else [])
-    for each in (1, 2, 5, 10, 20, 50, 100, 200, 500)
+    *(
+        pytest.param(each, marks=[pytest.mark.heart] if each in {5, 100} else [])
+        for each in (1, 2, 5, 10, 20, 50, 100, 200, 500)
+    ),
+    *(pytest.param(each, marks=pytest.mark.soak) for each in (FIRST_SECOND if FACTOR else ())),
 ]
 """Milliseconds from the moment when ``env --block-signal`` has blocked the signals."""
 

@@ -18,7 +18,8 @@ from typing import Any
 import attrs
 import pytest
 
-from tests.support.program_runs import RUNNER, GuestFiles
+from tests.support.program_runs import FIRST_SECOND, RUNNER, GuestFiles
+from tests.support.soak import some
 
 WITHIN = 240
 """Seconds that an emulated guest may take to say something."""
@@ -203,3 +204,25 @@ def test_ctrl_c_before_the_guest_runs_ends_the_start(guest: GuestFiles) -> None:
         assert shown.wait() == 0, shown.seen
         assert "asked to stop reason=SIGTERM" in shown.seen
         assert "to leave" not in shown.seen
+
+
+@pytest.mark.heart
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_of_its_start_ends_everything(guest: GuestFiles, number: signal.Signals) -> None:
+    """Before it handles them it dies of them; from then on it and all that it has started end in order."""
+    for milliseconds in some(FIRST_SECOND, 6):
+        process = subprocess.Popen(
+            (RUNNER, "try", "--guest", guest.kernel.parent),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        time.sleep(milliseconds / 1000)  # the moment is what is tested
+        process.send_signal(number)
+        try:
+            output, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+        # 13: a guest that has just begun to boot ignores its power button.
+        assert process.returncode in {-number, 128 + number, 0, 13}, (milliseconds, process.returncode, output)

@@ -18,6 +18,8 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 RUNNER = Path(sys.executable).with_name("instance-runner")
 BLOCK = "--block-signal=TERM,INT,HUP"
+FIRST_SECOND = range(0, 1000, 10)
+"""Milliseconds from the start of a program, at which a signal must not be lost."""
 
 
 @attrs.frozen
