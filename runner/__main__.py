@@ -17,6 +17,7 @@ from runner.errors import RunnerError, Status, escaped, explain
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that *argv* names and return its exit status."""
     _prepare_standard_streams()
+    _write_from_the_background()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
         import_module("runner.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
     words = _with_options(sys.argv[1:] if argv is None else argv)
@@ -92,6 +93,17 @@ def _prepare_standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale without arrows is no reason to fail
             stream.reconfigure(errors="backslashreplace")
+
+
+def _write_from_the_background() -> None:
+    """Have PID 1 write to a terminal with ``stty tostop`` whose foreground it is not in, and get EIO where it reads one.
+
+    Any other process is stopped by these signals (``__tty_check_change()`` in ``drivers/tty/tty_jobctrl.c``). The kernel stops no
+    PID 1: the write is restarted without end, and no other signal is handled meanwhile.
+    """
+    if os.getpid() == 1:
+        for number in (signal.SIGTTOU, signal.SIGTTIN):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def entry() -> None:

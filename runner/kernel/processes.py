@@ -291,7 +291,7 @@ class Processes:
             log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
         wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
-            with _pipe() as (output, theirs), _no_signal_blocked():
+            with _pipe() as (output, theirs), _default_signals():
                 popen = subprocess.Popen(
                     (*wrapper, *self._prefix, *command.argv),
                     stdin=subprocess.DEVNULL if command.entering is None else command.entering,
@@ -454,12 +454,20 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _no_signal_blocked() -> Iterator[None]:
-    """Hold an empty signal mask, which a child inherits for good: blocked, it would be deaf to the signal that ends it."""
+def _default_signals() -> Iterator[None]:
+    """Have a child that is started in the block begin with no signal blocked or ignored, which it would keep for good.
+
+    Blocked, it would be deaf to the signal that ends it. :class:`subprocess.Popen` returns once the child has executed.
+    """
+    ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
+        for number in ignored:
+            signal.signal(number, signal.SIG_DFL)
         yield
     finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

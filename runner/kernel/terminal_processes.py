@@ -18,13 +18,16 @@ class TerminalProcess:
     """A child with this process's standard streams, or in a session of its own with its output in a pipe."""
 
     def __init__(self, argv: list[str], *, output: int | None = None) -> None:
-        """Start *argv*, with no signal blocked; *output* is the descriptor of a pipe."""
+        """Start *argv*, with no signal blocked or ignored; *output* is the descriptor of a pipe."""
         apart: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
         if output is not None:
             apart.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
             apart += [(os.POSIX_SPAWN_DUP2, output, number) for number in (1, 2)]
         setsid = output is not None
-        self.pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=apart, setsid=setsid, setsigmask=())
+        ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+        self.pid = os.posix_spawnp(
+            argv[0], argv, os.environ, file_actions=apart, setsid=setsid, setsigmask=(), setsigdef=ignored
+        )
         self.ended = trio.Event()
         self.status = 0
         """Its exit status, or 128 and the number of the signal that killed it, as a shell says it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.commands import COMMANDS
+from runner.errors import Status
 
 PROGRAM = (sys.executable, "-m", "runner")
 PLAN = (
@@ -68,6 +71,31 @@ def test_a_wrong_command_line_names_what_was_meant(words: str, sentence: str) ->
     ended = subprocess.run([*PROGRAM, *words.split()], check=False, capture_output=True, text=True)
     assert ended.returncode == 2
     assert sentence in ended.stderr
+
+
+def test_pid_1_writes_from_the_background_of_a_terminal() -> None:
+    """The kernel cannot stop it by SIGTTOU, and would restart its first write to a terminal with `stty tostop` without end."""
+    ours, theirs = pty.openpty()
+    modes = termios.tcgetattr(theirs)
+    modes[3] |= termios.TOSTOP
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
+    # The shell is the terminal's foreground; with `set -m` what it starts with & is a process group of its own.
+    script = 'set -m; timeout -s KILL 20 unshare --fork --pid --mount-proc --kill-child "$@" & wait $!'
+    pid_1 = (*PROGRAM, "run", "/none.toml")
+    shell = subprocess.Popen(
+        ("setsid", "--ctty", "sh", "-c", script, "sh", *pid_1),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    output = b""
+    with contextlib.suppress(OSError):  # EIO: nothing has the terminal open any more
+        while data := os.read(ours, 1 << 16):
+            output += data
+    os.close(ours)
+    assert shell.wait() == Status.USAGE, output
+    assert b"cannot read the spec '/none.toml'" in output
 
 
 def test_every_command_is_a_module_in_the_table() -> None:

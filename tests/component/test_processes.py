@@ -136,6 +136,18 @@ async def test_a_child_gets_a_user_and_nothing_else_of_ours() -> None:
     assert set(numbers.split()) - {"3"} <= {"0", "1", "2", str(writing)}
 
 
+async def test_a_child_ignores_no_signal_that_we_ignore() -> None:
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        async with open_processes() as processes:
+            process = processes.spawn(Command("test", ("grep", "SigIgn", "/proc/self/status")))
+            await process.wait()
+        assert signal.getsignal(signal.SIGTTOU) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTTOU, before)
+    assert list(process.last_lines) == ["SigIgn:\t0000000000000000"]
+
+
 async def test_a_child_with_endless_output_does_not_delay_other_tasks() -> None:
     async with open_processes() as processes:
         process = processes.spawn(Command("test", ("/usr/bin/yes",), level=logging.NOTSET))
