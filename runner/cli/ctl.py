@@ -6,15 +6,14 @@ import argparse
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import trio
 
+from runner.cli.instance_requests import ask_instance
 from runner.cli.options import absolute_path, add_json, add_state_dir
 from runner.errors import Status, UsageError, escaped
-from runner.kernel.sockets import CONTROL_SOCKET
-from runner.protocol.controller_client import ask
 from runner.spec.rules import format_size
 from runner.table import aligned, duration
 
@@ -205,17 +204,13 @@ def main(arguments: argparse.Namespace) -> int:
     params = {
         name: value if isinstance(value, int) else str(value) for name, value in given.items() if value is not None
     }
-    answer = trio.run(control, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
+    answer = trio.run(ask_instance, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
     print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
-    return Status.REFUSED if isinstance(answer, dict) and answer.get("refused") else 0
-
-
-async def control(state_directory: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
-    """Return the answer of the instance whose *state_directory* this is.
-
-    Raises :exc:`~runner.errors.RunnerError` when no instance listens there, or it refuses the request.
-    """
-    return await ask("the instance", state_directory / CONTROL_SOCKET, method, params)
+    if not isinstance(answer, dict):
+        return 0
+    if arguments.method == "status" and answer.get("qemu", {}).get("error"):
+        return Status.FAILED
+    return Status.REFUSED if answer.get("refused") else 0
 
 
 def parse_keys(words: Iterable[str]) -> dict[str, object]:
@@ -295,6 +290,13 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "guest agent", status["agent"]
     yield "restarts", ", ".join(f"{role} {count}" for role, count in status["restarts"].items()) or "none"
     yield "console log", status["console_log"]
+    if (written := status.get("console_bytes")) is not None:  # an older one does not count
+        yield (
+            "console",
+            f"{written} bytes since the start" + (f"; {mute}" if (mute := status["console_silent"]) else ""),
+        )
+        resets = status["resets"]
+        yield "resets", f"{resets['total']}, {resets['last_minute']} in the last minute" if resets["total"] else "none"
     yield "disk slots", f"{status['free_slots']} free"
     runner = status.get("runner") or {}  # an older one says nothing of itself
     if runner.get("outcome"):

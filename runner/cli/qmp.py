@@ -11,15 +11,18 @@ import json
 import readline
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from qemu.qmp import EventListener, ExecInterruptedError, ExecuteError, QMPClient, QMPError
 
+from runner.cli.instance_requests import ANSWERED_WITHIN, unanswered
 from runner.errors import HostError, RefusedError, RunnerError, UsageError, explain
 from runner.kernel.sockets import QMP_SOCKET, connected
+
+T = TypeVar("T")
 
 PROMPT = "(qmp) "
 HELP = """\
@@ -58,7 +61,7 @@ class Connection:
         self._client.register_listener(self._events)
         try:
             with connected(self._directory, QMP_SOCKET) as connection:
-                self._runner.run(self._client.connect(connection.dup()))
+                self._run(self._client.connect(connection.dup()))
         except QMPError as error:
             self._runner.close()
             raise HostError(
@@ -72,8 +75,8 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._runner.run(self._client.disconnect())
-        except (QMPError, OSError, EOFError):
+            self._run(self._client.disconnect())
+        except (QMPError, HostError, OSError, EOFError):
             pass  # the instance has ended, and with it the connection
         finally:
             self._runner.close()
@@ -81,7 +84,7 @@ class Connection:
     def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> object:
         """Return what *command* returns. Raises :exc:`~runner.errors.RunnerError`."""
         try:
-            return self._runner.run(self._client.execute(command, arguments))
+            return self._run(self._client.execute(command, arguments))
         except ExecuteError as error:
             description = str(error)
             raise RefusedError(
@@ -89,6 +92,13 @@ class Connection:
             ) from None
         except (ExecInterruptedError, QMPError, OSError, EOFError) as error:
             raise HostError(f"cannot execute {command!r}: the instance hung up") from error
+
+    def _run(self, act: Coroutine[Any, Any, T]) -> T:
+        """Return what *act* returns. Raises :exc:`~runner.errors.HostError` if it takes too long."""
+        try:
+            return self._runner.run(asyncio.wait_for(act, ANSWERED_WITHIN))
+        except TimeoutError:
+            raise unanswered(ANSWERED_WITHIN) from None
 
     def events(self) -> Iterator[Mapping[str, object]]:
         """Yield the events that came since the last call."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
+from runner.cli.instance_requests import ask_instance
 from runner.errors import HostError, UsageError
-from runner.kernel.sockets import CONTROL_SOCKET
-from runner.protocol.controller_client import ControllerAbsentError, ControllerError, ask
+from runner.protocol.controller_client import ControllerAbsentError, ControllerError
 from runner.protocol.jsonrpc import METHOD_NOT_FOUND
 
 
@@ -19,7 +19,7 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
     before = await _runner(state_directory)
     params = {"from": str(directory), "digest": digest}
     try:
-        await ask("the instance", state_directory / CONTROL_SOCKET, "upgrade", params)
+        await ask_instance(state_directory, "upgrade", params)
     except ControllerAbsentError as error:
         if not isinstance(error.__cause__, OSError):
             raise
@@ -32,7 +32,7 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
 
 async def _runner(state_directory: PurePosixPath) -> dict[str, Any]:
     try:
-        found: Any = await ask("the instance", state_directory / CONTROL_SOCKET, "runner", {})
+        found: Any = await ask_instance(state_directory, "runner", {})
     except ControllerError as error:
         if error.code != METHOD_NOT_FOUND:
             raise

@@ -56,6 +56,7 @@ class CarriedCounters:
     orphans: int
     faults: tuple[str, ...]
     qemu_updates: Mapping[str, int] = attrs.field(factory=dict)
+    resets: int = 0
 
 
 @frozen
@@ -144,6 +145,7 @@ class CarriedQemu:
     """``None`` where it cannot be updated."""
     updates: int = attrs.field(default=0)
     """How often another QEMU has taken its place."""
+    suspended: bool = attrs.field(default=False)
 
 
 @frozen
@@ -183,6 +185,7 @@ class CarriedReadiness:
     """The line of the console that has begun."""
     console_written: bool
     silence: Silence | None
+    halted: str = ""
 
 
 @frozen

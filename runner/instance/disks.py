@@ -51,6 +51,11 @@ class DiskEvents:
         elif event.name == "BLOCK_IO_ERROR":
             self._report(event.data.get("node-name"), event.data.get("operation"), event.data.get("reason"))
 
+        elif event.name == "BLOCK_IMAGE_CORRUPTED":
+            disk = event.data.get("node-name") or event.data.get("device")
+            if (more := self._log_limit.due("disk corrupted", str(disk))) is not None:
+                log.error("the image of the disk %s is corrupted: %s%s", disk, event.data.get("msg"), more)
+
     def unplugged(self, device: str) -> trio.Event:
         """Return an event that is set when the guest has released *device*."""
         return self._unplugged.setdefault(device, trio.Event())

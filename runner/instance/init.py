@@ -150,7 +150,7 @@ def _counting(supervisor: Supervisor) -> Supervisor:
             counters.restarts.update(carried.restarts)
             counters.renewals.update(carried.renewals)
             counters.qemu_updates.update(carried.qemu_updates)
-            counters.swept, counters.console = carried.swept, carried.console
+            counters.swept, counters.console, counters.resets = carried.swept, carried.console, carried.resets
             supervisor.processes.orphans = carried.orphans
             supervisor.faults.sentences.extend(carried.faults)
             if carry_over.outcome is not None:
@@ -171,6 +171,7 @@ def _counts(supervisor: Supervisor) -> CarriedCounters:
         supervisor.processes.orphans,
         tuple(supervisor.faults.sentences),
         dict(counters.qemu_updates),
+        counters.resets,
     )
 
 

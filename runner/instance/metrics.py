@@ -60,6 +60,10 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
     yield _gauge("guest_state", "1 for the state that the guest is in.", phases, "state")
     uptime = [] if state.since is None else [((), trio.current_time() - state.since)]
     yield _gauge("guest_uptime_seconds", "How long the guest has run.", uptime)
+    state.ask_qemu()  # the answer is for the next scrape: this one must not wait
+    ready = [] if state.phase != "running" else [((), not state.unready)]
+    yield _gauge("guest_ready", "1 while the guest is ready, but for threads that are not in their places.", ready)
+    yield _gauge("qemu_silent", "1 while QEMU does not answer.", [((), bool(state.qemu_silent))])
 
 
 def _counters(supervisor: Supervisor) -> Iterator[Metric]:
@@ -68,6 +72,7 @@ def _counters(supervisor: Supervisor) -> Iterator[Metric]:
     restarts = [((role,), counters.restarts[role]) for role in sorted(RESTARTS)]
     console = [((), counters.console)]
     yield _counter("console_bytes_total", "Bytes that the guest has written to its console.", console)
+    yield _counter("guest_resets_total", "Resets of the guest.", [((), counters.resets)])
     yield _counter("child_restarts_total", "Children that ended and were started again.", restarts, "role")
     yield _counter("orphans_reaped_total", "Orphans of other processes that were reaped.", [((), orphans)])
     yield _counter("swept_total", "Threads of others moved off the vCPUs' CPUs.", [((), counters.swept)])

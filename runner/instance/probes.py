@@ -95,6 +95,7 @@ class Probes:
         return not_found(("/metrics", "/healthz", "/readyz"))
 
     def _ready(self) -> HttpResponse:
+        self.supervisor.guest_state.ask_qemu()  # the answer is for the next probe: this one must not wait
         receipt, unready = self._now(), self.supervisor.guest_state.unready
         if receipt is None or unready:
             return unavailable(unready)

@@ -16,6 +16,7 @@ from runner.errors import HostError, Status, explain
 from runner.instance import disks
 from runner.instance.daemons import FATAL, ShareDaemon, Shares
 from runner.instance.memory import MBIND_REMEDY
+from runner.instance.qemu_events import HANDLED, IGNORED
 from runner.instance.supervisor import Supervisor, carried_fd
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
@@ -203,6 +204,8 @@ class Qemu:
         self._agent = agent
         self.agent_listens = False
         """Whether a program in the guest has the agent's port open, by QEMU's last event about it."""
+        self._suspended = False
+        """Whether the guest sleeps, by QEMU's last event about it."""
         self._observers: list[Callable[[QmpEvent], None]] = []
         self._end: GuestEnd | None = None
         self.fds: QemuFds | None = None
@@ -230,13 +233,14 @@ class Qemu:
 
             fds = carried_fds(self.fds)
         process, monitor = self.process.carried(), self._monitor.carried()
-        return CarriedQemu(process, monitor, self.agent_listens, unplugged, fds, self.updates)
+        return CarriedQemu(process, monitor, self.agent_listens, unplugged, fds, self.updates, self._suspended)
 
     def take_over(self, carried: CarriedQemu) -> None:
         """Continue with what the runner before exec has learnt."""
         self._monitor.take_over(carried.monitor)
         self.agent_listens = carried.agent_listens
         self.updates = carried.updates
+        self._suspended = carried.suspended
         for device in carried.unplugged:
             self.disk_events.unplugged(device).set()
 
@@ -368,8 +372,11 @@ class Qemu:
                 if monitor is not self._monitor:
                     await trio.sleep_forever()  # the guest is another QEMU's
                 self._log(event)
+                self._log_unknown(event)
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
                     self.agent_listens = event.data.get("open") is True
+                if event.name in {"SUSPEND", "WAKEUP", "RESET"}:
+                    self._suspended = event.name == "SUSPEND"
                 self.disk_events.handle(event)
                 for observe in self._observers:
                     observe(event)
@@ -393,6 +400,14 @@ class Qemu:
             case "RESET":
                 if (more := self._log_limit.due("reset")) is not None:
                     log.info("the guest was reset%s reason=%s", more, event.data.get("reason"))
+            case "MEMORY_FAILURE":
+                if (more := self._log_limit.due("memory failure")) is not None:
+                    recipient, action = event.data.get("recipient"), event.data.get("action")
+                    log.error("the host's memory has failed%s recipient=%s action=%s", more, recipient, action)
+
+    def _log_unknown(self, event: QmpEvent) -> None:
+        if event.name not in HANDLED | IGNORED and (more := self._log_limit.due("unknown event")) is not None:
+            log.warning("QEMU reports what this program does not know%s event=%.80r", more, event.name)
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
@@ -424,6 +439,8 @@ class Qemu:
             if self._agent is not None and self.agent_listens:
                 await _shut_down_by_agent(self._agent, agent_seconds)
             while True:
+                if self._suspended:  # it sees no button then, and has not written what it had to write
+                    await self._monitor.execute("system_wakeup")
                 await self._monitor.execute("system_powerdown")
                 await trio.sleep(PRESSED_EVERY)
         except QmpError as error:

@@ -1,6 +1,8 @@
-"""Whether the guest is ready: it runs, it has given its sign if ``guest.ready`` names one, and its kernel has not panicked.
+"""Whether the guest is ready: it runs, it has given its sign if ``guest.ready`` names one, and nothing says that it is down.
 
-The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset begins anew. Nothing that a
+It is down while QEMU does not answer, while it is suspended or QEMU has stopped it, from a panic to the next reset, and while it
+is reset again and again. The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset
+begins anew. Nothing that a
 guest prints ends it: a line on the console is a claim that any program in the guest can make, and the pvpanic device, whose driver
 is the kernel's, is what ends an instance by a panic.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, assert_never
@@ -21,11 +23,11 @@ from runner.errors import HostError, explain
 from runner.instance.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
 from runner.instance.qemu import Qemu
 from runner.instance.state_directory import READY
-from runner.instance.supervisor import Supervisor, kernel_time, loop_time
+from runner.instance.supervisor import MINUTE, RESETS_OF_A_LOOP, Supervisor, kernel_time, loop_time
 from runner.kernel import files
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
-from runner.protocol.qmp import QmpEvent
+from runner.protocol.qmp import QmpError, QmpEvent, SilentError
 from runner.spec.readiness import AgentSign, ConsoleSign
 
 if TYPE_CHECKING:
@@ -39,6 +41,18 @@ AGENT_ANSWERS_WITHIN = 5.0
 
 CONNECTED_WITHIN = 5.0
 """Seconds a connection to the guest's port may take."""
+
+QEMU_ANSWERS_WITHIN = 5.0
+"""Seconds that QEMU may take to answer before the guest is not ready; a main loop of an emulated guest may be busy for one."""
+
+HALTED = {
+    "suspended": "it is suspended; when the instance is to end, it is woken first",
+    "internal-error": "QEMU has stopped it, because its accelerator cannot execute it any more (internal-error)",
+    "io-error": "QEMU has stopped it after an error of a disk (io-error)",
+    "guest-panicked": "QEMU has stopped it after a panic of its kernel (guest-panicked)",
+    "watchdog": "QEMU has stopped it, because it fed its watchdog no more (watchdog)",
+}
+"""``RunState`` (``qapi/run-state.json``) → why the guest executes nothing. In the others it runs, or this program has stopped it."""
 
 NEEDED = {"agent": "runner.protocol.guest_agent", "console": "runner.kernel.bounded_search"}
 """Kind of sign → the module that is imported for it alone."""
@@ -61,8 +75,10 @@ class Readiness:
             import_module(NEEDED[self._sign.sign])
         self._shown = ExitStack()
         self._running = False
+        self._events = 0
+        """Number of QEMU's events that were handled."""
         self._state.changed = self._show
-        self._changed = trio.Event()
+        self._changed, self._asked = trio.Event(), trio.Event()
         self.console = ConsoleWatch(self._panicked, self._signed, self._give_up)
         self._begin()
 
@@ -83,7 +99,8 @@ class Readiness:
         self._supervisor.carry_over.offer("readiness", self._carried)
         with self._state.running(read, since), self._publishing(), machine.observed_by(self._handle):
             async with AsyncExitStack() as held:
-                await held.enter_async_context(self._supervisor.background_task(watch))
+                for each in (watch, partial(self._follow_qemu, machine), self._follow_resets):
+                    await held.enter_async_context(self._supervisor.background_task(each))
                 if (ask := self._asking(machine)) is not None:
                     await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
                 yield
@@ -101,10 +118,12 @@ class Readiness:
             line,
             self._state.signs_of_life.console_written.is_set(),
             self._state.signs_of_life.silence,
+            self._state.halted,
         )
 
     def _take_over(self, carried: CarriedReadiness) -> None:
         self._state.waits_for, self._state.panic = carried.waits_for, carried.panic
+        self._state.halted = carried.halted
         self.console.pattern = self._pattern if carried.searching else None
         self.console.take_over(carried.line, carried.searches_left)
         self._state.signs_of_life.silence = carried.silence
@@ -153,7 +172,7 @@ class Readiness:
 
     def _begin(self) -> None:
         """Wait for the sign of a guest that has just begun to run."""
-        self._state.panic = ""
+        self._state.panic = self._state.halted = ""
         self._state.waits_for = "" if self._sign is None else f"the guest has not given its sign yet: {self._sign}"
         self.console.pattern = self._pattern
         self.console.forget()
@@ -168,10 +187,84 @@ class Readiness:
         self._changed = trio.Event()
 
     def _handle(self, event: QmpEvent) -> None:
-        if event.name == "RESET":
-            self._begin()
-        elif event.name == "VSERPORT_CHANGE":  # the agent may listen now
-            self._wake()
+        self._events += 1
+        match event.name:
+            case "RESET":
+                self._state.resets.append(trio.current_time())
+                self._supervisor.counters.resets += 1
+                self._begin()
+            case "VSERPORT_CHANGE":  # the agent may listen now
+                self._wake()
+            case "SUSPEND":
+                self._halt("suspended")
+            case "WAKEUP" | "RESUME":
+                self._halt("running")
+            case "STOP":  # why, only query-status says
+                self._ask_qemu()
+            case "GUEST_CRASHLOADED" if not self._state.panic:
+                self._state.panic = "it handles that itself, as kdump does"
+                if (more := self._supervisor.log_limit.due("guest crash loaded")) is not None:
+                    log.error("the guest's kernel has panicked and handles that itself, as kdump does%s", more)
+                self._change()
+
+    def _halt(self, run_state: str) -> None:
+        """Note the guest's ``RunState``."""
+        before, self._state.halted = self._state.halted, HALTED.get(run_state, "")
+        if self._state.halted == before:
+            return
+        kind = "guest halted" if self._state.halted else "guest runs again"
+        if (more := self._supervisor.log_limit.due(kind)) is not None:
+            if self._state.halted:
+                log.warning("the guest does not run%s: %s", more, self._state.halted)
+            else:
+                log.info("the guest runs again%s", more)
+        self._change()
+
+    def _ask_qemu(self) -> None:
+        self._asked.set()
+
+    async def _follow_qemu(self, machine: Qemu) -> None:
+        """Note, each time when it is asked for, whether QEMU answers and the guest runs; may be cancelled at any moment."""
+        self._state.ask_qemu = self._ask_qemu
+        while True:
+            await self._asked.wait()
+            self._asked = trio.Event()
+            monitor = machine.monitor
+            with suppress(QmpError):  # it has ended, or another QEMU has taken its place
+                try:
+                    events = self._events
+                    self._note(await monitor.answers_within(QEMU_ANSWERS_WITHIN), events)
+                except SilentError as error:
+                    self._state.qemu_silent = explain(error)
+                    if (more := self._supervisor.log_limit.due("QEMU silent")) is not None:
+                        log.warning("nothing is known of the guest%s: %s", more, self._state.qemu_silent)
+                    self._change()
+                    events = self._events
+                    self._note(await monitor.answers(), events)
+            if self._state.qemu_silent:
+                self._state.qemu_silent = ""
+                if (more := self._supervisor.log_limit.due("QEMU answers")) is not None:
+                    log.info("QEMU answers again%s", more)
+                self._change()
+
+    def _note(self, run_state: str, events: int) -> None:
+        """Note an answer to what was asked after so many *events*; one that came meanwhile is newer."""
+        if run_state and events == self._events:
+            self._halt(run_state)
+
+    async def _follow_resets(self) -> None:
+        """Show that a guest that was reset again and again has got up; may be cancelled at any moment."""
+        while True:
+            while self._state.resets_lately() < RESETS_OF_A_LOOP:
+                await self._changed.wait()
+            if (more := self._supervisor.log_limit.due("guest reset loop")) is not None:
+                log.warning(
+                    "the guest does not get up%s: %d resets in the last minute",
+                    more,
+                    self._state.resets_lately(),
+                )
+            await trio.sleep_until(self._state.resets[-RESETS_OF_A_LOOP] + MINUTE)
+            self._change()
 
     def _signed(self) -> None:
         self._state.waits_for = ""

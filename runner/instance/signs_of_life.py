@@ -19,6 +19,14 @@ log = logging.getLogger(__name__)
 SILENT_AFTER = {"kvm": 30.0, "tcg": 120.0}
 """Seconds without a sign of life, by accelerator; emulated firmware and kernels take longer."""
 
+MUTE_AFTER = 120.0
+"""Seconds without any output on the console, whatever CPU time the vCPUs take: firmware, GRUB and a kernel print earlier."""
+
+MUTE_REMEDY = (
+    "unless it has its own display or none, see whether boot.kernel, boot.firmware and the first disk hold what boots; Linux needs "
+    "`console=ttyS0`, and GRUB `GRUB_TERMINAL=console`"
+)
+
 NEARLY_NOTHING = 0.02
 """Seconds of CPU time of a vCPU that has executed next to nothing: setting up its thread takes 2 ms, firmware 100 ms."""
 
@@ -53,6 +61,8 @@ class SignsOfLife:
     """Set by its first output."""
     silence: Silence | None = None
     """How long it has shown nothing; ``None`` while that is not too long."""
+    mute: str = ""
+    """What its console without output may mean, after :data:`MUTE_AFTER`; a remark, as a guest need not use its console."""
 
     async def watch(
         self, accel: Literal["kvm", "tcg"], busiest: Callable[[], float | None], changed: Callable[[], None]
@@ -60,8 +70,8 @@ class SignsOfLife:
         """Note and log the guest's silence until its first sign of life; may be cancelled at any moment.
 
         *busiest* returns the CPU time of the busiest vCPU in seconds, ``None`` if it is unknown. It is asked when the time
-        is over, and again as often: there is one timer until the first sign of life, and none afterwards. *changed* is called
-        when the guest has become silent, and when it is no longer.
+        is over, and again as often: there is one timer until the first sign of life, then one until the guest is mute, and none
+        afterwards. *changed* is called when the guest has become silent, and when it is no longer.
         """
         begun = trio.current_time()
         while not self.console_written.is_set():
@@ -80,3 +90,13 @@ class SignsOfLife:
             log.info("the guest shows a sign of life")
             self.silence = None
             changed()
+        if self.console_written.is_set():
+            return
+        with trio.move_on_at(begun + MUTE_AFTER):
+            await self.console_written.wait()
+            return
+        self.mute = f"nothing on the console in the first {MUTE_AFTER:.0f} s; {MUTE_REMEDY}"
+        log.warning("the guest does not use its console, or does not boot: %s", self.mute)
+        await self.console_written.wait()
+        self.mute = ""
+        log.info("the guest has begun to use its console")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MINUTE = 60.0
+"""Seconds for which a reset of the guest counts."""
+
+RESETS_OF_A_LOOP = 3
+"""Resets within :data:`MINUTE` by which a guest does not get up; an installer, or a first boot, makes one or two."""
 
 ENDS_WITHIN = 1.0
 """Seconds that a background task may take after it was cancelled; it ends at its next checkpoint."""
@@ -99,6 +105,8 @@ class Counters:
     """Processes and threads of others that were moved off the vCPUs' CPUs."""
     console: int = 0
     """Bytes that the guest has written to its console."""
+    resets: int = 0
+    """Resets of the guest."""
     renewals: Counter[str] = attrs.field(factory=Counter)
     """Renewals of this program, by :data:`RenewalOutcome`."""
     qemu_updates: Counter[str] = attrs.field(factory=Counter)
@@ -247,10 +255,19 @@ class GuestState:
     offline: CpuSet = attrs.field(factory=CpuSet)
     """The CPUs of vCPUs that the machine has taken offline."""
     panic: str = ""
-    """The line of its console by which its kernel has panicked since it was reset; empty if there was none."""
+    """How its kernel has said that it has panicked since it was reset, such as a line of its console; empty if it has not."""
+    halted: str = ""
+    """Why a guest that has not ended executes nothing, such as that it is suspended; empty if it runs."""
+    qemu_silent: str = ""
+    """Why nothing is known of a guest whose QEMU does not answer; empty if it does."""
+    resets: deque[float] = attrs.field(factory=lambda: deque(maxlen=1000))
+    """When it was reset in the last minute, on trio's clock; see :meth:`resets_lately`."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
     changed: Callable[[], None] = lambda: None
     """Called when :attr:`resizing` or :attr:`offline` has changed."""
+    ask_qemu: Callable[[], None] = lambda: None
+    """Asks QEMU whether it answers, without waiting for it: only where a client asks for the guest's state, so that an idle
+    PID 1 stays asleep."""
 
     def set_resizing(self, resizing: str) -> None:
         """Set :attr:`resizing`."""
@@ -264,19 +281,31 @@ class GuestState:
             self.offline = offline
             self.changed()
 
+    def resets_lately(self) -> int:
+        """Return how often the guest was reset in the last minute."""
+        since = trio.current_time() - MINUTE
+        while self.resets and self.resets[0] <= since:
+            self.resets.popleft()
+        return len(self.resets)
+
     @property
     def unready(self) -> str:
         """Why the guest is not ready; empty if it is."""
-        if self.phase != "running":
-            return self.phase
-        if self.resizing:
-            return self.resizing
+        return next(filter(None, self._reasons()), "")
+
+    def _reasons(self) -> Iterator[str]:
+        """Yield why it is not ready, first what the others follow from; empty for what is as it should be."""
+        yield "" if self.phase == "running" else self.phase
+        yield self.resizing
         if self.offline:
-            return f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
-        if self.panic:
-            return f"the guest's kernel has panicked: {self.panic}"
+            yield f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
+        yield self.qemu_silent
+        yield self.halted and f"the guest does not run: {self.halted}"
+        yield self.panic and f"the guest's kernel has panicked: {self.panic}"
+        if (resets := self.resets_lately()) >= RESETS_OF_A_LOOP:
+            yield f"the guest does not get up: it was reset {resets} times in the last minute"
         silence = self.signs_of_life.silence
-        return self.waits_for if silence is None else f"the guest is silent: {silence}"
+        yield self.waits_for if silence is None else f"the guest is silent: {silence}"
 
     @contextmanager
     def running(self, read: Callable[[], Receipt], since: float | None = None) -> Iterator[None]:

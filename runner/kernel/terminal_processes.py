@@ -51,10 +51,10 @@ class TerminalProcess:
 
     def init(self, proc: Path) -> int | None:
         """Return the pid of the child that is PID 1 of another PID namespace, as the procfs *proc* has it; ``None`` without one."""
-        ours = os.readlink(proc / "self" / "ns" / "pid")
+        ours = (proc / "self" / "ns" / "pid").readlink()
         try:
             for child in (proc / str(self.pid) / "task" / str(self.pid) / "children").read_text().split():
-                if os.readlink(proc / child / "ns" / "pid") != ours:
+                if (proc / child / "ns" / "pid").readlink() != ours:
                     return int(child)
         except OSError:  # it has ended meanwhile, or its child has
             pass

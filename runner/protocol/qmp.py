@@ -10,6 +10,7 @@ Errors, by the side that is at fault::
     QmpError                    the conversation failed, or a command did
      ├─ ExecInterruptedError    neither side: QEMU hung up, because it exited or is about to
      ├─ BadReplyError           QEMU, or this module: the reply is not QMP as this module knows it
+     ├─ SilentError             QEMU: it is stopped, or its main loop hangs; the conversation goes on if it answers later
      └─ ExecuteError            the command: QEMU understood it and refused it; the conversation goes on
 
 Each carries what was ``sent`` and what was ``received``, as far as there is either.
@@ -80,6 +81,16 @@ class BadReplyError(QmpError):
     """QEMU sent what is not QMP, or a reply without what the command promises."""
 
 
+class SilentError(QmpError):
+    """QEMU does not answer in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"QEMU does not answer: it has owed a reply for {seconds:.0f} s; a debugger, a core dump or a freezer has stopped it, "
+            "or its main loop waits for a file system or a device of the host"
+        )
+
+
 class ExecuteError(QmpError):
     """QEMU refused a command; *kind* is its error class, such as ``CommandNotFound``."""
 
@@ -126,6 +137,9 @@ class Monitor:
         self._expected: dict[str, Message | None] = {}
         self._unanswered: deque[str] = deque()
         """The numbers of the commands that were sent, also of those that no task waits for, in the order of their replies."""
+        self._owed_since = 0.0
+        """When QEMU has begun to owe the next reply, if it owes one."""
+        self._replies = 0
         self._skipping = False
         """Whether what comes next belongs to an overlong line."""
         self._events: deque[QmpEvent] = deque(maxlen=KEPT_EVENTS)
@@ -164,6 +178,7 @@ class Monitor:
         self._lines.feed(carried.unfinished)
         self._skipping = carried.skipping
         self._unanswered.extend(carried.unanswered)
+        self._owed_since = trio.current_time()
         self._events.extend(QmpEvent(name, json.loads(data)) for name, data in carried.events)
 
     async def greet(self) -> str:
@@ -219,6 +234,29 @@ class Monitor:
                 raise self._fail(BadReplyError(sentence, sent=request, received=reply)) from error
             raise refusal
         return reply["return"]
+
+    @property
+    def owed_for(self) -> float:
+        """Seconds for which QEMU has owed the next reply; 0 if it owes none."""
+        return trio.current_time() - self._owed_since if self._unanswered else 0.0
+
+    async def answers(self) -> str:
+        """Wait until QEMU answers, and return the guest's ``RunState``; empty where the answer was to another command.
+
+        QEMU executes commands in their order: while it owes a reply, there is nothing to be asked. The caller bounds the time.
+        """
+        if not self._unanswered:
+            reply: Any = await self.execute("query-status")
+            return str(reply.get("status")) if isinstance(reply, dict) else ""
+        before = self._replies
+        await self._until(lambda: self._replies != before)
+        return ""
+
+    async def answers_within(self, seconds: float) -> str:
+        """Return the guest's ``RunState``; see :meth:`answers`. Raises :exc:`SilentError` after so many *seconds*."""
+        with trio.move_on_after(seconds):
+            return await self.answers()
+        raise SilentError(max(self.owed_for, seconds))
 
     async def event(self) -> QmpEvent:
         """Return the oldest event that no task has received yet, as soon as there is one."""
@@ -285,6 +323,8 @@ class Monitor:
                 raise self._failure
             await trio.lowlevel.checkpoint_if_cancelled()
             try:
+                if not self._unanswered:
+                    self._owed_since = trio.current_time()
                 self._unanswered.append(str(request["id"]))
                 await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", fds)
             except TooManyFdsInFlightError:  # nothing was sent, and no reply comes
@@ -374,6 +414,8 @@ class Monitor:
         if "return" in message or "error" in message:
             with suppress(ValueError):
                 self._unanswered.remove(str(message.get("id")))
+            self._replies += 1
+            self._owed_since = trio.current_time()
         if "event" in message:
             data = message.get("data")
             event = QmpEvent(str(message["event"]), data if isinstance(data, dict) else {})

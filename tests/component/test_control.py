@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
-from runner.cli.ctl import control
+from runner.cli.instance_requests import ask_instance
 from runner.errors import RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.plan.instance import InstancePlan
@@ -40,7 +40,7 @@ async def test_a_failed_import_does_not_end_the_guest(
         FAULT_INJECTOR.begin(1, only=frozenset({"import"}))
         if lacking == "runner.instance.control.server":
             with pytest.raises(RunnerError, match="Method not found"):  # asked a second before it could be answered
-                await control(plan.state_directory, "nothing", {})
+                await ask_instance(plan.state_directory, "nothing", {})
 
     try:
         await while_a_guest_runs(fake_host, plan, act)
@@ -60,7 +60,7 @@ async def test_the_path_may_be_longer_than_an_address(fake_host: FakeHost) -> No
     async def act() -> None:
         alias.symlink_to(plan.state_directory)
         with pytest.raises(RunnerError, match="Method not found"):
-            await control(PurePosixPath(alias), "nothing", {})
+            await ask_instance(PurePosixPath(alias), "nothing", {})
         alias.unlink()
 
     await while_a_guest_runs(fake_host, plan, act)
@@ -73,7 +73,7 @@ async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
     async def act() -> None:
         for params in ({"path": "/dev/null", "fd": "data"}, {"fd": "data"}, {"serial": "data"}):
             with pytest.raises(RunnerError) as refused:
-                await control(plan.state_directory, "disk.attach", params)
+                await ask_instance(plan.state_directory, "disk.attach", params)
             refusals.append(explain(refused.value))
 
     await while_a_guest_runs(fake_host, plan, act)
@@ -127,17 +127,17 @@ async def test_a_full_state_directory_refuses_a_disk_with_the_reason_and_nothing
         if when == "before":
             fill(directory)
         with pytest.raises(RunnerError, match=r"receipt\.json': No space left on device") as refused:
-            await control(plan.state_directory, "disk.attach", params)
+            await ask_instance(plan.state_directory, "disk.attach", params)
         assert ("the disk is still attached" in explain(refused.value)) is stays
         assert held(fake_host)["device_add"] == (["disk0"] if stays else [])
         assert held(fake_host) == NOTHING or stays
-        listed = await control(plan.state_directory, "disk.list", {})
+        listed = await ask_instance(plan.state_directory, "disk.list", {})
         assert isinstance(listed, list)
         assert [each["name"] for each in listed] == (["disk0"] if stays else [])
         assert receipt.read_bytes() == before or when == "meanwhile"
         (directory / "filler").unlink()
         if when == "before":
-            assert await control(plan.state_directory, "disk.attach", params)
+            assert await ask_instance(plan.state_directory, "disk.attach", params)
 
     with small_state_directory(plan) as directory:
         try:
@@ -154,16 +154,16 @@ async def test_a_disk_that_was_detached_is_said_to_be_so_though_the_receipt_cann
     (fake_host.root / "disk").write_bytes(bytes(1 << 20))
 
     async def act() -> None:
-        await control(plan.state_directory, "disk.attach", {"path": str(fake_host.root / "disk")})
+        await ask_instance(plan.state_directory, "disk.attach", {"path": str(fake_host.root / "disk")})
         fill(directory)
         for method, params, done in (
             ("disk.grow", {"name": "disk0", "size": "2MiB"}, "the disk 'disk0' has 2MiB, but cannot write"),
             ("disk.detach", {"name": "disk0"}, "the disk 'disk0' is detached, but cannot write"),
         ):
             with pytest.raises(RunnerError, match=done):
-                await control(plan.state_directory, method, params)
+                await ask_instance(plan.state_directory, method, params)
         assert held(fake_host) == NOTHING
-        assert await control(plan.state_directory, "disk.list", {}) == []
+        assert await ask_instance(plan.state_directory, "disk.list", {}) == []
         (directory / "filler").unlink()
 
     with small_state_directory(plan) as directory:

@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from runner.cli.ctl import control
+from runner.cli.instance_requests import ask_instance
 from runner.errors import HostError, RunnerError, Status, explain
 from runner.instance import lifecycle, qemu_update
 from runner.instance.qemu import GuestEnd
@@ -65,12 +65,12 @@ def plan_of(fake_host: FakeHost, spec: str = "", **qemu: object) -> InstancePlan
 
 async def update(plan: InstancePlan, program: object = None, **params: object) -> dict[str, Any]:
     params |= {} if program is None else {"qemu": str(program)}
-    answer: Any = await control(plan.state_directory, "qemu.update", params)
+    answer: Any = await ask_instance(plan.state_directory, "qemu.update", params)
     return dict(answer)
 
 
 async def guest_and_generation(plan: InstancePlan) -> tuple[str, int]:
-    status: Any = await control(plan.state_directory, "status", {})
+    status: Any = await ask_instance(plan.state_directory, "status", {})
     assert status["placement"]["misplaced"] == []
     return status["guest"], status["qemu"]["generation"]
 
@@ -98,7 +98,7 @@ async def test_another_qemu_has_the_guest_and_everything_goes_on(fake_host: Fake
             assert published["qemu_generation"] == generation
             assert {each["pid"] for each in published["threads"] if each["role"] == "vcpu"} == {now.pid}
             assert supervisor.counters.qemu_updates == {"updated": generation}
-        assert await control(plan.state_directory, "disk.list", {}) == []
+        assert await ask_instance(plan.state_directory, "disk.list", {}) == []
 
     assert (await run(fake_host, plan, act)).status is Status.STOPPED
     assert pids(fake_host, "migrate", "cont", "quit", "system_powerdown") == [
@@ -543,7 +543,7 @@ async def test_what_cannot_go_along_is_refused_by_name(fake_host: FakeHost, name
     plan = plan_of(fake_host, text.format(share=fake_host.share()), as_source="blocked" if name == "blocked" else None)
 
     async def act(supervisor: Supervisor) -> None:
-        found: Any = await control(plan.state_directory, "qemu.check", {})
+        found: Any = await ask_instance(plan.state_directory, "qemu.check", {})
         assert any(reason in each for each in found["refused"]), found
         with pytest.raises(RunnerError, match="cannot update QEMU") as error:
             await update(plan)
@@ -571,7 +571,7 @@ async def test_a_share_whose_virtiofsd_cannot_hand_over_is_refused(
 
     async def act(supervisor: Supervisor) -> None:
         before = served_by(supervisor)
-        found: Any = await control(plan.state_directory, "qemu.check", {})
+        found: Any = await ask_instance(plan.state_directory, "qemu.check", {})
         assert found["refused"] == [f"the share 'share' cannot go along: {reason}"]
         with pytest.raises(RunnerError) as error:
             await update(plan)

@@ -19,7 +19,7 @@ import attrs
 import pytest
 import trio
 
-from runner.cli.ctl import control
+from runner.cli.instance_requests import ask_instance
 from runner.errors import RunnerError, Status, explain
 from runner.instance.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
@@ -98,7 +98,7 @@ class Driver:
 
     async def ask(self, method: str, params: dict[str, object]) -> object:
         with trio.fail_after(20):
-            return await control(PurePosixPath(self.state), method, params)
+            return await ask_instance(PurePosixPath(self.state), method, params)
 
     async def attach(self) -> None:
         path = self.fake_host.root / f"disk{self.source.randrange(8)}"

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Address
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import attrs
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
-from runner.errors import Status, explain
+from runner.cli.instance_requests import ask_instance
+from runner.errors import RunnerError, Status, explain
 from runner.instance.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch
 from runner.instance.probes import probes_served
 from runner.instance.qemu import GuestEnd
 from runner.instance.readiness import Readiness
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import MINUTE, Supervisor
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
 from runner.protocol.guest_agent import GuestAgent
@@ -101,7 +106,7 @@ async def run(
         finally:
             fake_host.stop.ask("test")
 
-    with trio.fail_after(60):
+    with trio.fail_after(200):  # a test's clock may jump
         result = await fake_host.run(plan, meanwhile=meanwhile)
     assert over
     assert isinstance(result, GuestEnd), explain(result)
@@ -166,6 +171,99 @@ async def test_a_panic_on_the_console_ends_readiness_and_not_the_guest(fake_host
 
     await run(fake_host, plan_of(fake_host, ready), act)
     assert fake_host.logged().count("the guest's kernel has panicked, by its console") == 1
+
+
+@pytest.mark.parametrize(
+    ("falls", "rises", "reason"),
+    [
+        ("suspend", "wake", "the guest does not run: it is suspended"),
+        (
+            "break",
+            "resume",
+            "the guest does not run: QEMU has stopped it, because its accelerator cannot execute it any more",
+        ),
+        ("crash kernel", "reset", "the guest's kernel has panicked: it handles that itself, as kdump does"),
+    ],
+)
+async def test_a_guest_that_executes_nothing_of_its_own_is_not_ready(
+    fake_host: FakeHost, falls: str, rises: str, reason: str
+) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.is_ready()
+        await guest.prints(f"!{falls}".encode())
+        await guest.is_not_ready(reason)
+        await guest.prints(f"!{rises}".encode())
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, None), act)
+    assert fake_host.logged().count(reason.partition(":")[0]) == 1
+
+
+async def test_a_guest_that_is_reset_again_and_again_is_not_ready_until_it_gets_up(
+    fake_host: FakeHost, mock_clock: MockClock
+) -> None:
+    mock_clock.rate = 1  # processes take their time
+
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"!reset")
+        await guest.prints(b"!reset")
+        await wait_for(lambda: guest.host.counters.resets == 2)
+        await guest.is_ready()
+        await guest.prints(b"!reset")
+        await guest.is_not_ready("the guest does not get up: it was reset 3 times in the last minute")
+        shown: Any = await ask_instance(PurePosixPath(guest.ready_file.parent), "status", {})
+        assert shown["resets"] == {"total": 3, "last_minute": 3}
+        mock_clock.jump(MINUTE)
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, None), act)
+    assert fake_host.logged().count("the guest does not get up: 3 resets in the last minute") == 1
+
+
+async def test_a_qemu_that_is_stopped_is_noticed_when_it_is_asked_for(fake_host: FakeHost) -> None:
+    """`ctl` answers within seconds what PID 1 knows alone, a change is refused, and all is well when QEMU goes on."""
+
+    async def act(guest: Guest) -> None:
+        directory = PurePosixPath(guest.ready_file.parent)
+        await guest.is_ready()
+        [qemu] = [process for process in guest.host.processes if process.role == "qemu"]
+        os.kill(qemu.pid, signal.SIGSTOP)
+        try:
+            with trio.fail_after(20):
+                shown: Any = await ask_instance(directory, "status", {})
+                with pytest.raises(RunnerError, match="QEMU does not answer"):
+                    await ask_instance(directory, "disk.list", {})
+            assert (shown["guest"], shown["ready"], shown["name"]) == ("unknown", False, "instance")
+            assert shown["not_ready"] == shown["qemu"]["error"]
+            await guest.is_not_ready("QEMU does not answer: it has owed a reply for ")
+        finally:
+            os.kill(qemu.pid, signal.SIGCONT)
+        await guest.is_ready()
+        shown = await ask_instance(directory, "status", {})
+        assert (shown["guest"], shown["ready"], shown["qemu"]["error"]) == ("running", True, "")
+
+    await run(fake_host, plan_of(fake_host, None), act)
+    assert fake_host.logged().count("nothing is known of the guest: QEMU does not answer") == 1
+    assert fake_host.logged().count("QEMU answers again") == 1
+
+
+async def test_a_suspended_guest_is_woken_before_it_is_to_power_down(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"!suspend")
+        await guest.is_not_ready("suspended")
+
+    await run(fake_host, plan_of(fake_host, None, at_powerdown="shutdown"), act)
+    commands = fake_host.commands()
+    assert commands.index("system_wakeup") < commands.index("system_powerdown")
+
+
+async def test_an_event_that_nothing_knows_is_logged(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"!novelty!novelty")
+        await wait_for(lambda: "OF_A_NEWER_QEMU" in fake_host.logged())
+
+    await run(fake_host, plan_of(fake_host, None), act)
+    assert fake_host.logged().count("QEMU reports what this program does not know") == 1
 
 
 async def test_what_a_guest_quotes_of_a_panic_is_none(fake_host: FakeHost) -> None:

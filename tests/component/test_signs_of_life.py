@@ -15,9 +15,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from runner.cli.ctl import control
+from runner.cli.instance_requests import ask_instance
 from runner.instance.probes import probes_served
-from runner.instance.signs_of_life import NEARLY_NOTHING, SILENT_AFTER, SignsOfLife
+from runner.instance.signs_of_life import MUTE_AFTER, NEARLY_NOTHING, SILENT_AFTER, SignsOfLife
 from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import FilePlan
@@ -88,16 +88,40 @@ async def test_a_guest_that_computes_or_whose_time_is_unknown_is_not_silent(
 ) -> None:
     del autojump_clock
     life = SignsOfLife()
-    begun = trio.current_time()
-    await life.watch("tcg", lambda: ran, unchanged)
-    assert trio.current_time() - begun == pytest.approx(SILENT_AFTER["tcg"])
-    assert (life.silence, caplog.text) == (None, "")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(life.watch, "tcg", lambda: ran, unchanged)
+        await trio.sleep(SILENT_AFTER["tcg"] + 1)
+        assert life.silence is None
+        life.console_written.set()
+    assert "the guest is silent" not in caplog.text
+
+
+@pytest.mark.parametrize("accel", ACCELERATORS)
+async def test_a_console_without_output_is_remarked_whatever_the_cpu_time(
+    accel: Literal["kvm", "tcg"], autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    del autojump_clock
+    caplog.set_level(logging.INFO)
+    life = SignsOfLife()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(life.watch, accel, lambda: 50.0, unchanged)
+        await trio.sleep(MUTE_AFTER - 0.001)
+        assert life.mute == ""
+        await trio.sleep(0.002)
+        assert life.mute.startswith("nothing on the console in the first 120 s; unless it has its own display or none")
+        life.console_written.set()
+    assert life.mute == ""
+    assert caplog.text.count("the guest does not use its console, or does not boot") == 1
+    assert caplog.messages[-1] == "the guest has begun to use its console"
 
 
 async def test_a_guest_that_begins_to_compute_is_silent_no_more(autojump_clock: MockClock) -> None:
     del autojump_clock
     life, times = SignsOfLife(), iter((0.001, 0.002, 5.0))
-    await life.watch("kvm", lambda: next(times), lambda: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(life.watch, "kvm", lambda: next(times), lambda: None)
+        await trio.sleep(3 * SILENT_AFTER["kvm"] + 1)
+        life.console_written.set()
     assert (life.silence, list(times)) == (None, [])
 
 
@@ -114,7 +138,7 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
             await wait_for(lambda: host.guest_state.read)
             assert (await ask(port, "/readyz"))[0] == 200
             assert (state / "ready").exists()
-            before = await control(plan.state_directory, "status", {})
+            before = await ask_instance(plan.state_directory, "status", {})
             assert isinstance(before, dict)
             assert (before["ready"], before["not_ready"]) == (True, "")
             clock.jump(SILENT_AFTER[plan.machine.accel])
@@ -122,7 +146,7 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
             status, text = await ask(port, "/readyz")
             assert (status, text.startswith("the guest is silent: no output on its console and 0.0")) == (503, True)
             assert (await ask(port, "/healthz"))[0] == 200
-            after = await control(plan.state_directory, "status", {})
+            after = await ask_instance(plan.state_directory, "status", {})
             assert isinstance(after, dict)
             assert (after["ready"], f"{after['not_ready']}\n") == (False, text)
             assert not (state / "ready").exists()

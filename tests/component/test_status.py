@@ -18,7 +18,8 @@ import pytest
 import trio
 
 from runner.cli.commands import program_parser
-from runner.cli.ctl import answer_lines, control
+from runner.cli.ctl import answer_lines
+from runner.cli.instance_requests import ask_instance
 from runner.cpuset import CpuSet
 from runner.errors import Status
 from runner.facts.host import PodName
@@ -43,7 +44,7 @@ def plan_of(fake_host: FakeHost, spec: str = "", **qemu: object) -> InstancePlan
 
 
 async def status_of(plan: InstancePlan) -> Any:
-    return await control(plan.state_directory, "status", {})
+    return await ask_instance(plan.state_directory, "status", {})
 
 
 async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
@@ -94,10 +95,13 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "networks": [{"mode": "private", "mac": plan.networks[0].mac, "addresses": ["192.168.77.2/24"]}],
         "restarts": {},
         "console_log": f"{plan.state_directory}/console.log",
+        "console_bytes": len("guest: runs\r\n"),
+        "console_silent": "",
+        "resets": {"total": 0, "last_minute": 0},
         "disks": [],
         "free_slots": plan.machine.slots,
         "runner": {"generation": 0, "digest": "", "outcome": None, "reason": ""},
-        "qemu": {"version": "7.2.0", "generation": 0},
+        "qemu": {"version": "7.2.0", "generation": 0, "error": ""},
     }
     assert second["restarts"] == {"dnsmasq": 1}
     assert second["placement"]["float_cpus"] == str(CpuSet(CPUS)), "not that of the receipt"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import trio
 
-from runner.cli.ctl import answer_lines, control
+from runner.cli.ctl import answer_lines
+from runner.cli.instance_requests import ask_instance
 from runner.cpuset import CpuSet
 from runner.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.instance.cgroups.affinity import FloatMask
@@ -45,7 +46,7 @@ async def run(
 
 
 async def asked(plan: InstancePlan, method: str, **params: object) -> Any:
-    return await control(plan.state_directory, method, params)
+    return await ask_instance(plan.state_directory, method, params)
 
 
 def vcpus_of_receipt(directory: PurePosixPath) -> dict[int, str]:

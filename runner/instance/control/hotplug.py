@@ -96,7 +96,13 @@ class DiskHotplug:
 
     async def listed(self) -> list[dict[str, object]]:
         """Return each disk as JSON; those the machine was started with come first."""
-        sizes = await self._sizes()
+        return self._listed(await self._sizes())
+
+    def listed_without_sizes(self) -> list[dict[str, object]]:
+        """Return each disk as :meth:`listed` does, without asking QEMU."""
+        return self._listed({})
+
+    def _listed(self, sizes: Mapping[str, int]) -> list[dict[str, object]]:
         found = [self._described(disk, sizes, None) for disk in self._plan.machine.disks]
         return found + [self._described(each.plan, sizes, each) for each in self._attached.values()]
 

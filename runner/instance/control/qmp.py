@@ -16,10 +16,11 @@ from runner.errors import RefusedError, explain
 from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.control.server import allowed_peer
+from runner.instance.readiness import QEMU_ANSWERS_WITHIN
 from runner.kernel.peers import Peers, boot_time
 from runner.kernel.sockets import Socket, accepted
 from runner.protocol.jsonrpc import RpcError
-from runner.protocol.qmp import Monitor
+from runner.protocol.qmp import Monitor, SilentError
 from runner.protocol.qmp_server import QmpSession, turn_away
 from runner.protocol.unix_server import Identify
 from runner.values import frozen
@@ -101,7 +102,12 @@ class OperatorMonitor:
             log.warning("qmp refused command=%.80r pid=%d user=%d", command, peer.pid, peer.user_id)
             raise RefusedError(f"cannot execute {command!r} here: {reason}")
         log.info("qmp executes command=%r pid=%d user=%d", command, peer.pid, peer.user_id)
-        result = await self.monitor().execute(command, arguments, wanted=wanted)
+        monitor = self.monitor()
+        await monitor.answers_within(QEMU_ANSWERS_WITHIN)
+        with trio.move_on_after(QEMU_ANSWERS_WITHIN) as late:
+            result = await monitor.execute(command, arguments, wanted=wanted)
+        if late.cancelled_caught:
+            raise SilentError(QEMU_ANSWERS_WITHIN)
         if command == "query-commands" and isinstance(result, list):
             return [each for each in result if refusal(str(each.get("name"))) is None]
         return result

@@ -98,6 +98,8 @@ async def _called(status: StatusReader, method: str, params: Mapping[str, object
             return status.runner()
         case "upgrade":
             await _upgrade(status, params)
+    await status.qemu_answers()
+    match method:
         case "qemu.check" | "qemu.update":
             return await _update_qemu(status, params, only_check=method == "qemu.check")
         case "cpu.list":

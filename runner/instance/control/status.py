@@ -10,11 +10,13 @@ import trio
 from runner.errors import HostError, explain
 from runner.instance.control.hotplug import DiskHotplug
 from runner.instance.qemu import Qemu
+from runner.instance.readiness import QEMU_ANSWERS_WITHIN
 from runner.instance.receipts import Receipts
 from runner.instance.supervisor import Supervisor
 from runner.instance.vcpus import Vcpus
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
+from runner.protocol.qmp import QmpError, SilentError
 from runner.values import frozen
 
 
@@ -29,20 +31,36 @@ class StatusReader:
     disks: DiskHotplug
     vcpus: Vcpus
 
+    answers_within: float = QEMU_ANSWERS_WITHIN
+    """Seconds that QEMU may take to answer."""
+
+    async def qemu_answers(self) -> None:
+        """Raise :exc:`~runner.protocol.qmp.SilentError` unless QEMU answers; for requests that it is needed for."""
+        self.supervisor.guest_state.ask_qemu()
+        await self.machine.monitor.answers_within(self.answers_within)
+
     async def read(self) -> dict[str, object]:
         """Return the state as JSON: sizes in bytes, times in seconds, CPU sets in the kernel's list format.
 
-        Raises :exc:`~runner.errors.RunnerError` when QEMU cannot be asked.
+        Where QEMU does not answer, it is what this program knows alone, and ``qemu`` has the error.
         """
-        reply: Any = await self.machine.monitor.execute("query-status")
-        plan, machine, state = self.plan, self.plan.machine, self.supervisor.guest_state
+        plan, machine, state, error = self.plan, self.plan.machine, self.supervisor.guest_state, ""
+        status, disks = "unknown", self.disks.listed_without_sizes()
+        try:
+            await self.qemu_answers()
+            with trio.fail_after(self.answers_within):
+                reply: Any = await self.machine.monitor.execute("query-status")
+                status, disks = str(reply.get("status")), await self.disks.listed()
+        except (QmpError, trio.TooSlowError) as failure:
+            error = explain(failure) if isinstance(failure, QmpError) else explain(SilentError(self.answers_within))
+        qemu = {"version": self.machine.monitor.version, "generation": self.machine.updates, "error": error}
         return {
             "name": plan.name,
             "pod": plan.pod.to_json(),
-            "guest": str(reply.get("status")),
+            "guest": status,
             "uptime": None if state.since is None else round(trio.current_time() - state.since, 1),
-            "ready": not state.unready,
-            "not_ready": state.unready,
+            "ready": not (error or state.unready),
+            "not_ready": error or state.unready,
             "accelerator": machine.accel,
             "cpu_model": machine.cpu_model,
             "vcpus": len(self.receipts.receipt.rules.pins),
@@ -53,10 +71,13 @@ class StatusReader:
             "networks": list(self._networks()),
             "restarts": dict(sorted(self.supervisor.counters.restarts.items())),
             "console_log": str(plan.console.log),
-            "disks": await self.disks.listed(),
+            "console_bytes": self.supervisor.counters.console,
+            "console_silent": state.signs_of_life.mute,
+            "resets": {"total": self.supervisor.counters.resets, "last_minute": state.resets_lately()},
+            "disks": disks,
             "free_slots": self.disks.free_slots,
             "runner": self.runner(),
-            "qemu": {"version": self.machine.monitor.version, "generation": self.machine.updates},
+            "qemu": qemu,
         }
 
     def runner(self) -> dict[str, object]:

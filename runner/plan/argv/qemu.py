@@ -276,8 +276,9 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
     )
     if machine.secure_boot:
         yield from ("-global", "driver=cfi.pflash01,property=secure,value=on")
-        # OVMF with SMM cannot resume, and refuses to start where it might
-        yield from ("-global", "ICH9-LPC.disable_s3=1")
+    # No suspend to RAM or disk: nothing here would wake the guest, a guest that sleeps cannot be asked to power down, and
+    # OVMF with SMM cannot resume and refuses to start where it might. Linux idles instead (s2idle), and its power button wakes it.
+    yield from ("-global", "ICH9-LPC.disable_s3=1", "-global", "ICH9-LPC.disable_s4=1")
     yield from ("-accel", "kvm" if machine.accel == "kvm" else f"tcg,thread=multi,tb-size={TRANSLATED // MIB}")
     yield from ("-cpu", machine.cpu_model)
     yield from _topology(machine, endpoints)

@@ -251,6 +251,8 @@ def play(typed):
     for deed in deeds:
         if deed.startswith("agent "):
             event("VSERPORT_CHANGE", id="agent", open=deed == "agent opens")
+        elif deed in STATES:
+            change_state(deed)
         else:
             do(deed)
 
@@ -392,6 +394,22 @@ def send(**message):
 
 def event(name, **data):
     send(event=name, data=data, timestamp={"seconds": 1, "microseconds": 2})
+
+
+STATES = {  # what the guest does: the status that it has then, and QEMU's event
+    "suspend": ("suspended", "SUSPEND"),
+    "wake": ("running", "WAKEUP"),
+    "break": ("internal-error", "STOP"),
+    "crash kernel": ("running", "GUEST_CRASHLOADED"),
+    "resume": ("running", "RESUME"),
+    "novelty": ("running", "OF_A_NEWER_QEMU"),
+}
+
+
+def change_state(what):
+    """Have the guest do one of :data:`STATES`."""
+    state["status"], name = STATES[what]
+    event(name)
 
 
 def do(what):
@@ -640,6 +658,8 @@ for request in requests():
     if command == "query-balloon":
         send(error={"class": "DeviceNotActive", "desc": "No balloon device has been activated"}, **number)
         continue
+    if command == "system_wakeup":
+        change_state("wake")
     if command == "announce-self":
         event("ANNOUNCED", text="of the fake")
     if command == "set-action":
@@ -674,5 +694,6 @@ for request in requests():
             threading.Timer(0.05, misbehave, ("the guest runs", "")).start()
     if command == "system_powerdown":
         event("POWERDOWN")
-        do(behaviour["at_powerdown"])
+        if state["status"] != "suspended":
+            do(behaviour["at_powerdown"])
 signal.pause()
