@@ -10,13 +10,14 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.cli.console_client import AttachRequest, attached, received, write_output
 from runner.cli.options import add_state_dir
 from runner.errors import UsageError
 from runner.kernel.sockets import Socket
+from runner.protocol.terminal_escapes import TerminalModes, without_questions
 
 TYPED_AHEAD = 1 << 16
 """Bytes kept while the guest does not read; input beyond them is dropped, and the terminal's bell rings."""
@@ -63,9 +64,10 @@ def attach(directory: Path, request: AttachRequest, key: str) -> int:
         if not reply.get("writes"):
             _notify("reading only" + (": another terminal writes; --steal takes over" if request.write else ""))
         _notify(f"attached; {key.capitalize()} detaches")
-        with _raw(sys.stdin.fileno()):
-            write_output(output)
-            ended = _copy_both_ways(line, byte)
+        modes = TerminalModes()
+        with _raw(sys.stdin.fileno(), modes):
+            _show(without_questions(output), modes)
+            ended = _copy_both_ways(line, byte, modes)
         _notify("the instance has ended" if ended else "detached")
     return 0
 
@@ -75,9 +77,17 @@ def _notify(message: str) -> None:
     sys.stderr.flush()
 
 
+def _show(output: bytes, modes: TerminalModes) -> None:
+    modes.feed(output)
+    write_output(output)
+
+
 @contextmanager
-def _raw(terminal: int) -> Iterator[None]:
-    """Send every key to the guest, ``Ctrl-C`` too; restore the terminal afterwards, also on SIGTERM and SIGHUP."""
+def _raw(terminal: int, modes: TerminalModes) -> Iterator[None]:
+    """Send every key to the guest, ``Ctrl-C`` too; restore the terminal afterwards, also on SIGTERM and SIGHUP.
+
+    *modes* are those that the guest has changed by then: an editor's screen, the mouse, a hidden cursor.
+    """
     if not os.isatty(terminal):
         yield
         return
@@ -88,11 +98,14 @@ def _raw(terminal: int) -> Iterator[None]:
         tty.setraw(terminal)
         yield
     finally:
+        if os.isatty(sys.stdout.fileno()):
+            with suppress(OSError):  # it was closed
+                write_output(modes.reset())
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
         sys.stderr.write("\n")
 
 
-def _copy_both_ways(line: Socket, key: bytes) -> bool:
+def _copy_both_ways(line: Socket, key: bytes, modes: TerminalModes) -> bool:
     """Copy input and output until *key* is typed (return false) or the instance ends (return true)."""
     line.setblocking(False)
     keyboard = sys.stdin.fileno()
@@ -118,7 +131,7 @@ def _copy_both_ways(line: Socket, key: bytes) -> bool:
                 data = received(line)
                 if data is None:
                     return True
-                write_output(data)
+                _show(data, modes)
         if waiting:
             waiting = waiting[_sent(line, waiting) :]
 

@@ -79,13 +79,17 @@ class ConsoleWatch:
         self._line = b""
 
     def _search(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
-        from runner.kernel.bounded_search import SlowSearchError, search_any  # here, because few guests have a pattern
+        # Here, because few guests have a pattern.
+        from runner.kernel.bounded_search import SlowSearchError, search_any
+        from runner.protocol.terminal_escapes import without_escapes
 
         now, begun = time.monotonic(), time.thread_time()
         self._left = min(self._left + SEARCHED_SHARE * (now - self._searched), SEARCHED_AT_MOST)
         self._searched = now
         try:
-            found = search_any(pattern, (line.decode(errors="replace") for line in lines), SEARCHED_WITHIN)
+            found = search_any(
+                pattern, (without_escapes(line).decode(errors="replace") for line in lines), SEARCHED_WITHIN
+            )
         except SlowSearchError:
             found, self._left = False, 0
         self._left -= time.thread_time() - begun

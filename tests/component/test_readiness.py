@@ -141,6 +141,14 @@ async def test_a_line_of_the_console_makes_it_ready_until_it_is_reset(fake_host:
     assert fake_host.logged().count("the guest is ready") == 1
 
 
+async def test_a_prompt_with_colours_is_found(fake_host: FakeHost) -> None:
+    async def act(guest: Guest) -> None:
+        await guest.prints(b"\r\n\x1b]3008;start=af1a\x1b\\\x1b[0m\x1b[1;32mdebian login:\x1b[0m ")
+        await guest.is_ready()
+
+    await run(fake_host, plan_of(fake_host, "console:^debian login: $"), act)
+
+
 async def test_a_pattern_that_would_take_for_ever_is_given_up_and_stops_nothing_else(fake_host: FakeHost) -> None:
     async def act(guest: Guest) -> None:
         await guest.prints(b"\n" + b"a" * 60 + b"b\n")
