@@ -10,6 +10,7 @@ import errno
 import http
 import ipaddress
 import logging
+import re
 import socket
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
@@ -103,6 +104,9 @@ def adopted_http_listeners(numbers: Iterable[int]) -> list[Socket]:
     """Listen by the descriptors *numbers*, which came through exec. Raises ``OSError``."""
     return [socket.socket(fileno=number) for number in numbers]
 
+
+_ABSOLUTE = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
+"""The beginning of a target in the absolute form, up to its path."""
 
 Respond = Callable[[str], HttpResponse]
 """Returns the response for a path."""
@@ -206,7 +210,9 @@ async def _read_request(client: trio.socket.SocketType, connection: h11.Connecti
 def _response(request: h11.Request, respond: Respond) -> HttpResponse:
     if request.method not in {b"GET", b"HEAD"}:
         return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only\n")
-    path = request.target.partition(b"?")[0].decode("ascii")
+    absolute = _ABSOLUTE.match(request.target)  # RFC 9112, 3.2.2: a server must accept it
+    target = request.target if absolute is None else request.target[absolute.end() :] or b"/"
+    path = target.partition(b"?")[0].decode("ascii") or "/"
     try:
         return respond(path)
     except Exception as error:
