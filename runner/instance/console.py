@@ -129,12 +129,21 @@ class Console:
 
     def _take_in(self, data: bytes) -> None:
         self._show(data)
-        if not self._log_file.write(data):
-            log.warning("the console's log file is given up: %s", self._log_file.error)
+        missing = self._log_file.missing
+        if self._log_file.write(data):
+            self._report_log_file(missing)
         self._replay += data
         del self._replay[:-REPLAYED]
         for client in self._clients:
             client.output.write(data)
+
+    def _report_log_file(self, missing: int) -> None:
+        """Log that the log file cannot be written, or can be again; output is *missing* in it then."""
+        if (error := self._log_file.error) is not None:
+            if (more := self._log_limit.due("console log fails")) is not None:
+                log.warning("the console's log file lacks output from here on%s: %s", more, error)
+        elif (more := self._log_limit.due("console log goes on")) is not None:
+            log.info("the console's log file goes on%s missing=%d", more, missing)
 
     async def accept(self, listener: Socket) -> None:
         """Serve the clients that connect; runs until cancelled, asleep while none does."""

@@ -36,10 +36,11 @@ class CarriedProcess:
 
 @frozen
 class CarriedLogFile:
-    """A log file; *file* is ``None`` where writing was given up because of *error*."""
+    """A log file; *file* is ``None`` where it could not be opened again. *missing* bytes were not written, because of *error*."""
 
     file: CarriedFd | None
     error: str | None = None
+    missing: int = 0
 
 
 @frozen

@@ -24,43 +24,48 @@ class LogFile:
 
     def __init__(self, path: PurePosixPath, most: int, carried: CarriedLogFile | None = None) -> None:
         self.error: str | None = None
-        """Why writing has stopped; ``None`` while it works."""
+        """Why the last write has failed; ``None`` while it works."""
+        self.missing = 0
+        """Bytes that were not written since it has failed; once there is room again, a mark in their place has their number."""
         self._path = path
         self._most = most
-        self._fd, self._size = -1, None
+        self._fd = -1
+        self._size: int | None = None
         if carried is None:
-            self._fd = append(path)
-        elif carried.file is None:
-            self.error = carried.error
-            return
+            self._open()
         else:
-            self._fd = carried.file.number
-        found = os.fstat(self._fd)
-        self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
+            self.error, self.missing = carried.error, carried.missing
+            if carried.file is not None:
+                self._fd = carried.file.number
+                self._look_at_size()
 
     def carried(self) -> CarriedLogFile:
         """Return what the program that renews this one must know of it."""
         from runner.kernel.carried import CarriedFd, CarriedLogFile
 
-        return CarriedLogFile(CarriedFd(self._fd) if self._fd >= 0 else None, self.error)
+        return CarriedLogFile(CarriedFd(self._fd) if self._fd >= 0 else None, self.error, self.missing)
 
     def write(self, data: bytes) -> bool:
-        """Write *data* and return ``False`` at the first failure, after which nothing is written."""
-        if self.error is not None:
-            return True
+        """Write *data*; return whether writing fails since now, or goes on, which :attr:`error` and :attr:`missing` say."""
+        before, missed = self.error, self.missing
+        mark = b"\n[%d bytes of output are missing here: %b]\n" % (missed, (before or "").encode()) if missed else b""
+        text = memoryview(mark + data)
         try:
-            if self._size is not None:
-                if self._size + len(data) > self._most:
-                    self._rotate()
-                self._size += len(data)
-            rest = memoryview(data)
-            while rest:  # a disk that is nearly full takes a part, and refuses the next
-                rest = rest[os.write(self._fd, rest) :]
+            if self._fd < 0:
+                self._open()
+            if self._size is not None and self._size + len(text) > self._most:
+                self._rotate()
+            while text:  # a disk that is nearly full takes a part, and refuses the next
+                written = os.write(self._fd, text)
+                text = text[written:]
+                if self._size is not None:
+                    self._size += written
         except (OSError, HostError) as error:
             self.error = explain(error)
-            self.close()
-            return False
-        return True
+            self.missing = min(len(text), len(data)) + (missed if len(text) > len(data) else 0)
+        else:
+            self.error, self.missing = None, 0
+        return (self.error is None) != (before is None)
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
@@ -68,11 +73,18 @@ class LogFile:
             os.close(self._fd)
             self._fd = -1
 
+    def _open(self) -> None:
+        self._fd = append(self._path)
+        self._look_at_size()
+
+    def _look_at_size(self) -> None:
+        found = os.fstat(self._fd)
+        self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
+
     def _rotate(self) -> None:
         os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - a pure path
         self.close()
-        self._fd = append(self._path)
-        self._size = 0
+        self._open()
 
 
 @contextmanager

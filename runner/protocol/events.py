@@ -87,7 +87,8 @@ INSTANCE: Mapping[str, str] = {
     "the guest does not run on: %s": "guest_not_continued",
     "all CPUs of the container belong to vCPUs now, and all other threads share them": "float_without_cpus",
     # -- operators
-    "the console's log file is given up: %s": "console_log_given_up",
+    "the console's log file lacks output from here on%s: %s": "console_log_given_up",
+    "the console's log file goes on%s missing=%d": "console_log_goes_on",
     "a console client is refused: it is not root in the instance's own PID namespace%s": "console_client_refused",
     "a console client is detached, as the guest reads nothing%s: %s": "console_client_detached",
     "a VNC viewer was turned away%s: %s": "vnc_viewer_refused",

@@ -246,7 +246,8 @@ def test_the_log_has_the_newest_output_and_at_most_twice_its_size(tmp_path: Path
     path.write_bytes(b"before\n")
     with kept_log(path, 100) as log:  # type: ignore[arg-type] # a path is a pure path
         for number in range(100):
-            assert log.write(b"line %02d\n" % number)
+            assert not log.write(b"line %02d\n" % number)
+            assert log.error is None
     both = (tmp_path / "log.1").read_bytes() + path.read_bytes()
     assert both.endswith(b"line 98\nline 99\n")
     assert 100 <= len(both) <= 200
@@ -254,7 +255,7 @@ def test_the_log_has_the_newest_output_and_at_most_twice_its_size(tmp_path: Path
     with kept_log(path, 100) as log:  # type: ignore[arg-type]
         (tmp_path / "log.1").unlink()
         (tmp_path / "log.1").mkdir()
-        assert [log.write(b"x" * 60) for _ in range(3)] == [True, False, True]
+        assert [log.write(b"x" * 60) for _ in range(3)] == [False, True, False]
         assert log.error == "Is a directory"
 
 
@@ -262,10 +263,10 @@ def test_a_log_that_takes_only_a_part_has_failed_with_the_reason(tmp_path: Path)
     """A disk that is nearly full takes the beginning of a write; here it is a limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with kept_log(PurePosixPath(tmp_path / "log"), 1 << 20) as log:
-        assert log.write(b"12345")
+        assert not log.write(b"12345")
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
-            assert not log.write(b"1234567890")
+            assert log.write(b"1234567890")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert log.error is not None
