@@ -50,7 +50,7 @@ from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import Peers
-from runner.kernel.privileges import raise_descriptor_limit
+from runner.kernel.processes import raise_descriptor_limit
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
 from runner.kernel.sysfs import HugePool, read_huge_pools

@@ -92,6 +92,7 @@ async def run_as_init(
                 f"cannot run as process {os.getpid()}: only PID 1 of a container adopts every orphan, and ends every other process "
                 "when it ends; make it the ENTRYPOINT, or say --not-pid1 for a test"
             )
+        _refuse_foreign_procfs()
         if not pid1:
             become_subreaper()
         spec = parse_instance(source, data, os.environ)
@@ -102,6 +103,22 @@ async def run_as_init(
         return await _run(source, spec, supervisor, state_directory, streams, pid1=pid1)
 
     return await _supervised(run, streams, carry_over or CarryOver(), pid1=pid1)
+
+
+def _refuse_foreign_procfs() -> None:
+    """Raise :exc:`~runner.errors.RefusedError` unless /proc shows the processes of our PID namespace, by our numbers."""
+    try:
+        shown = os.readlink("/proc/self")  # noqa: PTH115 - PID 1 needs no more of pathlib
+    except OSError as error:
+        raise RefusedError(
+            "cannot read /proc/self: no procfs is mounted at /proc",
+            remedy="`mount -t proc proc /proc` in the container; `unshare --mount-proc` does so",
+        ) from error
+    if shown != str(os.getpid()):
+        raise RefusedError(
+            f"cannot use /proc: it is that of another PID namespace, in which this process is {shown}, and not {os.getpid()}",
+            remedy="mount the container's own, by `mount -t proc proc /proc`; `unshare --mount-proc` does so",
+        )
 
 
 async def resume_as_init(streams: Streams, carry_over: CarryOver) -> ExitReport:

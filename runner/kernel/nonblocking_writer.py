@@ -52,7 +52,7 @@ class NonBlockingWriter:
         """Where the copy may block: asks before each write whether it would."""
         try:
             self._fd = _reopened(fd)
-        except PermissionError:  # it belongs to another user
+        except (PermissionError, FileNotFoundError):  # it belongs to another user; there is no /proc
             self._fd = os.dup(fd)
             self._poll = select.poll()
             self._poll.register(self._fd, select.POLLOUT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -65,12 +64,6 @@ def keep_capabilities(kept: Iterable[int]) -> None:
         _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     except OSError as error:
         raise HostError("cannot give capabilities away") from error
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process have as many files open as its hard limit allows (``RLIMIT_NOFILE``, getrlimit(2))."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _libc() -> ctypes.CDLL:

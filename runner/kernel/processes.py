@@ -15,6 +15,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import subprocess
 from collections import deque
@@ -477,6 +478,13 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many files open as its hard limit allows (``RLIMIT_NOFILE``, getrlimit(2)), and its children."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # EPERM: fs.nr_open was made lower than the hard limit since
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def become_subreaper() -> None:

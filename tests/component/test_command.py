@@ -98,6 +98,27 @@ def test_pid_1_writes_from_the_background_of_a_terminal() -> None:
     assert b"cannot read the spec '/none.toml'" in output
 
 
+@pytest.mark.parametrize(
+    ("prepared", "reason"),
+    [
+        ("true", "cannot use /proc: it is that of another PID namespace, in which this process is "),
+        ("umount -l /proc", "cannot read /proc/self: no procfs is mounted at /proc"),
+    ],
+)
+def test_a_proc_that_is_not_ours_is_refused_before_anything_is_touched(
+    tmp_path: Path, prepared: str, reason: str
+) -> None:
+    (tmp_path / "spec.toml").write_text("")
+    run = (*PROGRAM, "run", "--state-dir", str(tmp_path / "state"), str(tmp_path / "spec.toml"))
+    script = f'{prepared}; exec "$@"'
+    namespaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+    done = subprocess.run(
+        (*namespaces, "sh", "-c", script, "sh", *run), check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, reason in done.stderr) == (Status.REFUSED, True), done.stderr
+    assert not (tmp_path / "state").exists()
+
+
 def test_every_command_is_a_module_in_the_table() -> None:
     takers = {path.stem for path in CLI.glob("*.py") if "def add_arguments(" in path.read_text()}
     assert takers == set(COMMANDS)

@@ -30,7 +30,7 @@ size = "32MiB"
 MODULES, LINES = 110, 17_000
 """Modules of this project, and their lines, that may be imported by then: a tenth more than when this was written."""
 
-OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl qemu"
+OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl resource qemu"
 """Modules beyond those that ``import trio`` loads, without their submodules and accelerators; with Python 3.11 trio loads
 ipaddress, too."""
 

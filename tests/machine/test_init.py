@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def test_a_full_disk(start: ProgramStarter, full: Path, blank: str) -> None:
     assert f"cannot write '{full}/receipt.json': No space left on device" in run.log
     run = start(f'[console]\nlog = "{full}/filler"\n', "guest.then=poweroff")
     assert run.wait() == 10
-    assert "the console's log file is given up: No space left on device" in run.log
+    assert "the console's log file lacks output from here on: No space left on device" in run.log
 
 
 def test_a_read_only_root(start: ProgramStarter, blank: str, full: Path) -> None:
@@ -343,3 +344,16 @@ def test_plan_changes_nothing_and_shows_what_run_would_do(start: ProgramStarter,
     )
     assert plan["placement"]["backend"] == "affinity"
     assert Path("/proc/net/dev").read_text().count("\n") == before
+
+
+def test_all_may_open_as_many_files_as_the_hard_limit_allows(start: ProgramStarter, tmp_path: Path) -> None:
+    """Container runtimes begin with a soft limit of 1024, for programs that use select(2); a share has more files than that."""
+    (tmp_path / "share").mkdir()
+    spec = f'[[share]]\ntag = "share"\npath = "{tmp_path}/share"\n[shutdown]\ngrace = 1\n'
+    run = start(spec, inside=("prlimit", "--nofile=1024:5000"))
+    run.until_runs()
+    children = run.descendants()
+    for pid in (run.pid(), *children["qemu-system-x86"], *children["virtiofsd"]):
+        limits = Path(f"/proc/{pid}/limits").read_text()
+        assert re.search(r"^Max open files +5000 +5000 ", limits, re.MULTILINE), limits
+    run.stop()
