@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, ip_address
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Self
 
@@ -246,6 +246,8 @@ class HostFacts:
     """Whether /dev/vhost-vsock can be opened; tried only if the spec has a vsock device."""
     interfaces: Mapping[str, Interface] = attrs.field(factory=dict)
     """The existing ones of the interfaces that the spec's networks use, by name."""
+    addresses: Mapping[str, tuple[IPv4Interface, ...]] = attrs.field(factory=dict)
+    """The IPv4 addresses of every interface of this network namespace but ours, by its name; read only for mode ``private``."""
     resolver: Resolver = attrs.field(factory=Resolver)
     pod: PodQos | None = None
     """``None`` outside Kubernetes."""

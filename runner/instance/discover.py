@@ -49,6 +49,8 @@ from runner.plan.qemu_limits import ASKED_FROM
 from runner.spec.instance import DiskSpec, InstanceSpec
 
 if TYPE_CHECKING:
+    from ipaddress import IPv4Interface
+
     from runner.facts.descriptor import DescriptorFact
     from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
@@ -123,6 +125,7 @@ async def read_host_facts(
         descriptors=None if inherited is None else _descriptors(inherited),
         vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),
         interfaces=_interfaces(spec),
+        addresses=_addresses(spec),
         resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
         vfio=_vfio(spec, roots, qemu_version, address_bits) if spec.device else None,
     )
@@ -492,6 +495,14 @@ def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
     from runner.kernel.network import read_interfaces  # here, because some guests have no network
 
     return read_interfaces(names)
+
+
+def _addresses(spec: InstanceSpec) -> dict[str, tuple[IPv4Interface, ...]]:
+    if all(each.mode != "private" for each in spec.network):
+        return {}
+    from runner.kernel.network import read_addresses  # here, because some guests have no network
+
+    return read_addresses()
 
 
 def _ipv6_error(procfs: Procfs) -> str | None:

@@ -64,6 +64,13 @@ def read_interfaces(names: Iterable[str]) -> dict[str, Interface]:
     return {name: link for name, link in links.items() if link is not None}
 
 
+def read_addresses() -> dict[str, tuple[IPv4Interface, ...]]:
+    """Return the IPv4 addresses of each interface that this program has not made, by its name."""
+    with Rtnetlink() as rtnetlink:
+        found = {link.name: rtnetlink.addresses(link) for link in rtnetlink.links() if link.alias != OURS}
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
 def recover(bridges: Sequence[Bridge]) -> None:
     """Remove what a runner that was killed has left of *bridges*, and refuse bridges that another program has made.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, IPv6Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
 from typing import Literal, assert_never
 
@@ -42,6 +42,8 @@ SERVED = (
     '"passt" only)'
 )
 """The remedy for an interface whose addresses no guest can take over."""
+
+OTHER_SUBNET = "name another subnet"
 
 OWN_ADDRESSES_ALONE = {
     "macvlan": "passes frames to its own MAC address alone",
@@ -215,6 +217,7 @@ class _NetworkPlanner:
 
     def _private(self, index: int, network: NetworkSpec) -> BridgedPlan:
         subnet = private_subnet(index, network)
+        self._judge_overlap(index, subnet)
         host = IPv4Interface((subnet[1], subnet.prefixlen))
         return BridgedPlan(
             mac=self._mac(index, network),
@@ -232,6 +235,20 @@ class _NetworkPlanner:
             ipv6=self._private_ipv6(index, network),
             vhost=self._facts.vhost_net,
         )
+
+    def _judge_overlap(self, index: int, subnet: IPv4Network) -> None:
+        """Refuse a subnet in which the machine has addresses, maybe its gateway's; remark one in which a container has."""
+        for name, addresses in self._facts.addresses.items():
+            for address in addresses:
+                if not address.network.overlaps(subnet):
+                    continue
+                lost = (
+                    f"overlaps {address.network}, the network of {name!r} here: hosts in both are not reached from here"
+                )
+                if self._facts.machines_network:
+                    self._refuse(f"network[{index}].subnet", f"{subnet} {lost}", OTHER_SUBNET)
+                else:
+                    self._remark(f"the subnet {subnet} of network {index} {lost}", OTHER_SUBNET)
 
     def _private_ipv6(self, index: int, network: NetworkSpec) -> Ipv6Plan | None:
         if not network.ipv6 or self._without_ipv6(index, network.mtu or 1500):

@@ -294,6 +294,20 @@ def test_permanent_neighbours_and_ipv6_are_restored(pod: str) -> None:
     assert network.read_interfaces([pod])[pod] == link
 
 
+def test_the_addresses_of_others_are_read(pod: str) -> None:
+    """A private network must not lie in them; a bridge that a killed runner has left is removed first."""
+    ip("address", "add", "192.168.77.40/24", "dev", pod)
+    ip("link", "add", "vmbr0", "type", "bridge")
+    ip("link", "set", "vmbr0", "alias", "instance-runner")
+    ip("address", "add", "192.168.77.1/24", "dev", "vmbr0")
+    try:
+        found = network.read_addresses()
+    finally:
+        ip("link", "delete", "vmbr0")
+    assert found[pod] == (IPv4Interface("192.168.77.40/24"),)
+    assert "vmbr0" not in found
+
+
 def test_a_malformed_alias_is_an_error(pod: str) -> None:
     ip("link", "set", pod, "alias", "instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 10.9.0.0/16,10.0.0.1,")
     with pytest.raises(HostError, match="is malformed; recreate the pod"):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
 
 import attrs
@@ -42,6 +42,7 @@ DUAL = attrs.evolve(
     routes6=(Route(IPv6Network("::/0"), IPv6Address("fd00:10::1")),),
 )
 ONE6 = IPv6Address("fd00:10::1")
+LAN = {"lo": (IPv4Interface("127.0.0.1/8"),), "ens3": (IPv4Interface("192.168.77.40/24"),)}
 BRIDGE = KERNEL + '[[network]]\nmode = "bridge"\n'
 
 
@@ -195,6 +196,11 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             "network[0].ipv6: cannot give",
         ),
         (
+            KERNEL + "[[network]]\n",
+            {"addresses": LAN, "machines_network": True},
+            "network[0].subnet: 192.168.77.0/24 overlaps 192.168.77.0/24, the network of 'ens3' here",
+        ),
+        (
             KERNEL + "[[network]]\nipv6 = true\nmtu = 1279\n",
             {},
             "network[0].ipv6: cannot give the guest IPv6: it takes an MTU of 1280 (RFC 8200, 5), and the network's is 1279",
@@ -285,6 +291,14 @@ def test_an_interface_that_no_guest_can_take_over_is_refused(change: dict[str, o
     [found] = problems(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod}))
     assert found.startswith(f"network[0].interface: {expected}")
     assert "; " in found, "a remedy"
+
+
+def test_a_subnet_that_the_container_is_in_as_well_is_remarked() -> None:
+    remarks = plan_of(KERNEL + "[[network]]\n", attrs.evolve(FACTS, addresses=LAN)).remarks
+    assert any(
+        "the subnet 192.168.77.0/24 of network 0 overlaps 192.168.77.0/24, the network" in str(each) for each in remarks
+    )
+    assert not any("overlaps" in str(each) for each in plan_of(KERNEL + "[[network]]\n").remarks)
 
 
 def test_an_ipv6_subnet_is_stable_and_unique() -> None:
