@@ -37,7 +37,7 @@ from runner.kubelet.node_plan import (
     start_node,
     unclear_pods,
 )
-from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
+from runner.kubelet.quirks import FROM_SOURCE_MINOR, NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
 from runner.kubelet.report.svg import picture_svg
 from runner.kubelet.report.text import hardware_line, node_json, node_lines
 from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
@@ -178,7 +178,7 @@ def _minor(version: str | None) -> int:
     match = re.fullmatch(r"v?1\.([0-9]{1,3})(?:\.[0-9]+.*)?", version, re.ASCII)
     if match is None:
         raise UsageError(
-            f"cannot use --kubelet {version!r}: it takes a version, from 1.{OLDEST_MINOR} to 1.{NEWEST_MINOR}"
+            f"cannot use --kubelet {version!r}: it takes a version, from 1.{OLDEST_MINOR} to 1.{FROM_SOURCE_MINOR}"
         )
     return int(match[1])
 

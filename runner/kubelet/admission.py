@@ -20,6 +20,7 @@ from typing import Self
 import attrs
 
 from runner.cpuset import CpuSet
+from runner.errors import RefusedError
 from runner.facts.hardware import Hardware
 from runner.kubelet.cpu_assignment import CpuTopology
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions
@@ -29,6 +30,7 @@ from runner.kubelet.machine_info import machine_info
 from runner.kubelet.memory_manager import MemoryManager, check_reservation, requested_memory
 from runner.kubelet.pod import MEMORY, Container, Pod
 from runner.kubelet.quirks import (
+    FROM_SOURCE_MINOR,
     AllocationError,
     KubeletConfigError,
     KubeletCrashesError,
@@ -247,6 +249,8 @@ def _cpu_manager(
     if configuration.cpu_manager_policy != "static":
         raise KubeletConfigError(f'unknown policy: "{configuration.cpu_manager_policy}"')
     options = CpuPolicyOptions.parse(configuration.cpu_manager_policy_options)
+    if configuration.minor >= FROM_SOURCE_MINOR:
+        _refuse_unknown_options(options)
     if options.align_by_socket and configuration.topology_manager_policy == Policy.SINGLE_NUMA_NODE.value:
         raise KubeletConfigError(
             "Topolgy manager single-numa-node policy is incompatible with CPUManager align-by-socket policy option"
@@ -258,6 +262,23 @@ def _cpu_manager(
         reserved_millicpus=configuration.reserved_millicpus,
         quirks=quirks,
     )
+
+
+def _refuse_unknown_options(options: CpuPolicyOptions) -> None:
+    """Refuse the options of which 1.37 makes something that is not modelled."""
+    for chosen, names, change in (
+        (options.distribute_cpus_across_cores, "distribute-cpus-across-cores", "kubernetes#140766"),
+        (
+            options.distribute_cpus_across_numa and options.align_by_socket,
+            "distribute-cpus-across-numa together with align-by-socket",
+            "kubernetes#139778",
+        ),
+    ):
+        if chosen:
+            raise RefusedError(
+                f"cannot predict kubelet 1.{FROM_SOURCE_MINOR} with {names}: it chooses other CPUs than 1.36 ({change}), which is"
+                " not known here; leave the option out, or plan with --kubelet 1.36"
+            )
 
 
 def _memory_manager(hardware: Hardware, configuration: KubeletConfiguration) -> MemoryManager | None:

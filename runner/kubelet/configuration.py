@@ -24,7 +24,7 @@ from runner.kubelet.admission import KubeletConfiguration
 from runner.kubelet.feature_gates import POD_LEVEL_MANAGERS, check_gates
 from runner.kubelet.machine_info import machine_info
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, SYSTEM_CRITICAL_PRIORITY, read_quantity
-from runner.kubelet.quirks import KubeletConfigError
+from runner.kubelet.quirks import FROM_SOURCE_MINOR, KubeletConfigError
 from runner.kubelet.topology_manager import Policy, Scope
 from runner.kubelet.vendor_forms import form_of, no_configuration
 from runner.spec.value import Value
@@ -362,6 +362,11 @@ def _notes(
         yield (
             "cpuManagerPolicy is 'none': the kubelet gives no container exclusive CPUs; set it to 'static', unless a DRA driver"
             " gives them, of which nothing is known here"
+        )
+    if configuration.minor >= FROM_SOURCE_MINOR:
+        yield (
+            f"kubelet 1.{configuration.minor} is planned from its source, by the changes that were merged for it: no kubelet of"
+            " this version was asked"
         )
     if gates.get(POD_LEVEL_MANAGERS):
         yield (

@@ -171,7 +171,7 @@ class _Packing:
         self.free = set(free)
         self.taken: set[int] = set()
         self.needed = count
-        self.unchecked = Quirk.WHOLE_UNITS_UNCHECKED in quirks
+        self.quirks = quirks
         # The bigger unit is taken first; if each socket is one NUMA node, the NUMA node counts as the bigger.
         self.numa_nodes_outside = len(topology.sockets) >= len(topology.numa_nodes)
 
@@ -218,14 +218,16 @@ class _Packing:
         self.free -= cpus
         self.needed -= len(cpus)
 
-    def _take_whole(self, order: list[int], units: Mapping[int, frozenset[int]], average: int | None) -> None:
+    def _take_whole(
+        self, order: list[int], units: Mapping[int, frozenset[int]], average: int = 0, quirk: Quirk | None = None
+    ) -> None:
         """Take every unit of *order* that is completely free and has no more CPUs than are needed.
 
-        A unit counts as completely free if its number of free CPUs is *average*, or its own size (``None``).
+        A unit counts as completely free if its number of free CPUs is its own size, with *quirk* if it is *average*.
         """
         whole = []
         for unit in order:
-            size = len(units[unit]) if average is None or not self.unchecked else average
+            size = average if quirk in self.quirks else len(units[unit])
             if len(units[unit] & self.free) == size:
                 whole.append(unit)
         for unit in whole:
@@ -235,10 +237,11 @@ class _Packing:
                 return
 
     def take_whole_numa_nodes(self) -> None:
-        self._take_whole(self.numa_nodes(), self.topology.numa_nodes, None)
+        self._take_whole(self.numa_nodes(), self.topology.numa_nodes)
 
     def take_whole_sockets(self) -> None:
-        self._take_whole(self.sockets(), self.topology.sockets, self.topology.cpus_per_socket)
+        average = self.topology.cpus_per_socket
+        self._take_whole(self.sockets(), self.topology.sockets, average, Quirk.WHOLE_UNITS_UNCHECKED)
 
     def take_whole_outer(self) -> None:
         if self.numa_nodes_outside:
@@ -253,13 +256,14 @@ class _Packing:
             self.take_whole_numa_nodes()
 
     def take_whole_cores(self) -> None:
-        self._take_whole(self.cores(), self.topology.cores, self.topology.cpus_per_core)
+        average = self.topology.cpus_per_core
+        self._take_whole(self.cores(), self.topology.cores, average, Quirk.WHOLE_CORES_UNCHECKED)
 
     def take_uncores(self) -> None:
         """Take whole L3 caches while they fit, then a part of one that satisfies the request exactly (``takeUncoreCache``)."""
         for uncore in self.uncores():
             if self.needed >= self.topology.cpus_per_uncore:
-                self._take_whole(self.uncores(), self.topology.uncores, None)
+                self._take_whole(self.uncores(), self.topology.uncores)
                 if self.needed == 0:
                     return
             self._take_part_of_uncore(uncore)
@@ -349,16 +353,19 @@ class _Choice:
     """The NUMA nodes from which the remaining CPUs are taken."""
 
 
-def take_distributed(
+def take_distributed(  # noqa: PLR0913 - the kubelet's, and the bugs
     topology: CpuTopology,
     available: CpuSet,
     count: int,
     *,
     group: int = 1,
     spread: bool = False,
+    fewest: int = 0,
     quirks: frozenset[Quirk] = frozenset(Quirk),
 ) -> CpuSet:
     """Take *count* CPUs evenly from as few NUMA nodes as possible (``takeByTopologyNUMADistributed``).
+
+    They are *fewest* or more, unless fewer have free CPUs.
 
     CPUs are taken in groups of *group* (a core's CPUs with ``full-pcpus-only``); a *count* that is no multiple of it is
     packed. Raises :class:`AllocationError` in the kubelet's words, :class:`KubeletHangsError` if the kubelet would loop.
@@ -373,7 +380,10 @@ def take_distributed(
     search = _Distribution(topology, free, count, group, spread, quirks)
     per_numa_node = ceil_div(ceil_div(len(topology.cpus), group), len(topology.numa_nodes))
     groups = ceil_div(count, group)
-    for size in range(ceil_div(groups, per_numa_node), min(groups, len(search.have)) + 1):
+    least = ceil_div(groups, per_numa_node)
+    if fewest <= len(search.have):
+        least = max(least, fewest)
+    for size in range(least, min(groups, len(search.have)) + 1):
         choice = search.best(size, count // size // group * group)
         if choice.numa_nodes is not None:
             return search.collect(choice, count // size // group * group)

@@ -178,13 +178,19 @@ class CpuManager:
                 f'current set of available CPUs "{expected}" doesn\'t match with CPUs in state "{known}"'
             )
 
-    def take(self, available: CpuSet, count: int) -> CpuSet:
-        """Take *count* of the *available* CPUs by the configured options (``takeByTopology``)."""
+    def take(self, available: CpuSet, count: int, *, numa_nodes: int = 0) -> CpuSet:
+        """Take *count* of the *available* CPUs by the configured options (``takeByTopology``).
+
+        They are distributed across *numa_nodes* or more, which is the number that the Topology Manager has chosen.
+        """
         options = self.options
         spread = options.distribute_cpus_across_cores
         if options.distribute_cpus_across_numa:
             group = self.topology.cpus_per_core if options.full_pcpus_only else 1
-            return take_distributed(self.topology, available, count, group=group, spread=spread, quirks=self.quirks)
+            fewest = 0 if Quirk.HINT_SHRUNK in self.quirks else numa_nodes
+            return take_distributed(
+                self.topology, available, count, group=group, spread=spread, fewest=fewest, quirks=self.quirks
+            )
         uncore = options.prefer_align_cpus_by_uncorecache
         return take_packed(self.topology, available, count, spread=spread, prefer_uncore=uncore, quirks=self.quirks)
 
@@ -344,7 +350,7 @@ class CpuManager:
         aligned = CpuSet()
         if affinity is not None:
             here = pool & self._aligned(affinity)
-            aligned = self.take(here, min(count, len(here)))
+            aligned = self.take(here, min(count, len(here)), numa_nodes=affinity.bit_count())
         return aligned | self.take(pool - aligned, count - len(aligned))
 
     def _aligned(self, affinity: int) -> CpuSet:

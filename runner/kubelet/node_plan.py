@@ -18,7 +18,7 @@ from runner.kubelet.general_filter import NodeAllocatable
 from runner.kubelet.manifests import Manifest
 from runner.kubelet.memory_manager import requested_memory, without_shared_memory
 from runner.kubelet.pod import CPU, EPHEMERAL_STORAGE, MEMORY, Container, ContainerKind, Pod, format_bytes
-from runner.kubelet.quirks import KubeletConfigError, Quirk
+from runner.kubelet.quirks import FROM_SOURCE_MINOR, KubeletConfigError, Quirk
 from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.topology_manager import Hint, Policy
 from runner.placement.pins import Pinning, all_cpus, place
@@ -453,7 +453,7 @@ def _of_pod_level(pod: Pod, admission: Admission) -> Iterator[str]:
             f"CPUs {unused} are the pod's and no container's: each container has its own, and spec.resources has more than they"
             " have together"
         )
-    if together and admission.admitted:
+    if together and admission.admitted and kubelet.minor < FROM_SOURCE_MINOR:  # kubernetes#141041 keeps its CPUs
         yield from _after_restart(admission)
 
 

@@ -16,6 +16,7 @@ from runner.kubelet.explanation import Explanation
 from runner.kubelet.general_filter import PODS, Insufficient, NodeAllocatable, total_requests
 from runner.kubelet.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf, format_amount
 from runner.kubelet.pod import CPU, ContainerKind, format_bytes
+from runner.kubelet.quirks import FROM_SOURCE_MINOR
 from runner.kubelet.report.picture import approximate, picture_lines, reserved_of
 from runner.kubelet.state import Block
 from runner.kubelet.topology_manager import Hint
@@ -89,8 +90,9 @@ def kubelet_line(plan: NodePlan) -> str:
     configuration = plan.configuration
     options = {**configuration.cpu_manager_policy_options, **configuration.topology_manager_policy_options}
     listed = "".join(f", {name}={value}" for name, value in sorted(options.items()))
+    compared = ", from source and not run" if configuration.minor >= FROM_SOURCE_MINOR else ""
     return (
-        f"1.{configuration.minor}: CPU Manager {configuration.cpu_manager_policy}, Memory Manager"
+        f"1.{configuration.minor}{compared}: CPU Manager {configuration.cpu_manager_policy}, Memory Manager"
         f" {configuration.memory_manager_policy}, Topology Manager {configuration.topology_manager_policy}"
         f" (scope {configuration.topology_manager_scope}){listed}"
     )

@@ -342,6 +342,6 @@ def test_more_numa_nodes_than_allowed_need_the_option_or_policy_none() -> None:
 
 
 def test_a_version_that_is_not_known_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"cannot predict kubelet 1\.37"):
-        Kubelet.configured(host(1, 1, 2), attrs.evolve(CONFIGURATION, minor=37))
+    with pytest.raises(RefusedError, match=r"cannot predict kubelet 1\.38"):
+        Kubelet.configured(host(1, 1, 2), attrs.evolve(CONFIGURATION, minor=38))
     Kubelet.configured(host(1, 1, 2), attrs.evolve(CONFIGURATION, minor=33))

@@ -15,7 +15,14 @@ from runner.kubelet.cpu_assignment import CpuFacts, CpuTopology, take_distribute
 from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus_of_pod
 from runner.kubelet.numa_masks import mask_of
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
-from runner.kubelet.quirks import NEWEST_MINOR, AllocationError, KubeletConfigError, KubeletHangsError, Quirk, quirks_of
+from runner.kubelet.quirks import (
+    FROM_SOURCE_MINOR,
+    AllocationError,
+    KubeletConfigError,
+    KubeletHangsError,
+    Quirk,
+    quirks_of,
+)
 from runner.kubelet.state import CpuState
 from runner.kubelet.topology_manager import Hint, HintList
 
@@ -124,7 +131,7 @@ def test_an_assigned_cpu_is_assigned_again_where_cores_are_unequal() -> None:
     topology = CpuTopology(tuple(CpuFacts(cpu, core, 0, 0, 0) for cpu, core in enumerate(cores)))
     free = CpuSet.parse("1-7")
     assert str(take_packed(topology, free, 6)) == "0-1,4-7"
-    assert str(take_packed(topology, free, 6, quirks=ALL - {Quirk.WHOLE_UNITS_UNCHECKED})) == "2-7"
+    assert str(take_packed(topology, free, 6, quirks=ALL - {Quirk.WHOLE_CORES_UNCHECKED})) == "2-7"
 
 
 def manager(host: str, reserved: str, **options: str) -> CpuManager:
@@ -305,6 +312,11 @@ def test_hints_of_a_container_with_cpus_are_regenerated() -> None:
 def test_versions_that_are_not_known_are_refused() -> None:
     assert quirks_of(35) == ALL
     assert quirks_of(36) == ALL - {Quirk.DEVICE_HINTS_EVERYWHERE}
-    for minor in (32, NEWEST_MINOR + 1):
+    assert quirks_of(37) == {
+        Quirk.COMBINATIONS_OVERWRITTEN,
+        Quirk.WHOLE_UNITS_UNCHECKED,
+        Quirk.EMPTY_MEMORY_HINTS,
+    }
+    for minor in (32, FROM_SOURCE_MINOR + 1):
         with pytest.raises(RefusedError, match=rf"cannot predict kubelet 1\.{minor}: "):
             quirks_of(minor)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.cpuset import CpuSet
+from runner.errors import RefusedError
 from runner.facts.hardware import Hardware
 from runner.kubelet.admission import KubeletConfiguration, Outcome
 from runner.kubelet.configuration import parse_kubelet_configuration
@@ -910,3 +911,50 @@ def test_namespaces_that_an_instance_cannot_share_are_noted(key: str, consequenc
     vm, other = planned(EPYC, asked, shared).pods
     assert [note for note in vm.notes if note.startswith(f"spec.{key} is true: ") and consequence in note]
     assert not [note for note in other.notes if key in note]
+
+
+# --- 1.37, from its source --------------------------------------------------------------------------------------------
+
+
+def planned_for(minor: int, *pods: dict[str, Any], hardware: Hardware = EPYC, **keys: Any) -> NodePlan:
+    document = Value(HEAD | keys, "k.yaml")
+    configured, notes = parse_kubelet_configuration(document, hardware, minor)
+    manifests, _ = parse_manifests([Value(each, "p.yaml") for each in pods], pod_level_resources=True)
+    before = start_node(hardware, configured, {GPU: {0: 1, 1: 1}}, States())
+    return attrs.evolve(plan_node(hardware, configured, before, manifests), notes=notes)
+
+
+def test_the_newest_version_is_planned_from_its_source_and_says_so() -> None:
+    """Both GPUs are on other NUMA nodes: 1.36 takes all CPUs of one, 1.37 those of both."""
+    keys: dict[str, Any] = {
+        "topologyManagerPolicy": "best-effort",
+        "cpuManagerPolicyOptions": {"distribute-cpus-across-numa": "true"},
+    }
+    older, newer = (planned_for(minor, pod("vm", 8, more={GPU: 2}), **keys) for minor in (36, 37))
+    spread = [[len(plan.pods[0].cpus & cpus) for cpus in EPYC.cpus_of_numa_node.values()] for plan in (older, newer)]
+    assert sorted(spread[0]) == [0, 8]
+    assert spread[1] == [4, 4]
+    assert "1.37, from source and not run: CPU Manager static" in shown(newer)
+    assert [note for note in newer.notes if "no kubelet of this version was asked" in note]
+    assert not [note for note in older.notes if "no kubelet" in note]
+
+
+def test_the_newest_version_takes_no_core_with_a_reserved_cpu_whole() -> None:
+    for minor, cpus in ((36, "0,64"), (37, "1,65")):
+        plan = planned_for(minor, pod("first", 2), hardware=ONE_OFFLINE, reservedSystemCPUs="0")
+        assert str(plan.pods[0].cpus) == cpus, minor
+        assert plan.fits == (minor == 37)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("distribute-cpus-across-cores",), ("distribute-cpus-across-numa", "align-by-socket")],
+)
+def test_options_whose_change_is_not_modelled_are_refused(options: Sequence[str]) -> None:
+    keys: dict[str, Any] = {
+        "cpuManagerPolicyOptions": dict.fromkeys(options, "true"),
+        "featureGates": {"CPUManagerPolicyAlphaOptions": True},
+    }
+    planned_for(36, pod("vm", 2), **keys)
+    with pytest.raises(RefusedError, match=r"cannot predict kubelet 1\.37 with distribute-cpus-across-"):
+        planned_for(37, pod("vm", 2), **keys)
