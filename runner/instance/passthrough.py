@@ -90,6 +90,8 @@ def _why_not_returned(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractCo
         return f"it is bound to {repr(driver) if driver else 'no driver'} now, not to {device.driver!r}"
     if pci.is_silent(sysfs):
         return "it does not answer: its configuration space reads as nothing but ones"
+    if pci.has_lost_link(sysfs):
+        return "its PCI Express link is down after the reset; switch the machine off and on"
     if device.group_node is not None:
         with in_pod_cgroup():
             node = vfio.probe_node(device.group_node)

@@ -169,6 +169,12 @@ def is_silent(path: Path) -> bool:
     return header == b"\xff" * len(header)
 
 
+def has_lost_link(path: Path) -> bool:
+    """Tell whether the link of the device with the directory *path* is down; a virtual function has none of its own."""
+    link = _link(path)
+    return link is not None and link.width == 0 < link.best_width and not (path / "physfn").exists()
+
+
 def driver_of(path: Path) -> str | None:
     """Return the driver that the device with the directory *path* is bound to."""
     return _target_name(path / "driver")

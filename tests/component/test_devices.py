@@ -77,6 +77,7 @@ async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) 
         (paths[1] / "config").write_bytes(b"\xff" * 64)
         paths[2].rename(fake_host.root / "gone")
         Path(str(plan.machine.passthrough.devices[3].group_node)).unlink()
+        (paths[4] / "current_link_width").write_text("0\n")
         fake_host.stop.ask("the test is over")
 
     assert (await fake_host.run(plan, meanwhile=break_them)).status is Status.STOPPED
@@ -86,6 +87,7 @@ async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) 
         f"could not get the device {addresses[1]} back: it does not answer: its configuration space reads as nothing but ones",
         f"could not get the device {addresses[2]} back: it has gone from the bus",
         f"could not get the device {addresses[3]} back: {plan.machine.passthrough.devices[3].group_node}: No such file or directory",
+        f"could not get the device {addresses[4]} back: its PCI Express link is down after the reset; switch the machine off and on",
     ]
 
 
