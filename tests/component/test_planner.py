@@ -380,11 +380,11 @@ TWICE = "cannot read standard input twice: name a file for the SPEC, for --pod o
             "cannot use --device 'gpu': it takes RESOURCE=COUNT@NUMA_NODE, such as nvidia.com/gpu=4@0",
         ),
         ((*NODE, "--device", "a/b=1@7"), 2, "cannot use --device 'a/b=1@7': the host has no NUMA node 7"),
-        ((*NODE, "--kubelet", "1"), 2, "cannot use --kubelet '1': it takes a version, from 1.33 to 1.36"),
+        ((*NODE, "--kubelet", "1"), 2, "cannot use --kubelet '1': it takes a version, from 1.33 to 1.37"),
         (
             (*NODE, "--kubelet", "v1.32.4"),
             30,
-            "cannot predict kubelet 1.32: decisions are known from 1.33 to 1.36; give the version of the kubelet on that node",
+            "cannot predict kubelet 1.32: decisions are known from 1.33 to 1.37; give the version of the kubelet on that node",
         ),
         (
             (*NODE, "--what-if", "x"),
@@ -394,7 +394,10 @@ TWICE = "cannot read standard input twice: name a file for the SPEC, for --pod o
         (
             ("--node", "examples/plan/pod.yaml"),
             2,
-            "cannot use 'examples/plan/pod.yaml': it must hold one KubeletConfiguration, found 'Pod'",
+            (
+                "cannot use 'examples/plan/pod.yaml': it must hold one KubeletConfiguration, found 'Pod'; the one of a running"
+                " node is printed by: kubectl get --raw /api/v1/nodes/NODE/proxy/configz"
+            ),
         ),
         (
             (*NODE[:2], "--host", KUBELET),
