@@ -158,7 +158,8 @@ def test_a_task_that_is_born_while_the_others_are_listed_is_named_with_its_cgrou
 ) -> None:
     """It is on no list, and has ended before it can be looked up: it is known by its birth."""
     cpu = max(os.sched_getaffinity(0))
-    waits = f"read -r word; taskset -c {cpu} busybox sh -c 'echo born; read -r word'; exit 0"
+    waits = f"read -r word; taskset -c {cpu} sh -c 'echo $$; read -r word'; exit 0"
+    born: list[int] = []
     with subprocess.Popen(("sh", "-c", waits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         given, output = parent.stdin, parent.stdout
         assert given is not None
@@ -168,7 +169,7 @@ def test_a_task_that_is_born_while_the_others_are_listed_is_named_with_its_cgrou
             found = read_processes(roots)
             given.write(b"word\n")
             given.flush()
-            assert output.readline() == b"born\n"
+            born.append(int(output.readline()))
             return found
 
         monkeypatch.setattr(trace_module, "read_processes", listed)
@@ -176,7 +177,7 @@ def test_a_task_that_is_born_while_the_others_are_listed_is_named_with_its_cgrou
             parent.communicate(b"word\n")
             recorder.finish()
             [account] = recorder.accounts({}).values()
-    assert {task.cgroup for task in account.others or () if task.name == "busybox"} == {cgroup_of(os.getpid())}
+    assert {task.cgroup for task in account.others or () if task.tid in born} == {cgroup_of(os.getpid())}
 
 
 def foreign_seconds(instance: Instance) -> dict[int, float]:
