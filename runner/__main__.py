@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from runner.base.errors import RunnerError, Status, escaped, explain
 from runner.cli.commands import program_parser
-from runner.errors import RunnerError, Status, escaped, explain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_standard_streams()
     _write_from_the_background()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
-        import_module("runner.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
+        import_module("runner.base.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
     words = _with_options(sys.argv[1:] if argv is None else argv)
     command = _command_of(words)
     status: int = Status.STOPPED  # also of a command that stops printing because its reader has gone

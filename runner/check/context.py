@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.check.finding import Place
 from runner.check.programs import KubeletState, shared_pool_of
-from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
 from runner.facts.roots import Roots
 from runner.plan.host_checks import ASKING_FOR_LESS
-from runner.values import frozen
 
 
 @frozen

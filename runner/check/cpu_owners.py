@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.check.finding import Check, Finding, Place
-from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
 from runner.kernel.settings import Interrupt
 from runner.placement.pins import place
 from runner.plan.host_checks import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
-from runner.values import frozen
 
 OWN = Check("own-cpus", "a pod that asks for 20 CPUs has 20 CPUs only if no other pod is given any of them")
 CORES = Check("cores", "threads of one core slow each other, and memory of another NUMA node is slower by half")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 
 class Level(enum.Enum):

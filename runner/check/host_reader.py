@@ -16,18 +16,19 @@ import attrs
 import trio
 import trio.to_thread
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, RunnerError, SpecError, explain
+from runner.base.tasks import capture
 from runner.check import device_rights, programs
 from runner.check.context import CheckContext, CheckedHost
 from runner.check.finding import Check, CheckReport, Finding, Level, Place, place_of
 from runner.check.program_trials import try_programs
 from runner.check.questions import answers
-from runner.cpuset import CpuSet
-from runner.errors import HostError, RunnerError, SpecError, explain
 from runner.facts.host import Kvm
 from runner.facts.roots import Roots
+from runner.host.discover import SYSTEM_DIRECTORIES, read_host_facts, read_pod
+from runner.host.trial_guest import try_guest
 from runner.inspect.cpu_state import settled_cpu_state
-from runner.instance.discover import SYSTEM_DIRECTORIES, read_host_facts, read_pod
-from runner.instance.trial_guest import try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.files import find_program, probe_file
 from runner.kernel.kubelet_files import Frozen, attempt, is_registered
@@ -43,7 +44,6 @@ from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
 from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
-from runner.tasks import capture
 
 SPEC = Check("spec", "run refuses what the plan refuses, and warns of the same second-best choices")
 CHANGE_SPEC = "change the spec, or what it stands on"
@@ -59,7 +59,7 @@ PAUSE, READINGS = 0.1, 20
 async def check_host(host: CheckedHost, document: tuple[str, bytes] | None) -> CheckReport:
     """Return the findings of every check that applies here; *document* is a spec's name and text.
 
-    Raises :exc:`~runner.errors.HostError` where not even CPUs and NUMA nodes can be read.
+    Raises :exc:`~runner.base.errors.HostError` where not even CPUs and NUMA nodes can be read.
     """
     prefix = () if os.getpid() == 1 else dying_with_us()
     async with open_processes(prefix) as processes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from runner.base.cpuset import CpuSet
 from runner.check.finding import Check, Finding, Place
-from runner.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.kernel.settings import PciDevice, QuietCpus, Swap
 from runner.plan.disks import AIO_REQUESTS

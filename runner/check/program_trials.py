@@ -9,11 +9,11 @@ from functools import partial
 import attrs
 import trio
 
+from runner.base.errors import HostError, explain
 from runner.check import programs
 from runner.check.finding import Check, Finding
 from runner.check.programs import Program
-from runner.errors import HostError, explain
-from runner.instance.discover import SYSTEM_DIRECTORIES, find_virtiofsd
+from runner.host.discover import SYSTEM_DIRECTORIES, find_virtiofsd
 from runner.kernel.files import find_program
 from runner.kernel.processes import Command, Processes
 from runner.plan.argv.qemu import SANDBOX

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.check.finding import Check, Finding, Place
-from runner.cpuset import CpuSet
 from runner.facts.host import Virtiofsd
 from runner.kernel.kubelet_files import OTHER_ROOT, Frozen
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import too_old
-from runner.values import frozen
 
 QEMU = Check("qemu", "it runs the virtual machine")
 VIRTIOFSD = Check("virtiofsd", "each [[share]] is served by one")

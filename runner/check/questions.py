@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, explain
 from runner.check import cpu_owners, device_rights, kernel_settings, programs
 from runner.check.context import CheckContext, CheckedHost
 from runner.check.cpu_owners import CpuNeighbour, Init
 from runner.check.finding import Check, Finding, Place
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import why_not_opened
 from runner.kernel.files import cpu_limits

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import trio
 
+from runner.base.errors import Status
 from runner.check.context import CheckedHost
 from runner.check.finding import Level
 from runner.check.host_reader import check_host
 from runner.check.report import report_json, report_lines
 from runner.cli.options import absolute_path, add_json, add_spec, read_spec, source_of
-from runner.errors import Status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

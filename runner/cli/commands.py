@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Collection
 from importlib import import_module
 
-from runner.arguments import CommandLine, add_version
+from runner.base.arguments import CommandLine, add_version
 from runner.cli.options import STATUS_HELP, add_state_dir, default_state_directory
 
 COMMANDS = {

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runner.base.errors import UsageError
 from runner.cli.console_client import AttachRequest, attached, received, write_output
 from runner.cli.options import add_state_dir
-from runner.errors import UsageError
 from runner.kernel.sockets import Socket
 from runner.protocol.terminal_escapes import TerminalModes, without_questions
 
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
 def parse_key(text: str) -> bytes:
     """Return the byte that a terminal sends for ``ctrl-X``.
 
-    Raises :exc:`~runner.errors.UsageError` for any other *text*.
+    Raises :exc:`~runner.base.errors.UsageError` for any other *text*.
     """
     prefix, _, letter = text.lower().partition("-")
     if prefix == "ctrl" and len(letter) == 1 and letter in "abcdefghijklmnopqrstuvwxyz@[\\]^_":
@@ -57,7 +57,7 @@ def parse_key(text: str) -> bytes:
 def attach(directory: Path, request: AttachRequest, key: str) -> int:
     """Connect this terminal to the instance whose state is in *directory*, until *key* is typed or the instance ends.
 
-    Raises :exc:`~runner.errors.HostError` when no runner listens there, or it refuses.
+    Raises :exc:`~runner.base.errors.HostError` when no runner listens there, or it refuses.
     """
     byte = parse_key(key)
     with attached(directory, request) as (line, reply, output):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import attrs
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
-from runner.values import frozen
 
 LONGEST_REPLY = 1 << 12
 """Bytes of the runner's reply, without its line end."""
@@ -33,7 +33,7 @@ def attached(directory: Path, request: AttachRequest) -> Iterator[tuple[Socket, 
     """Hold a connection to the console of the instance whose state is in *directory*.
 
     Yields it with the runner's reply, and the guest's earlier output as far as it has arrived. Raises
-    :exc:`~runner.errors.HostError` when no runner listens there, or it refuses.
+    :exc:`~runner.base.errors.HostError` when no runner listens there, or it refuses.
     """
     with connected(directory, CONSOLE_SOCKET) as line:
         try:

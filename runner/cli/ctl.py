@@ -11,11 +11,11 @@ from typing import Any
 
 import trio
 
+from runner.base.errors import Status, UsageError, escaped
+from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
 from runner.cli.options import absolute_path, add_json, add_state_dir
-from runner.errors import Status, UsageError, escaped
 from runner.spec.rules import format_size
-from runner.table import aligned, duration
 
 QMP_EXAMPLES = """\
 examples:
@@ -216,7 +216,7 @@ def main(arguments: argparse.Namespace) -> int:
 def parse_keys(words: Iterable[str]) -> dict[str, object]:
     """Return the keys of a ``[[disk]]`` given as ``key=value``: values as in TOML, words also without quotes.
 
-    Raises :exc:`~runner.errors.UsageError`.
+    Raises :exc:`~runner.base.errors.UsageError`.
     """
     found: dict[str, object] = {}
     for word in words:

@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
+from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain
 from runner.cli.options import read_spec, source_of
-from runner.errors import Problem, RunnerError, SpecError, escaped, explain
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
@@ -62,7 +62,7 @@ def _texts(cloud_init: CloudInitSpec) -> dict[str, bytes]:
 
 
 def refuse_broken_seed(source: str, seed: SeedPlan) -> None:
-    """Raise :exc:`~runner.errors.SpecError` if cloud-init could not read the documents of *seed*."""
+    """Raise :exc:`~runner.base.errors.SpecError` if cloud-init could not read the documents of *seed*."""
     given = {"user_data": seed.user_data, "meta_data": seed.meta_data, "network_config": seed.network_config}
     problems = [*yaml_problems({name: secret.content for name, secret in given.items() if secret is not None})]
     if problems:

@@ -20,14 +20,14 @@ from pathlib import Path
 import attrs
 import trio
 
+from runner.base.errors import RefusedError, Status
+from runner.base.tasks import first_of
 from runner.cli.outcomes import KILLED, explain_status
-from runner.errors import RefusedError, Status
 from runner.facts.roots import Roots
 from runner.kernel.privileges import CAP_SYS_ADMIN
 from runner.kernel.processes import dying_with_us
 from runner.kernel.procfs import Procfs
 from runner.kernel.terminal_processes import TerminalProcess
-from runner.tasks import first_of
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end the guest; a terminal that is closed sends the last one."""
@@ -72,7 +72,7 @@ CONSOLE_ENDS_WITHIN = 5.0
 def run_first_guest(guest: Path) -> int:
     """Boot the guest in the directory *guest*, attach this terminal to its shell, and return the exit status of ``run``.
 
-    Raises :exc:`~runner.errors.RefusedError` before anything is touched.
+    Raises :exc:`~runner.base.errors.RefusedError` before anything is touched.
     """
     _refuse_what_cannot_work(guest)
     program = os.path.abspath(sys.argv[0])  # noqa: PTH100 - a link stays what it is

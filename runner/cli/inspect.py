@@ -14,8 +14,9 @@ from pathlib import Path
 import attrs
 import trio
 
+from runner.base.errors import NoInstanceError, Status, escaped
+from runner.base.values import frozen
 from runner.cli.options import add_json, add_state_dir
-from runner.errors import NoInstanceError, Status, escaped
 from runner.facts.roots import Roots
 from runner.inspect.cpu_time import TraceReport
 from runner.inspect.observation import Observation
@@ -23,9 +24,8 @@ from runner.inspect.observe import observe_container, observe_node
 from runner.inspect.render import report_json, report_lines, state_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.trace_render import trace_json, trace_lines
-from runner.instance.state_directory import RECEIPT
+from runner.instance.parts.state_directory import RECEIPT
 from runner.kernel.cgroup import Cgroup
-from runner.values import frozen
 
 _CLEAR = "\x1b[H\x1b[2J"
 """Cursor home, erase the screen (ECMA-48)."""
@@ -152,7 +152,7 @@ class InspectionTarget:
 async def _inspect(target: InspectionTarget, interval: float | None, show: Callable[[InspectionReport], None]) -> None:
     """Observe, judge and *show* the report: every *interval* seconds until cancelled, or once.
 
-    Raises :class:`NoInstanceError` when there is nothing to observe, :class:`~runner.errors.HostError` when /proc cannot be
+    Raises :class:`NoInstanceError` when there is nothing to observe, :class:`~runner.base.errors.HostError` when /proc cannot be
     read.
     """
     while True:

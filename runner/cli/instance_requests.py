@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.sockets import CONTROL_SOCKET
 from runner.protocol.controller_client import ask
 
@@ -23,7 +23,7 @@ _CHANGES = {"upgrade", "qemu.update", "cpu.set", "disk.attach", "disk.detach", "
 async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
     """Return the answer of the instance whose *state_directory* this is.
 
-    Raises :exc:`~runner.errors.RunnerError` when no instance listens there, it refuses the request, or does not answer.
+    Raises :exc:`~runner.base.errors.RunnerError` when no instance listens there, it refuses the request, or does not answer.
     """
     changes = method in _CHANGES
     within = CHANGED_WITHIN if changes else ANSWERED_WITHIN

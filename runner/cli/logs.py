@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from runner.base.errors import HostError, NoInstanceError
 from runner.cli.console_client import AttachRequest, attached, received, write_output
 from runner.cli.options import add_state_dir
-from runner.errors import HostError, NoInstanceError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _follow(directory: Path) -> None:
-    """Print what the console shows until the instance ends. Raises :exc:`~runner.errors.HostError` if there is none."""
+    """Print what the console shows until the instance ends. Raises :exc:`~runner.base.errors.HostError` if there is none."""
     with attached(directory, AttachRequest(write=False, steal=False)) as (line, _reply, earlier):
         write_output(earlier)
         while data := received(line):
@@ -43,7 +43,7 @@ def _follow(directory: Path) -> None:
 
 
 def _print_kept(directory: Path) -> None:
-    """Print the console's log, the older part first. Raises :exc:`~runner.errors.NoInstanceError` if there is none."""
+    """Print the console's log, the older part first. Raises :exc:`~runner.base.errors.NoInstanceError` if there is none."""
     files = [file for file in (directory / "console.log.1", directory / "console.log") if file.exists()]
     if not files:
         raise NoInstanceError(

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from runner.base.errors import SpecError, UsageError
 from runner.cli.options import source_of
-from runner.errors import SpecError, UsageError
-from runner.kubelet.configuration import configuration_among
-from runner.kubelet.manifest_mistakes import mistakes_of
-from runner.kubelet.vendor_forms import is_settings, no_configuration
+from runner.node_plan.configuration import configuration_among
+from runner.node_plan.manifest_mistakes import mistakes_of
+from runner.node_plan.vendor_forms import is_settings, no_configuration
 from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from runner.errors import Status, UsageError
+from runner.base.errors import Status, UsageError
 
 STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.lower()}" for status in Status)
 
@@ -100,7 +100,7 @@ def absolute_path(text: str) -> PurePosixPath:
 def read_spec_file(path: str) -> bytes:
     """Return the bytes of the regular file at *path*; a FIFO or a device could block the caller.
 
-    Raises :exc:`~runner.errors.UsageError`.
+    Raises :exc:`~runner.base.errors.UsageError`.
     """
     from runner.spec.rules import LARGEST_DOCUMENT  # here, because most commands read no spec
 
@@ -116,7 +116,7 @@ def read_spec_file(path: str) -> bytes:
 
 
 def read_spec(path: str) -> bytes:
-    """Return the bytes of the spec at *path*, or of standard input for ``-``. Raises :exc:`~runner.errors.UsageError`."""
+    """Return the bytes of the spec at *path*, or of standard input for ``-``. Raises :exc:`~runner.base.errors.UsageError`."""
     if path != "-":
         return read_spec_file(path)
     from runner.spec.rules import LARGEST_DOCUMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from runner.errors import Status
+from runner.base.errors import Status
 
 OUTCOMES: Mapping[Status, tuple[str, str]] = {
     Status.STOPPED: ("SIGTERM, SIGINT or SIGHUP; the guest powered itself down in time", "none"),

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import trio
 
-from runner.errors import RunnerError, Status, explain
+from runner.base.errors import RunnerError, Status, explain
 from runner.instance.init import ExitReport, Streams, failed_system_call
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
 if TYPE_CHECKING:
-    from runner.instance.carried import CarriedOutputs  # only a runner that is renewed carries any
+    from runner.instance.renewal.carried import CarriedOutputs  # only a runner that is renewed carries any
 
 log = logging.getLogger("runner")
 
@@ -53,7 +53,7 @@ class Outputs:
 
     def carried(self) -> CarriedOutputs:
         """Return what the program that renews this one must know of them."""
-        from runner.instance.carried import CarriedOutputs
+        from runner.instance.renewal.carried import CarriedOutputs
         from runner.kernel.carried import CarriedFd
 
         return CarriedOutputs(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import trio
 
+from runner.base.errors import Status, UsageError, escaped
 from runner.cli.options import DEFAULT_SPEC, add_json, add_spec, read_spec, source_of
-from runner.errors import Status, UsageError, escaped
 from runner.instance.init import plan_here
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import SeedPlan
@@ -128,7 +128,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_without_document(arguments: argparse.Namespace) -> None:
-    """Raise :exc:`~runner.errors.UsageError` for what ``--document-only`` does not take."""
+    """Raise :exc:`~runner.base.errors.UsageError` for what ``--document-only`` does not take."""
     others = (*NODE_OPTIONS, "record", "node", "json", "show_argv", "nccl")
     if any(getattr(arguments, name) for name in others):
         raise UsageError("cannot use other options with --document-only: it takes SPECs alone")
@@ -150,13 +150,13 @@ def _print_nccl(plan: InstancePlan) -> None:
 def _seed_image(seed: SeedPlan | None) -> bytes | None:
     if seed is None:
         return None
-    from runner.instance.seed import seed_image  # here, because most plans need no image
+    from runner.instance.parts.seed import seed_image  # here, because most plans need no image
 
     return seed_image(seed)
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    """Raise :exc:`~runner.errors.UsageError` for arguments that do not go together, before any file is read."""
+    """Raise :exc:`~runner.base.errors.UsageError` for arguments that do not go together, before any file is read."""
     given = [name for name in NODE_OPTIONS if getattr(arguments, name)]
     if len(arguments.spec) > 1:
         raise UsageError("cannot plan several instances at once: name one SPEC, or check them by --document-only")

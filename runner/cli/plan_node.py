@@ -16,17 +16,18 @@ from pathlib import Path
 
 import attrs
 
+from runner.base.errors import HostError, RefusedError, UsageError
 from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
-from runner.errors import HostError, RefusedError, UsageError
 from runner.facts.hardware import Hardware
 from runner.kernel.kubelet_files import read_state_file
 from runner.kernel.sysfs import read_kubelet_hardware
-from runner.kubelet.configuration import changed, parse_kubelet_configuration
-from runner.kubelet.device_manager import Devices, peak_devices
-from runner.kubelet.machine_info import machine_info
-from runner.kubelet.manifests import Manifest, parse_manifests
-from runner.kubelet.node_plan import (
+from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
+from runner.node_plan.configuration import changed, parse_kubelet_configuration
+from runner.node_plan.device_manager import Devices, peak_devices
+from runner.node_plan.machine_info import machine_info
+from runner.node_plan.manifests import Manifest, parse_manifests
+from runner.node_plan.node_plan import (
     Fit,
     KnownPods,
     NodePlan,
@@ -37,10 +38,9 @@ from runner.kubelet.node_plan import (
     start_node,
     unclear_pods,
 )
-from runner.kubelet.quirks import FROM_SOURCE_MINOR, NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
-from runner.kubelet.report.svg import picture_svg
-from runner.kubelet.report.text import hardware_line, node_json, node_lines
-from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
+from runner.node_plan.quirks import FROM_SOURCE_MINOR, NEWEST_MINOR, OLDEST_MINOR, KubeletConfigError
+from runner.node_plan.report.svg import picture_svg
+from runner.node_plan.report.text import hardware_line, node_json, node_lines
 from runner.spec.instance import PLACEHOLDER, parse_elsewhere
 from runner.spec.value import Value
 

@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 from qemu.qmp import EventListener, ExecInterruptedError, ExecuteError, QMPClient, QMPError
 
+from runner.base.errors import HostError, RefusedError, RunnerError, UsageError, explain
 from runner.cli.instance_requests import ANSWERED_WITHIN, unanswered
-from runner.errors import HostError, RefusedError, RunnerError, UsageError, explain
 from runner.kernel.sockets import QMP_SOCKET, connected
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ help shows this, exit or Ctrl-D ends. Events are shown after the next command.""
 def run(state_directory: Path, words: Sequence[str], *, shell: bool) -> None:
     """Execute the command that *words* are and print what it returns; with *shell*, those that are typed instead.
 
-    Raises :exc:`~runner.errors.RunnerError` when no instance listens, or the command is refused.
+    Raises :exc:`~runner.base.errors.RunnerError` when no instance listens, or the command is refused.
     """
     if shell == bool(words):
         raise UsageError("cannot tell what to execute: name a QMP command, or --shell without one")
@@ -82,7 +82,7 @@ class Connection:
             self._runner.close()
 
     def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> object:
-        """Return what *command* returns. Raises :exc:`~runner.errors.RunnerError`."""
+        """Return what *command* returns. Raises :exc:`~runner.base.errors.RunnerError`."""
         try:
             return self._run(self._client.execute(command, arguments))
         except ExecuteError as error:
@@ -94,7 +94,7 @@ class Connection:
             raise HostError(f"cannot execute {command!r}: the instance hung up") from error
 
     def _run(self, act: Coroutine[Any, Any, T]) -> T:
-        """Return what *act* returns. Raises :exc:`~runner.errors.HostError` if it takes too long."""
+        """Return what *act* returns. Raises :exc:`~runner.base.errors.HostError` if it takes too long."""
         try:
             return self._runner.run(asyncio.wait_for(act, ANSWERED_WITHIN))
         except TimeoutError:
@@ -108,7 +108,7 @@ class Connection:
 def parse_words(words: Sequence[str]) -> tuple[str, dict[str, object] | None]:
     """Return the command and its arguments, which are one JSON object or ``key=value`` with JSON or text as values.
 
-    Raises :exc:`~runner.errors.UsageError`.
+    Raises :exc:`~runner.base.errors.UsageError`.
     """
     command, *rest = words
     if not rest:
@@ -177,7 +177,7 @@ class _Shell:
                     self._do(words)
 
     def _do(self, words: Sequence[str]) -> None:
-        """Execute a line. Raises :exc:`~runner.errors.HostError` when the connection is over."""
+        """Execute a line. Raises :exc:`~runner.base.errors.HostError` when the connection is over."""
         try:
             print(HELP if words == ["help"] else _shown(self._connection.execute(*parse_words(words))))
         except HostError:

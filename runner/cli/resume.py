@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
+from runner.base.errors import HostError, RefusedError, explain
 from runner.cli.outputs import Outputs
-from runner.errors import HostError, RefusedError, explain
 from runner.instance.init import resume_as_init
 from runner.instance.renewal.codec import decode
 from runner.instance.renewal.upgrade import FORMAT, committed_after, taken_over
@@ -43,7 +43,7 @@ class ExecutedStage(Protocol):
 def rehearse(stage: ExecutedStage) -> None:
     """Show that this program could go on; the one that runs now checks the other one's directory first.
 
-    Raises :exc:`~runner.errors.RunnerError`.
+    Raises :exc:`~runner.base.errors.RunnerError`.
     """
     document = stage.document
     if stage.index:

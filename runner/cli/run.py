@@ -6,9 +6,9 @@ import argparse
 import os
 from pathlib import Path, PurePosixPath
 
-from runner.arguments import LOG_FORMATS, argument_type
+from runner.base.arguments import LOG_FORMATS, argument_type
 from runner.cli.options import DEFAULT_SPEC, STATUS_HELP, TERMINATION_LOG, add_spec
-from runner.instance.state_directory import discard_signs
+from runner.instance.parts.state_directory import discard_signs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,9 @@ import os
 import signal
 from pathlib import Path, PurePosixPath
 
+from runner.base.errors import UsageError
 from runner.cli.options import TERMINATION_LOG, read_spec_file
 from runner.cli.outputs import Outputs
-from runner.errors import UsageError
 from runner.instance.init import ASK_TO_STOP, ExitReport, run_as_init
 from runner.instance.supervisor import CarryOver
 from runner.kernel.processes import raise_descriptor_limit

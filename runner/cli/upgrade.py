@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
+from runner.base.errors import HostError, UsageError
 from runner.cli.instance_requests import ask_instance
-from runner.errors import HostError, UsageError
 from runner.protocol.controller_client import ControllerAbsentError, ControllerError
 from runner.protocol.jsonrpc import METHOD_NOT_FOUND
 
@@ -14,7 +14,7 @@ from runner.protocol.jsonrpc import METHOD_NOT_FOUND
 async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, digest: str) -> object:
     """Return what the runner says of itself once it is the program in *directory*, which has this *digest*.
 
-    Raises :exc:`~runner.errors.RunnerError` when it is not: the runner before continues then.
+    Raises :exc:`~runner.base.errors.RunnerError` when it is not: the runner before continues then.
     """
     before = await _runner(state_directory)
     params = {"from": str(directory), "digest": digest}

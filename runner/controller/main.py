@@ -18,11 +18,18 @@ from typing import Literal, get_args
 import attrs
 import trio
 
-from runner.arguments import LOG_FORMATS, CommandLine, add_version, argument_type
-from runner.controller.cache_tuner import RESCTRL, CacheTuner
-from runner.controller.cpu_source import CpuSource
-from runner.controller.host_tuner import HostTuner, TuningOptions
-from runner.controller.limits import (
+from runner.base.arguments import LOG_FORMATS, CommandLine, add_version, argument_type
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, RunnerError, Status, UsageError, explain
+from runner.base.values import frozen
+from runner.controller.metrics import respond
+from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
+from runner.controller.serve.methods import RpcMethods, Timeouts
+from runner.controller.serve.pods import PodCgroups
+from runner.controller.serve.server import listening
+from runner.controller.tasks import restarted
+from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.limits import (
     INSTANCE_MEMORY,
     Limits,
     default_memory,
@@ -33,17 +40,11 @@ from runner.controller.limits import (
     parse_processes,
     parse_weight,
 )
-from runner.controller.loop import Intervals, ReconcileLoop, running_loop
-from runner.controller.memory_guard import MemoryGuard
-from runner.controller.methods import RpcMethods, Timeouts
-from runner.controller.metrics import respond
-from runner.controller.pods import PodCgroups
-from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
-from runner.controller.server import listening
-from runner.controller.tasks import restarted
-from runner.controller.tree import Tree
-from runner.cpuset import CpuSet
-from runner.errors import HostError, RunnerError, Status, UsageError, explain
+from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.tree.memory_guard import MemoryGuard
+from runner.controller.tree.tree import Tree
+from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.facts.hardware import hugetlb_name
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DeviceRule
@@ -58,7 +59,6 @@ from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
 from runner.protocol.logs import LogHandler, open_output
 from runner.protocol.unix_server import SocketLimits, UnixServer
-from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
     parser = command_line()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
-        from runner.completion import complete
+        from runner.base.completion import complete
 
         complete(parser)
     arguments = parser.parse_args(argv)
@@ -136,7 +136,7 @@ def _run(arguments: argparse.Namespace, output: NonBlockingWriter) -> int:
         privileged = start_privileged(
             options.root, options.proc, options.device_rules, macvtaps=options.macvtaps, partitions=partitions
         )
-        raise_descriptor_limit()  # some 20 for each instance (runner/controller/held_files.py)
+        raise_descriptor_limit()  # some 20 for each instance (runner/controller/tree/held_files.py)
         trio.run(control, options, privileged, output)
     except RunnerError as error:
         return _failed(error)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterator
 import attrs
 from prometheus_client.metrics_core import Metric
 
-from runner.controller.disturbances import KINDS, SettingKind
-from runner.controller.handover import Handover
-from runner.controller.reconcile import ISOLATED, Observed
+from runner.base.values import frozen
+from runner.controller.serve.handover import Handover
+from runner.controller.tree.reconcile import ISOLATED, Observed
+from runner.controller.tune.disturbances import KINDS, SettingKind
 from runner.kernel.waiting import shortages
 from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
-from runner.values import frozen
 
 _LAST_ENDS = 16
 

@@ -9,8 +9,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.controller.partition_writer import PartitionWriter, start_partition_writer
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
+from runner.base.values import frozen
+from runner.controller.tree.partition_writer import PartitionWriter, start_partition_writer
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
 from runner.kernel.privileges import (
@@ -22,13 +23,12 @@ from runner.kernel.privileges import (
     enter_cgroup_namespace,
     keep_capabilities,
 )
-from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
 KEPT_CAPABILITIES = (
     CAP_DAC_OVERRIDE,  # to write in the hierarchy's root
-    CAP_KILL,  # to end processes of any user when a pod has taken too much memory (runner/controller/memory_guard.py)
+    CAP_KILL,  # to end processes of any user when a pod has taken too much memory (runner/controller/tree/memory_guard.py)
     CAP_SYS_PTRACE,  # to read the namespaces and the descriptors of other processes
     CAP_SYS_NICE,  # to move threads that have more capabilities, as the kernel's (cpuset_can_attach, cap_safe_nice)
     CAP_SYS_RESOURCE,  # to send descriptors however many root's other processes have sent (net/unix/scm.c, too_many_unix_fds)
@@ -75,7 +75,7 @@ def start_privileged(
     of them is whose, a device filter cannot know (``tap_open`` of ``drivers/net/tap.c`` asks for no network namespace).
     ``None``: there is to be no filter. An error in attaching it is part of the result, because the instances that run are
     served all the same. With *partitions* a process is started that keeps the right to make them. Raises
-    :class:`~runner.errors.HostError`, also if another controller has the tree *root*: then nothing of it has been changed.
+    :class:`~runner.base.errors.HostError`, also if another controller has the tree *root*: then nothing of it has been changed.
     """
     enter_cgroup_namespace(procfs / "1")
     # Before the lock, which a process that is forked after it would hold for a moment longer than this one lives.
@@ -96,7 +96,7 @@ def start_privileged(
 def _claim(root: Path) -> None:
     """Lock the directory *root*, if it is there, until this process ends: its descriptor stays open.
 
-    Not the directory of the socket, which pods can open, and so could lock. Raises :class:`~runner.errors.HostError`.
+    Not the directory of the socket, which pods can open, and so could lock. Raises :class:`~runner.base.errors.HostError`.
     """
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from runner.base.errors import HostError
 from runner.controller.metrics import ControllerCounters
-from runner.errors import HostError
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block", "other"]
 

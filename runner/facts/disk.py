@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, assert_never
 
 import attrs
 
+from runner.base.values import frozen
 from runner.facts.file_formats import FileFormat
-from runner.values import frozen
 
 if TYPE_CHECKING:  # only instances with disks have any
     from runner.facts.disk_content import DiskContent

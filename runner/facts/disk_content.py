@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import attrs
 
+from runner.base.values import frozen
 from runner.facts.file_formats import FileFormat, identify
-from runner.values import frozen
 
 _ESP = bytes.fromhex("28732ac11ff8d211ba4b00a0c93ec93b")
 """The type of an EFI system partition, C12A7328-F81F-11D2-BA4B-00A0C93EC93B, as a GPT has it (UEFI 2.10, 5.3.3)."""

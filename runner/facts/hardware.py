@@ -14,9 +14,9 @@ from typing import Any, NoReturn, Self
 
 import attrs
 
-from runner.cpuset import MAX_CPU, CpuSet
-from runner.errors import Problem, SpecError
-from runner.values import frozen
+from runner.base.cpuset import MAX_CPU, CpuSet
+from runner.base.errors import Problem, SpecError
+from runner.base.values import frozen
 
 FORMAT = 1
 """Version of the recorded form, incremented when an older reader would misunderstand it."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import DocumentFact, FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.memory import MemoryLimits
-from runner.values import frozen
 
 if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 1 pays for what it imports
     from runner.facts.network import Interface

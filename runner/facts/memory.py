@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 
 @frozen

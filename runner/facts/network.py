@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 IpAddress = IPv4Address | IPv6Address
 IpInterface = IPv4Interface | IPv6Interface

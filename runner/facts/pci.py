@@ -8,7 +8,7 @@ from typing import Literal
 
 import attrs
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 
 @frozen

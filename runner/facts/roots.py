@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 
 @frozen

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runner.cpuset import CpuSet
-from runner.values import frozen
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 
 
 @frozen

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.kubelet_files import Frozen, attempt_claims, settled
 from runner.kubelet.claims import CDI_FILES, claimed_cpu_state, parse_cpu_claims

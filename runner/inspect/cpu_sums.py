@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.inspect.cpu_time import CpuAccount, TaskTime
 from runner.inspect.observe import read_processes
 from runner.kernel.procfs import Procfs
 from runner.placement.threads import ObservedThread
-from runner.values import frozen
 
 
 @frozen

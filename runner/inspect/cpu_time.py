@@ -11,11 +11,11 @@ from typing import Literal, assert_never
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.inspect.observation import ObservedGuarantee, Viewpoint
 from runner.inspect.rules import NO_VCPU_THREAD, RuleResult, RuleVerdict
 from runner.placement.backends import Backend
-from runner.values import frozen
 
 IDLE = 0
 """The number of the idle task of every CPU."""

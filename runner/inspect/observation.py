@@ -7,12 +7,12 @@ from typing import Literal
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.facts.memory import MemoryCharge
 from runner.inspect.settings import CpuSettings
 from runner.placement.backends import Backend
 from runner.placement.threads import GuaranteeKind, ObservedThread, Role, ThreadRules
-from runner.values import frozen
 
 Viewpoint = Literal["container", "node"]
 """From where instances are observed."""

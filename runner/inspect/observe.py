@@ -16,8 +16,9 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, NoInstanceError, escaped, explain
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, NoInstanceError, escaped, explain
+from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.cpu_state import settled_cpu_state
@@ -56,7 +57,6 @@ from runner.placement.threads import (
     parse_names,
     parse_receipt,
 )
-from runner.values import frozen
 
 FOLLOWS_WITHIN = 1.0
 """Seconds the controller may take from the kubelet's file to float; only then does a difference count."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from runner.base.table import aligned, duration
 from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
 from runner.placement.threads import UNNAMED, ObservedThread
-from runner.table import aligned, duration
 
 HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")
 LIST_HEAD = ("INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from runner.base.values import frozen
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.placement.threads import ObservedThread, Receipt, Role
-from runner.values import frozen
 
 
 @frozen

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import assert_never
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.inspect.observation import (
     GuestMemory,
     InstanceObservation,
@@ -34,7 +35,6 @@ from runner.placement.threads import (
     WrongCgroup,
     sentences,
 )
-from runner.values import frozen
 
 
 class RuleResult(enum.Enum):

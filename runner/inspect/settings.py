@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.kernel.host_settings import WORK_QUEUES, HostSettings, governor_path, latency_path
-from runner.values import frozen
 
 _SHOWN = 6
 _NO_LIMIT = "0"

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import attrs
 
+from runner.base.values import frozen
 from runner.inspect.cpu_time import IDLE
 from runner.inspect.observe import ProcessTable
 from runner.kernel.procfs import Procfs
 from runner.kernel.ring_buffer import records
 from runner.kernel.tracefs import TraceInstance
-from runner.values import frozen
 
 _KTHREADD = 2
 """The parent of every kernel thread (``kernel/kthread.c``)."""

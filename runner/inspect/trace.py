@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 import attrs
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, escaped, explain
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, escaped, explain
 from runner.facts.roots import Roots
 from runner.inspect.cpu_sums import CpuSums
 from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from runner.base.table import aligned
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.render import instance_title, verdict_json, verdict_lines
-from runner.table import aligned
 
 HEAD = ("CPU", "TASK", "NAME", "PID", "TID", "NANOSECONDS", "SHARE", "CGROUP")
 FORMAT = 1

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from runner.errors import HostError, RefusedError, RunnerError, Status, explain
+from runner.base.errors import HostError, RefusedError, RunnerError, Status, explain
+from runner.base.tasks import capture
+from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.instance.discover import read_host_facts
+from runner.host.discover import read_host_facts
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import CarryOver, Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
 from runner.kernel.nonblocking_writer import NonBlockingWriter
@@ -25,11 +27,9 @@ from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
-from runner.tasks import capture
-from runner.values import frozen
 
 if TYPE_CHECKING:
-    from runner.instance.carried import CarriedCounters, CarriedRun  # only a runner that is renewed carries any
+    from runner.instance.renewal.carried import CarriedCounters, CarriedRun  # only a runner that is renewed carries any
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ async def run_as_init(
 
 
 def _refuse_foreign_procfs() -> None:
-    """Raise :exc:`~runner.errors.RefusedError` unless /proc shows the processes of our PID namespace, by our numbers."""
+    """Raise :exc:`~runner.base.errors.RefusedError` unless /proc shows the processes of our PID namespace, by our numbers."""
     try:
         shown = os.readlink("/proc/self")  # noqa: PTH115 - PID 1 needs no more of pathlib
     except OSError as error:
@@ -177,7 +177,7 @@ def _counting(supervisor: Supervisor) -> Supervisor:
 
 
 def _counts(supervisor: Supervisor) -> CarriedCounters:
-    from runner.instance.carried import CarriedCounters
+    from runner.instance.renewal.carried import CarriedCounters
 
     counters = supervisor.counters
     return CarriedCounters(
@@ -193,7 +193,7 @@ def _counts(supervisor: Supervisor) -> CarriedCounters:
 
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
-    """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.errors.RunnerError`."""
+    """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.base.errors.RunnerError`."""
     spec = parse_instance(source, data, os.environ)
     async with open_supervisor(StopRequest(), Faults(), dying_with_us()) as supervisor:
         result = await capture(partial(_plan, source, spec, supervisor, state_directory))
@@ -254,7 +254,7 @@ async def _run_plan(plan: InstancePlan, supervisor: Supervisor, streams: Streams
 
 
 def _carried_run(plan: InstancePlan, http: tuple[str, int] | None, *, pid1: bool) -> CarriedRun:
-    from runner.instance.carried import CarriedRun
+    from runner.instance.renewal.carried import CarriedRun
 
     # Without cloud-init's documents, which QEMU has: they hold secrets, and nothing needs them any more.
     return CarriedRun(attrs.evolve(plan, machine=attrs.evolve(plan.machine, seed=None)), http, pid1)
@@ -312,7 +312,7 @@ async def _probes_served(
     if http is None:
         yield
         return
-    from runner.instance.probes import probes_served  # here, because not every instance serves them
+    from runner.instance.watch.probes import probes_served  # here, because not every instance serves them
 
     async with probes_served(supervisor, plan, http):
         yield

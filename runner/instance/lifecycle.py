@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from runner.errors import Status, explain
-from runner.instance.cgroups.active import ActivePlacement, entered_cgroups
-from runner.instance.console import console_shown
-from runner.instance.daemons import FATAL, anchored, first_dead, refuse_dead, shared
-from runner.instance.display import display_shown
-from runner.instance.memory import guest_memory
-from runner.instance.qemu import (
+from runner.base.errors import Status, explain
+from runner.base.tasks import first_of
+from runner.instance.parts.cgroups.active import ActivePlacement, entered_cgroups
+from runner.instance.parts.console import console_shown
+from runner.instance.parts.daemons import FATAL, anchored, first_dead, refuse_dead, shared
+from runner.instance.parts.display import display_shown
+from runner.instance.parts.memory import guest_memory
+from runner.instance.parts.qemu import (
     GuestEnd,
     OpenedFiles,
     Qemu,
@@ -30,22 +31,21 @@ from runner.instance.qemu import (
     paused_qemu,
     started_within,
 )
-from runner.instance.readiness import Readiness
-from runner.instance.state_directory import RECEIPT, discard_leftovers
+from runner.instance.parts.state_directory import RECEIPT, discard_leftovers
 from runner.instance.supervisor import StopRequestedError, Supervisor, carried_fd
+from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.kernel.waiting import readable
 from runner.plan.instance import InstancePlan, ShutdownPlan
-from runner.tasks import first_of
 
 if TYPE_CHECKING:
-    from runner.instance.carried import CarriedControl  # only a runner that is renewed carries any
-    from runner.instance.control.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
-    from runner.instance.network import NicBackend
-    from runner.instance.receipts import Receipts
-    from runner.instance.vcpus import Vcpus  # imported at the first change
+    from runner.instance.change.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
+    from runner.instance.parts.network import NicBackend
+    from runner.instance.parts.vcpus import Vcpus  # imported at the first change
+    from runner.instance.renewal.carried import CarriedControl  # only a runner that is renewed carries any
+    from runner.instance.watch.receipts import Receipts
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ CAUSE_WITHIN = 2.0
 async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:
     """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
 
-    Raises :exc:`~runner.errors.RunnerError` when the start failed; everything that was acquired has been released then,
+    Raises :exc:`~runner.base.errors.RunnerError` when the start failed; everything that was acquired has been released then,
     and what could not be released is in ``supervisor.faults``.
     """
     readiness = Readiness(supervisor, plan)
@@ -172,7 +172,7 @@ async def _cpus_lost(receipts: Receipts, vcpus: Callable[[], Vcpus]) -> GuestEnd
     """Follow the CPUs of the container; return when the guest cannot run on those that are left."""
     if not receipts.active.loses_cpus:
         await trio.sleep_forever()
-    from runner.instance.cpu_watch import lost_cpus_left  # here, because not every placement loses any
+    from runner.instance.watch.cpu_watch import lost_cpus_left  # here, because not every placement loses any
 
     return await lost_cpus_left(receipts, lambda find: vcpus().fit(find))
 
@@ -204,7 +204,7 @@ async def _networked(
     if not plan.networks:
         yield ()
         return
-    from runner.instance.network import dhcp_served, networked  # here, because some guests have no network
+    from runner.instance.parts.network import dhcp_served, networked  # here, because some guests have no network
 
     async with (
         networked(supervisor, plan.networks, in_pod_cgroup) as nic_backends,
@@ -221,7 +221,7 @@ async def _passthrough_held(
     if not plan.machine.passthrough.devices:
         yield
         return
-    from runner.instance.passthrough import devices_returned  # here, because few guests have devices of their own
+    from runner.instance.parts.passthrough import devices_returned  # here, because few guests have devices of their own
 
     async with devices_returned(supervisor.faults, plan.machine.passthrough, plan.shutdown.devices_back, in_pod_cgroup):
         yield
@@ -248,7 +248,7 @@ async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[in
 
 def _import_next_steps() -> None:
     """Import what :func:`_placed_threads` needs."""
-    import_module("runner.instance.receipts")
+    import_module("runner.instance.watch.receipts")
 
 
 @asynccontextmanager
@@ -257,8 +257,8 @@ async def _placed_threads(
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
     # Here, because it was imported while QEMU started.
-    from runner.instance.receipts import Receipts, query_threads
-    from runner.instance.thread_placement import QemuThreads, place_threads, verified
+    from runner.instance.parts.thread_placement import QemuThreads, place_threads, verified
+    from runner.instance.watch.receipts import Receipts, query_threads
 
     receipts: Receipts | None = None
     with supervisor.carry_over.taking("threads") as carried:
@@ -311,7 +311,7 @@ async def _vcpus(supervisor: Supervisor, receipts: Receipts) -> AsyncIterator[Ca
     def vcpus() -> Vcpus:
         nonlocal found
         if found is None:
-            from runner.instance.vcpus import Vcpus
+            from runner.instance.parts.vcpus import Vcpus
 
             found = Vcpus(receipts)
         return found
@@ -334,7 +334,7 @@ async def _controlled(
 
     def control_server() -> Serve:
         nonlocal hotplug
-        from runner.instance.control.hotplug import DiskHotplug
+        from runner.instance.change.hotplug import DiskHotplug
         from runner.instance.control.server import accept
         from runner.instance.control.status import StatusReader
 
@@ -350,7 +350,7 @@ async def _controlled(
         return lambda listener: accept(listener, lambda: machine.monitor)
 
     def carried_control() -> CarriedControl:
-        from runner.instance.carried import CarriedControl
+        from runner.instance.renewal.carried import CarriedControl
 
         disks = attached if hotplug is None else hotplug.attached
         return CarriedControl(carried_fd(control.fileno()), carried_fd(qmp.fileno()), disks)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import attrs
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, RunnerError, explain
-from runner.instance.signs_of_life import SignsOfLife
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, RunnerError, explain
+from runner.base.rate_limit import LogRateLimit
+from runner.base.tasks import first_of
+from runner.base.values import frozen
+from runner.instance.watch.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
-from runner.protocol.rate_limit import LogRateLimit
-from runner.tasks import first_of
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.kernel.carried import CarriedFd

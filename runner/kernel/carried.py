@@ -6,7 +6,7 @@ a field may be added with a default, and is neither renamed nor given another me
 
 from __future__ import annotations
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 
 @frozen

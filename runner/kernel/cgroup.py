@@ -22,11 +22,11 @@ from typing import Self
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.facts.memory import MemoryCharge
 from runner.kernel.leases import open_at_once, read_at_once
-from runner.values import frozen
 
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""

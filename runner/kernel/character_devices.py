@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.host import Kvm
 from runner.kernel.files import Descriptor, closing, owned
 

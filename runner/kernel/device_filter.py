@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from runner.errors import HostError
-from runner.values import frozen
+from runner.base.errors import HostError
+from runner.base.values import frozen
 
 DeviceKind = Literal["b", "c"]
 """Block and character devices, as mknod(1) and the OCI runtime specification write them."""
@@ -166,7 +166,7 @@ def attach_device_filter(rules: Iterable[DeviceRule], cgroup: Path) -> int:
     """Attach the program of *rules* to *cgroup*, in the place of an earlier one, and return the cgroup's id.
 
     It stays for as long as the cgroup exists, whatever becomes of this process. It takes CAP_SYS_ADMIN (or CAP_BPF and
-    CAP_NET_ADMIN). Raises :class:`~runner.errors.HostError`.
+    CAP_NET_ADMIN). Raises :class:`~runner.base.errors.HostError`.
     """
     what = f"cannot attach the device filter to {cgroup}"
     try:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.disk import ImageFact
 from runner.facts.disk_content import parse_content
 from runner.facts.file_formats import HEAD, identify

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.files import closing
 
 STATE_NAME: Final = "instance-runner-state"
@@ -55,7 +55,7 @@ def identity(number: int) -> list[int]:
 def claim_inherited(expected: Mapping[str, list[int]]) -> None:
     """Keep the inherited descriptors *expected*, the identities by number, from the children of this process.
 
-    Raises :exc:`~runner.errors.HostError` for one that is not open, or of another file.
+    Raises :exc:`~runner.base.errors.HostError` for one that is not open, or of another file.
     """
     for number, file in expected.items():
         try:

@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.waiting import persistently
 
 _INT = array.array("i").itemsize

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.file_formats import HEAD, TAIL, identify
 from runner.facts.hardware import hugetlb_name
@@ -350,7 +350,7 @@ def remove_tree(name: str, at: int, most: int = MOST_REMOVED) -> None:
     """Remove the directory *name* in the directory *at* (a descriptor) with all that others have made in it.
 
     No link is followed, and however deep it is nested, two descriptors suffice: what is in a directory below is moved up
-    first. Others than this process's user make nothing in it any more. Raises :class:`~runner.errors.HostError`.
+    first. Others than this process's user make nothing in it any more. Raises :class:`~runner.base.errors.HostError`.
     """
     try:
         with closing(os.open(name, _DIRECTORY, dir_fd=at)) as top:

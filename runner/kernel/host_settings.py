@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.leases import open_at_once, read_at_once
-from runner.values import frozen
 
 INTERRUPTS = "proc/irq"
 DEFAULT_AFFINITY = f"{INTERRUPTS}/default_smp_affinity"

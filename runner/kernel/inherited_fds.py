@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from runner.errors import RefusedError
+from runner.base.errors import RefusedError
+from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact, DescriptorKind
 from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
 from runner.kernel.files import Descriptor, owned
 from runner.kernel.lines import LineFramer
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.kernel.carried import CarriedInheritedFd  # only a runner that is renewed carries any
@@ -94,7 +94,7 @@ async def inherited_fds(
 ) -> AsyncIterator[Mapping[str, InheritedFd]]:
     """Hold every descriptor that other programs have opened for this one, by name; at the end none is open.
 
-    Raises :exc:`~runner.errors.RefusedError` for a breach of the conventions, and closes everything.
+    Raises :exc:`~runner.base.errors.RefusedError` for a breach of the conventions, and closes everything.
     """
     with ExitStack() as held:
         inherited: dict[str, InheritedFd] = {}

@@ -17,9 +17,9 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.waiting import readable
-from runner.values import frozen
 
 MODIFY = 0x00000002
 CLOSE_WRITE = 0x00000008

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import trio
 
-from runner.errors import HostError, RunnerError, SpecError, explain
+from runner.base.errors import HostError, RunnerError, SpecError, explain
+from runner.base.values import frozen
 from runner.kernel.files import closing
-from runner.values import frozen
 
 OTHER_ROOT = (
     "if the kubelet has another --root-dir, name it with --kubelet-dir, and in a pod mount it, too (k0s: /var/lib/k0s/kubelet,"

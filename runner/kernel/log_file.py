@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
 from runner.kernel.files import append
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import PurePath
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.files import closing, remove_tree
-from runner.values import frozen
 
 PREFIX = "meeting-"
 """The beginning of the directory's name; 16 hexadecimal digits follow."""

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.preallocate import bind
 
 _UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -20,7 +20,7 @@ def try_mbind(numa_node: int) -> OSError | None:
     """Bind a page of this process to *numa_node* and return the kernel's error, if any.
 
     A seccomp profile may answer instead of the kernel, so only a trial shows whether it works.
-    Raises :class:`~runner.errors.HostError` on an architecture whose number of the system call is not known here.
+    Raises :class:`~runner.base.errors.HostError` on an architecture whose number of the system call is not known here.
     """
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         first = ctypes.c_char.from_buffer(page)

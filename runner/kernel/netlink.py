@@ -19,10 +19,10 @@ from typing import Any, Protocol, Self, TypeVar
 
 import attrs
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
 from runner.kernel.packages import without_init
-from runner.values import frozen
 
 with without_init("pyroute2"):
     from pyroute2 import netlink
@@ -174,7 +174,7 @@ class Change:
 class Rtnetlink:
     """A netlink socket to the network namespace that this thread is in.
 
-    Every method raises :exc:`~runner.errors.HostError`, caused by the kernel's ``OSError``.
+    Every method raises :exc:`~runner.base.errors.HostError`, caused by the kernel's ``OSError``.
 
     Example::
 
@@ -637,7 +637,7 @@ def _ip(text: str | None) -> IpAddress | None:
 
 @contextmanager
 def _doing(what: str) -> Iterator[None]:
-    """Raise :exc:`~runner.errors.HostError` with *what* was attempted when the kernel refuses."""
+    """Raise :exc:`~runner.base.errors.HostError` with *what* was attempted when the kernel refuses."""
     try:
         yield
     except OSError as error:

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 from types import MappingProxyType
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.facts.network import MAIN_TABLE, Interface, IpAddress, IpInterface, PermanentNeighbour, Route
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink
-from runner.values import frozen
 
 log = logging.getLogger(__name__)
 

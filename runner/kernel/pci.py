@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.pci import Acs, Bar, BridgeKind, GroupMember, PciBridge, PciFact, PciLink
 from runner.facts.roots import Roots
 from runner.kernel.vfio import probe_node
@@ -39,7 +39,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 def read_pci_device(address: str, roots: Roots) -> PciFact | None:
     """Return the device at *address*, ``None`` if there is none.
 
-    Raises :exc:`~runner.errors.HostError` if it is there and cannot be read.
+    Raises :exc:`~runner.base.errors.HostError` if it is there and cannot be read.
     """
     path = roots.sys / "bus/pci/devices" / address
     if not path.exists():

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
-from runner.values import frozen
 
 SO_PEERPIDFD = 77
 """``include/uapi/asm-generic/socket.h``; Python 3.11 has no name for it."""

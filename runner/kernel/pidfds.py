@@ -7,7 +7,7 @@ import select
 import signal
 from collections.abc import Callable
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 
 
 def kill_process(pid: int, check: Callable[[], bool]) -> int | None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 
 CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_SYS_NICE, CAP_SYS_RESOURCE = 1, 5, 19, 21, 23, 24
 """``include/uapi/linux/capability.h``."""
@@ -30,7 +30,7 @@ def enter_cgroup_namespace(process: Path) -> None:
     """Enter the cgroup namespace of *process*, a directory of procfs, unless this process is in it already.
 
     In it cgroups have the names that they have there (cgroup_namespaces(7)). It takes CAP_SYS_ADMIN and CAP_SYS_PTRACE.
-    Raises :class:`~runner.errors.HostError`.
+    Raises :class:`~runner.base.errors.HostError`.
     """
     try:
         fd = os.open(process / "ns" / "cgroup", os.O_RDONLY | os.O_CLOEXEC)
@@ -51,7 +51,7 @@ def keep_capabilities(kept: Iterable[int]) -> None:
 
     The bounding set stays, because it counts for nothing then ("no_new_privs", ``Documentation/userspace-api/no_new_privs.rst``),
     and CAP_SETPCAP is not needed. To be called before threads are started, for each thread has capabilities of its own.
-    Raises :class:`~runner.errors.HostError`.
+    Raises :class:`~runner.base.errors.HostError`.
     """
     libc, header, sets = _libc(), _Header(_CAPABILITY_VERSION_3, 0), (_Sets * 2)()
     mask = sum(1 << number for number in kept)

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.kernel.carried import CarriedProcess  # only a runner that is renewed carries any
@@ -284,7 +284,7 @@ class Processes:
         The child begins with an empty signal mask, also where this process blocks signals at this moment, default
         dispositions, a session of its own, ``/`` as working directory, and of the parent's descriptors only *fds*.
 
-        Raises :exc:`~runner.errors.HostError` when it cannot be started.
+        Raises :exc:`~runner.base.errors.HostError` when it cannot be started.
         """
         if log.isEnabledFor(logging.DEBUG):
             import shlex  # here, because the log seldom has it
@@ -321,7 +321,7 @@ class Processes:
     def adopt(self, carried: CarriedProcess) -> Process:
         """Own the child that the runner before exec has started; the caller stops it.
 
-        Raises :exc:`~runner.errors.HostError` unless it is this process's child still, alive or a zombie, and the same one.
+        Raises :exc:`~runner.base.errors.HostError` unless it is this process's child still, alive or a zombie, and the same one.
         """
         process = Process(
             carried.role, carried.pid, -1 if carried.output is None else carried.output.number, carried.level
@@ -360,7 +360,7 @@ class Processes:
         """End *process*: SIGTERM, *within* seconds, SIGKILL; return when its status was read.
 
         Bounds itself, because it is a release (see :func:`stop_bound`).
-        Raises :exc:`~runner.errors.HostError` when even SIGKILL does not end it.
+        Raises :exc:`~runner.base.errors.HostError` when even SIGKILL does not end it.
         """
         if process.returncode is None:
             with contextlib.suppress(HostError):  # SIGKILL is tried in any case, and its failure is reported

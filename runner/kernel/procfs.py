@@ -12,11 +12,11 @@ from pathlib import Path
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.kernel.leases import read_at_once
-from runner.values import frozen
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _PF_KTHREAD = 0x00200000
@@ -105,7 +105,7 @@ class Procfs:
     """A procfs mounted at *root*.
 
     Processes and threads may end at any moment: then the result is ``None`` or empty. Methods raise
-    :exc:`~runner.errors.HostError` when the kernel refuses to show an existing one.
+    :exc:`~runner.base.errors.HostError` when the kernel refuses to show an existing one.
     """
 
     root: Path = Path("/proc")
@@ -343,7 +343,7 @@ class Procfs:
     def cgroup(self, pid: int | str = "self") -> str:
         """Return the cgroup v2 path of *pid*, empty where there is no cgroup v2.
 
-        Raises :exc:`~runner.errors.HostError` also when there is no such process, like :meth:`status`.
+        Raises :exc:`~runner.base.errors.HostError` also when there is no such process, like :meth:`status`.
         """
         try:
             return _unified(_read(self.root / str(pid) / "cgroup"))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
-from runner.errors import RefusedError
+from runner.base.errors import RefusedError
 
 PREFIX: Final = "sha256:"
 
@@ -22,7 +22,7 @@ PREFIX: Final = "sha256:"
 def check_program(directory: PurePosixPath, digest: str) -> str:
     """Return the manifest of *directory*, if it has this *digest* and only root may change it.
 
-    Raise :exc:`~runner.errors.RefusedError` if not.
+    Raise :exc:`~runner.base.errors.RefusedError` if not.
 
     Symbolic links and special files are refused: a digest says nothing of them.
     """
@@ -34,7 +34,7 @@ def check_program(directory: PurePosixPath, digest: str) -> str:
 
 
 def check_owners(path: PurePosixPath) -> None:
-    """Raise :exc:`~runner.errors.RefusedError` if others than root may change what is at *path*.
+    """Raise :exc:`~runner.base.errors.RefusedError` if others than root may change what is at *path*.
 
     Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one above with the
     sticky bit only its owner may (unlink(2)).
@@ -50,7 +50,7 @@ def digest_of(manifest: str) -> str:
 
 
 def manifest_of(directory: PurePosixPath) -> str:
-    """Return a line for each file in *directory*, as ``sha256sum`` prints it. Raises :exc:`~runner.errors.RefusedError`."""
+    """Return a line for each file in *directory*, as ``sha256sum`` prints it. Raises :exc:`~runner.base.errors.RefusedError`."""
     lines = []
     try:
         for path in sorted(_files(str(directory)), key=os.fsencode):

@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.leases import open_at_once, read_at_once
-from runner.values import frozen
 
 OWN_DIRECTORIES = {"info", "mon_data", "mon_groups"}
 """Directories of a group that are no groups."""

@@ -10,8 +10,8 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 
-from runner.errors import HostError
-from runner.values import frozen
+from runner.base.errors import HostError
+from runner.base.values import frozen
 
 _PAGE_HEADER = struct.Struct("=QQ")
 """``struct buffer_data_page``: the time of the page in nanoseconds, and how many bytes of it are committed."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from runner.cpuset import CpuSet
-from runner.errors import PlacementError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import PlacementError
 
 MOST_CPUS = 8192
 """CPUs that Linux can have on x86-64 (``CONFIG_NR_CPUS``); it ignores those of a mask that it cannot have."""
@@ -20,7 +20,7 @@ def read_cpuset() -> CpuSet:
     """Return the CPUs of the calling thread's cpuset, whatever its own mask, which is lifted for a moment.
 
     A cgroup may be hidden from its processes; the kernel applies of any mask what the cpuset has. Raises
-    :exc:`~runner.errors.PlacementError`.
+    :exc:`~runner.base.errors.PlacementError`.
     """
     mask = read_mask()
     unpin(0)
@@ -34,7 +34,7 @@ def unpin(tid: int) -> None:
     """Let thread *tid* run on all CPUs of its cpuset, and on those that this gets later.
 
     The kernel keeps the mask that was asked for, and applies what of it the cpuset has (``user_cpus_ptr``, Linux 6.2).
-    Raises :exc:`~runner.errors.PlacementError` when the thread is gone.
+    Raises :exc:`~runner.base.errors.PlacementError` when the thread is gone.
     """
     try:
         os.sched_setaffinity(tid, range(MOST_CPUS))
@@ -47,7 +47,7 @@ def pin(tid: int, cpus: CpuSet) -> None:
 
     The kernel silently clips a mask that lies partly outside the thread's cpuset (``kernel/sched/syscalls.c``,
     ``__sched_setaffinity``).
-    Raises :exc:`~runner.errors.PlacementError` when the kernel refuses, clips, or the thread is gone.
+    Raises :exc:`~runner.base.errors.PlacementError` when the kernel refuses, clips, or the thread is gone.
     """
     try:
         os.sched_setaffinity(tid, cpus)

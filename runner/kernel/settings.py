@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.kernel.files import read_text
-from runner.values import frozen
 
 _ISOLATION_FLAG = re.compile("((?:nohz|domain|managed_irq),)")
 """The flags of ``isolcpus=``, which stand before its CPUs (``housekeeping_isolcpus_setup`` of ``kernel/sched/isolation.c``)."""

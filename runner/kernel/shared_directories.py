@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
+from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.kernel.files import read_text
-from runner.values import frozen
 
 _MOST_LINKS = 40
 """Links on one path that the kernel follows (``MAXSYMLINKS``, ``include/linux/namei.h``)."""

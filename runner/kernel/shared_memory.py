@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from runner.errors import HostError
-from runner.values import frozen
+from runner.base.errors import HostError
+from runner.base.values import frozen
 
 Inode = tuple[int, int]
 """A file: the number of its file system (``st_dev``), and its number there."""

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 import attrs
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.peers import boot_time
 from runner.kernel.waiting import SHORT, persistently, shortages
 
@@ -261,7 +261,7 @@ def reachable(path: PurePath) -> Iterator[str]:
 def connected(directory: Path, name: str) -> Iterator[socket.socket]:
     """Hold a connection to the socket *name* in *directory*, at which a runner listens (:func:`listening`).
 
-    Raises :exc:`~runner.errors.HostError`.
+    Raises :exc:`~runner.base.errors.HostError`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:

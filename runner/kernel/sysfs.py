@@ -12,11 +12,11 @@ from pathlib import Path
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus, is_page_size
 from runner.kernel.leases import read_at_once
-from runner.values import frozen
 
 KIB = 1024
 LOCAL_DISTANCE = 10

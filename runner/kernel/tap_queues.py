@@ -6,7 +6,7 @@ import errno
 import fcntl
 import struct
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 
 _TUNSETQUEUE = 0x400454D9
 _IFF_ATTACH_QUEUE = 0x0200

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.ring_buffer import EventFormat, parse_format, parse_page_size
-from runner.values import frozen
 
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 """System calls of Linux 5.2, with the same numbers on every machine but Alpha; glibc before 2.36 has no functions for them."""

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import PurePosixPath
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.pci import DeviceNode
 
 

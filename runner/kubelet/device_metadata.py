@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from runner.errors import Problem, SpecError
+from runner.base.errors import Problem, SpecError
 from runner.facts.pci import ClaimedDevice
 from runner.spec.value import Value
 
@@ -31,7 +31,7 @@ LARGEST = 1 << 20
 def parse_device_metadata(source: str, data: bytes) -> tuple[ClaimedDevice, ...]:
     """Return the devices in the content *data* of a file; *source* is its name in errors.
 
-    Raises :exc:`~runner.errors.SpecError`.
+    Raises :exc:`~runner.base.errors.SpecError`.
     """
     unknown = []
     for value in _objects(source, data):

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Problem, SpecError
 from runner.spec.value import Value
 
 _LONGEST = 300

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from runner.errors import RefusedError
-from runner.values import frozen
+from runner.base.errors import RefusedError
+from runner.base.values import frozen
 
 MAX_PLACES = 20
 """Largest number of NUMA nodes of a family. The kubelet, which enumerates all combinations, does not finish even with fewer."""

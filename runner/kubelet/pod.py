@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import attrs
 
+from runner.base.values import frozen
 from runner.spec.value import Value
-from runner.values import frozen
 
 CPU = "cpu"
 MEMORY = "memory"
@@ -123,14 +123,14 @@ class Pod:
     qos: QosClass = QosClass.GUARANTEED
     pod_level_resources: bool = False
     """Whether ``spec.resources`` names a resource; the static policies then assign nothing, unless *pod_level_managed*, or
-    the kubelet is an older one (:meth:`~runner.kubelet.admission.Kubelet.seen_by_managers`)."""
+    the kubelet is an older one (:meth:`~runner.node_plan.admission.Kubelet.seen_by_managers`)."""
     pod_level_requests: Mapping[str, int] = attrs.field(factory=dict)
     """``spec.resources.requests``, in the units of :attr:`Container.requests`; they count instead of the containers'."""
     overhead: Mapping[str, int] = attrs.field(factory=dict)
     """``spec.overhead`` of its RuntimeClass, in the same units."""
     pod_level_managed: bool = False
     """Whether the managers take notice of its pod-level resources (gate ``PodLevelResourceManagers``). It is no property of
-    the manifest: :meth:`~runner.kubelet.admission.Kubelet.seen_by_managers` sets it."""
+    the manifest: :meth:`~runner.node_plan.admission.Kubelet.seen_by_managers` sets it."""
     priority: int | None = None
     """``spec.priority``."""
     static: bool = False

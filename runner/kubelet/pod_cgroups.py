@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from itertools import accumulate, product
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 """Pattern of an instance's name: a pod's UID, or another name without characters that are special in a path."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NoReturn
 
-from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
-from runner.values import frozen
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Problem, SpecError
+from runner.base.values import frozen
 
 LIST = "/v1.PodResourcesLister/List"
 GET_ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"

@@ -1,7 +1,7 @@
 """The states of the kubelet's CPU Manager and Memory Manager, as frozen values.
 
 They are the types of ``pkg/kubelet/cm/{cpumanager,memorymanager}/state/state.go``. :mod:`runner.kubelet.state_files`
-parses them from the kubelet's files; :mod:`~runner.kubelet.cpu_manager` and :mod:`~runner.kubelet.memory_manager` change
+parses them from the kubelet's files; :mod:`~runner.node_plan.cpu_manager` and :mod:`~runner.node_plan.memory_manager` change
 them. They have a module of their own so that the controller, which only reads them, does not import the managers.
 """
 
@@ -13,10 +13,10 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.kubelet.numa_masks import numa_nodes_of
 from runner.kubelet.pod import Pod
-from runner.values import frozen
 
 CpuPolicy = Literal["static", "none"]
 MemoryPolicy = Literal["Static", "None"]

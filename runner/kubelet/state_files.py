@@ -26,13 +26,13 @@ import re
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from runner.cpuset import MAX_CPU, CpuSet
-from runner.errors import Problem, SpecError
+from runner.base.cpuset import MAX_CPU, CpuSet
+from runner.base.errors import Problem, SpecError
+from runner.base.values import frozen
 from runner.facts.hardware import OnlineCpus
 from runner.kubelet.go_json import cpu_set, field, members, one_error, parse_document
 from runner.kubelet.state import Block, CpuState, MemoryState, MemoryTable, NumaMemory
 from runner.spec.value import Value
-from runner.values import frozen
 
 CPU_STATE = "cpu_manager_state"
 MEMORY_STATE = "memory_manager_state"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import ClassVar, Literal
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.spec.instance import LatencyChoice
-from runner.values import frozen
 
 Backend = Literal["controller", "delegated", "affinity"]
 

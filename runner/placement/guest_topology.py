@@ -13,11 +13,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
+from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.placement.pins import threads_per_core
-from runner.values import frozen
 
 NEAREST_REMOTE = 11
 """The least distance to another NUMA node: Linux discards an ACPI SLIT with less (``slit_valid``)."""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
+from runner.base.values import frozen
 from runner.facts.hardware import Hardware
-from runner.values import frozen
 
 
 class PinPolicy(enum.Enum):

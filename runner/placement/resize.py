@@ -11,7 +11,7 @@ from typing import assert_never
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.pins import place
@@ -20,7 +20,7 @@ from runner.placement.pins import place
 def more_pins(pins: Sequence[int], available: CpuSet, count: int, hardware: Hardware) -> tuple[int, ...]:
     """Return the CPUs of *count* vCPUs, of which the first have *pins*; the others get unused ones of *available*.
 
-    Raises :class:`~runner.errors.RefusedError` if there are too few, or one is not online.
+    Raises :class:`~runner.base.errors.RefusedError` if there are too few, or one is not online.
     """
     return (*pins, *place(count - len(pins), available - CpuSet(pins), hardware).pins)
 

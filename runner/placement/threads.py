@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, assert_never, get_args
 
-from runner.cpuset import CpuSet
-from runner.errors import UsageError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import UsageError
+from runner.base.values import frozen
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import Backend, Placement
-from runner.values import frozen
 
 RECEIPT_VERSION = 1
 

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
+from runner.base.values import frozen
 from runner.facts.disk import DocumentFact
 from runner.plan.problems import Problems
 from runner.spec.instance import CloudInitSpec
-from runner.values import frozen
 
 LABEL = "CIDATA"
 LARGEST = 1 << 20

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Interface, IPv6Address, ip_network
 
+from runner.base.values import frozen
 from runner.facts.host import Resolver
 from runner.facts.network import Interface, IpAddress, Route
 from runner.plan.problems import Problems
-from runner.values import frozen
 
 # The limits of dnsmasq, the same in every version from 2.40 to 2.93. tests/component/test_dhcp.py starts each border.
 

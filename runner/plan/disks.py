@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal, get_args
 
+from runner.base.values import frozen
 from runner.facts.disk import MISSING, DiskFacts, FileFact, ImageFact, LateDiskFacts
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import SUFFIXES
@@ -23,7 +24,6 @@ from runner.facts.host import HostFacts
 from runner.plan.problems import Problems
 from runner.spec.instance import DetectZeroes, DiskFormat, DiskSpec
 from runner.spec.rules import format_size
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.facts.disk_content import DiskContent

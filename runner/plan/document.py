@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.errors import Problem
+from runner.base.errors import Problem
 from runner.plan.cloud_init import check_user_data, read_keys
 from runner.plan.memory import contradictions, parts_of_pages
 from runner.plan.problems import Problems

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from runner.base.values import frozen
 from runner.facts.disk import MISSING
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import FORMATS, unusable
@@ -13,7 +14,6 @@ from runner.facts.host import HostFacts
 from runner.plan.disks import DiskPlan, content_of, remark_lockless
 from runner.plan.problems import Problems
 from runner.spec.instance import BootSpec, FirmwareBuild, InstanceSpec
-from runner.values import frozen
 
 OVMF = PurePosixPath("/usr/share/OVMF")
 EDK2 = PurePosixPath("/usr/share/edk2/ovmf")

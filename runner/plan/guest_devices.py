@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from ipaddress import IPv4Address
 from typing import TYPE_CHECKING, Literal
 
+from runner.base.values import frozen
 from runner.facts.host import HostFacts
 from runner.plan.identity import Identity
 from runner.plan.problems import Problems
 from runner.spec.instance import ClockBase, GuestSpec, WatchdogAction
 from runner.spec.readiness import AgentSign, ConsoleSign, PortSign, ReadySign
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.networks import NetworkPlan

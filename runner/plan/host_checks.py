@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.host import Kvm, PodQos
 from runner.spec.instance import InstanceSpec
 

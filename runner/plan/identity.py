@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from runner.base.values import frozen
 from runner.facts.host import HostFacts
 from runner.spec.instance import InstanceSpec
-from runner.values import frozen
 
 
 @frozen

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from runner.errors import SpecError
+from runner.base.errors import SpecError
+from runner.base.values import frozen
 from runner.facts.host import HostFacts, PodName, User
 from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.guest_topology import GuestTopology
@@ -42,7 +43,6 @@ from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_man
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
 from runner.spec.instance import InstanceSpec
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
@@ -125,7 +125,7 @@ class InstancePlan:
 def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> InstancePlan:
     """Decide everything about the start of *spec* on the host of *facts*.
 
-    Raises :exc:`~runner.errors.SpecError` with every reason why it cannot be done there.
+    Raises :exc:`~runner.base.errors.SpecError` with every reason why it cannot be done there.
     """
     problems = Problems()
     backend = choose_backend(spec.cpu, facts, problems)

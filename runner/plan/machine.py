@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import attrs
 
-from runner.errors import Problem
+from runner.base.errors import Problem
+from runner.base.values import frozen
 from runner.facts.disk import MISSING, FileFact
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import FORMATS, unusable
@@ -32,7 +33,6 @@ from runner.plan.problems import Problems
 from runner.plan.qemu_limits import FLASH_SECTOR, MOST_FLASH
 from runner.plan.shares import SharePlan
 from runner.spec.instance import BootSpec, IdleChoice, InstanceSpec, RebootAction
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from runner.errors import Problem
+from runner.base.errors import Problem
+from runner.base.values import frozen
 from runner.facts.hardware import huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
 from runner.facts.memory import HugeFact, MemoryLimits
@@ -18,7 +19,6 @@ from runner.plan.host_checks import KEPT_MEMORY_STATE, MEMLOCK, locked_threads, 
 from runner.plan.problems import Problems
 from runner.spec.instance import LEAST_MEMORY, InstanceSpec, MemorySpec
 from runner.spec.rules import MIB, format_size
-from runner.values import frozen
 
 PAGE_SIZE = 2 << 20
 """Bytes; NUMA nodes of the guest begin at a multiple of it, so that its RAM can be huge pages from end to end."""

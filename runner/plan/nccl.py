@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import quoteattr
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.machine import MachinePlan
 from runner.plan.passthrough_plan import DevicePlan, LinkSpeed, PassthroughPlan

@@ -8,6 +8,7 @@ from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6
 from pathlib import PurePosixPath
 from typing import Literal, assert_never
 
+from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
@@ -24,7 +25,6 @@ from runner.plan.dhcp import (
 from runner.plan.identity import Identity
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
-from runner.values import frozen
 
 MOST_QUEUES = 8
 """Largest default of ``queues``: each pair costs a vhost thread, and 8 pairs carry more than a NIC."""

@@ -12,7 +12,8 @@ from typing import assert_never
 
 import attrs
 
-from runner.errors import Problem
+from runner.base.errors import Problem
+from runner.base.values import frozen
 from runner.facts.host import HostFacts, User
 from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, VfioFacts
 from runner.placement.guest_topology import GuestTopology
@@ -24,7 +25,6 @@ from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
 from runner.plan.problems import Problems
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
-from runner.values import frozen
 
 PREFIXES = ("PCI_RESOURCE", "PCIDEVICE")
 """The beginning of a device plugin's variable, which ``_`` and the resource's name follow (``ResourceNameToEnvVar``): of

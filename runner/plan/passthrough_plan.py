@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 VfioBackend = Literal["legacy", "iommufd"]
 PortKind = Literal["root", "upstream", "downstream"]

@@ -11,11 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from runner.base.values import frozen
 from runner.facts.pci import PciBridge, PciFact, PciLink
 from runner.plan.passthrough_plan import FIRST_BRIDGE, LAST_BUS, ROOT_BUS, LinkSpeed, PciHostBridge, PciPort, PortKind
 from runner.plan.problems import Problems
 from runner.spec.instance import DeviceTopology
-from runner.values import frozen
 
 SLOTS = 32
 """Device numbers on a bus."""

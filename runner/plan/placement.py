@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.host import HostFacts
 from runner.placement.backends import (
     AffinityPlacement,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import attrs
 
-from runner.errors import Problem
+from runner.base.errors import Problem
 from runner.spec.instance import EnvironmentSpec, declaring
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware, huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
 from runner.facts.memory import HugeFact, MemoryLimits

@@ -7,12 +7,12 @@ from pathlib import PurePosixPath
 
 import attrs
 
+from runner.base.values import frozen
 from runner.facts.disk import MISSING
 from runner.facts.host import HostFacts, Virtiofsd
 from runner.plan.disks import within
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, ShareSpec
-from runner.values import frozen
 
 
 @frozen

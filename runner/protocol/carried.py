@@ -5,8 +5,8 @@ See :mod:`runner.kernel.carried`.
 
 from __future__ import annotations
 
+from runner.base.values import frozen
 from runner.kernel.carried import CarriedFd
-from runner.values import frozen
 
 
 @frozen

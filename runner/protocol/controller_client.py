@@ -19,14 +19,14 @@ from pathlib import Path, PurePosixPath
 import attrs
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.files import Descriptor
 from runner.kernel.lines import LineFramer, OverlongError, receive_line
 from runner.kernel.sockets import reachable
-from runner.values import frozen
 
 LONGEST_RESPONSE = 1 << 16
 """Bytes of a response, without its line end."""
@@ -115,7 +115,7 @@ async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup,
     *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths;
     if it names the instance's cgroup alone, float is its sibling. May take 12 s, for which the controller waits for the
     kubelet. Raises :class:`CpusHeldError`, :class:`ControllerError`, :class:`ControllerAbsentError`, or
-    :exc:`~runner.errors.HostError` for a response that is not understood.
+    :exc:`~runner.base.errors.HostError` for a response that is not understood.
     """
     received = _ReceivedFds(held)
     params: dict[str, object] = {"uuid": pod_uid, "cpuset": str(cpus)}

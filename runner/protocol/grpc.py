@@ -31,7 +31,7 @@ from h2.events import (
 )
 from h2.exceptions import H2Error
 
-from runner.errors import HostError, escaped
+from runner.base.errors import HostError, escaped
 from runner.kernel.sockets import reachable
 from runner.kernel.waiting import persistently
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError, receive_line
 from runner.kernel.waiting import persistently

@@ -20,11 +20,11 @@ import attrs
 import h11
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.sockets import Socket, WaitingConnections
 from runner.kernel.waiting import persistently
-from runner.values import frozen
 
 log = logging.getLogger(__name__)
 

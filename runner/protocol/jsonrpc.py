@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import trio
 
+from runner.base.values import frozen
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.lines import LineFramer, OverlongError
-from runner.values import frozen
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from runner.errors import escaped
+from runner.base.errors import escaped
+from runner.base.values import frozen
 from runner.kernel.lines import LineFramer
 from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
-from runner.values import frozen
 
 LONGEST = 16 * 1024
 """Bytes of a console line in JSON; a longer one is split into several."""
@@ -61,9 +61,9 @@ def _messages(record: logging.LogRecord) -> list[str]:
 def json_line(record: logging.LogRecord) -> bytes:
     """Return *record* as one line of JSON: ``time`` (RFC 3339), ``stream``, ``event``, ``level``, ``logger``, ``message``, ``fields``.
 
-    The names of events are in :mod:`runner.protocol.events`.
+    The names of events are in :mod:`runner.base.events`.
     """
-    from runner.protocol.events import event_name  # here, because logs are mostly text
+    from runner.base.events import event_name  # here, because logs are mostly text
 
     message, fields = _split_fields(record)
     return _line(
@@ -112,7 +112,7 @@ def _line(moment: float, **values: object) -> bytes:
 
 def json_of_dropped(size: int) -> bytes:
     """Return the message for a reader that has missed *size* bytes, as a line of JSON."""
-    from runner.protocol.events import OUTPUT_DROPPED
+    from runner.base.events import OUTPUT_DROPPED
 
     message = "output was dropped: the reader was too slow"
     now = time.clock_gettime(time.CLOCK_REALTIME)
@@ -121,12 +121,12 @@ def json_of_dropped(size: int) -> bytes:
 
 
 def open_output(fd: int, style: str) -> NonBlockingWriter:
-    """Return a writer to *fd* whose message about dropped bytes is in *style*, one of :data:`~runner.arguments.LOG_FORMATS`."""
+    """Return a writer to *fd* whose message about dropped bytes is in *style*, one of :data:`~runner.base.arguments.LOG_FORMATS`."""
     return NonBlockingWriter(fd, json_of_dropped if style == "json" else dropped_message)
 
 
 class LogHandler(logging.Handler):
-    """Writes log records in one of :data:`~runner.arguments.LOG_FORMATS` by *write*, which never waits."""
+    """Writes log records in one of :data:`~runner.base.arguments.LOG_FORMATS` by *write*, which never waits."""
 
     def __init__(self, write: Callable[[bytes], object], style: str) -> None:
         super().__init__()

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.base.values import frozen
 from runner.kernel.fd_passing import TooManyFdsInFlightError, send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.packages import without_init
 from runner.kernel.waiting import persistently
-from runner.values import frozen
 
 with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instead of 1 ms
     from qemu.qmp.error import ProtocolError

@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from runner.errors import RunnerError, explain
+from runner.base.errors import RunnerError, explain
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.packages import without_init
 from runner.kernel.sockets import hung_up
@@ -36,7 +36,7 @@ KEPT_EVENTS = 1000
 """Events kept for a client that does not read; the newest are dropped."""
 
 Execute = Callable[[str, "Mapping[str, object] | None", trio.CancelScope], Awaitable[object]]
-"""Executes a command and returns what it returns; raises :exc:`~runner.errors.RunnerError` to refuse it.
+"""Executes a command and returns what it returns; raises :exc:`~runner.base.errors.RunnerError` to refuse it.
 
 Once the scope is cancelled the client has gone, and what the command returns is not wanted any more."""
 

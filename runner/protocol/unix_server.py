@@ -22,7 +22,9 @@ from typing import Protocol
 import attrs
 import trio
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
+from runner.base.rate_limit import LogRateLimit
+from runner.base.values import frozen
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
@@ -41,8 +43,6 @@ from runner.protocol.jsonrpc import (
     answer,
     format_error,
 )
-from runner.protocol.rate_limit import LogRateLimit
-from runner.values import frozen
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from typing import Literal, get_args
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Problem, SpecError
+from runner.base.values import frozen
 from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
 from runner.spec.rules import (
     DESCRIPTOR_NAME,
@@ -51,7 +52,6 @@ from runner.spec.rules import (
     text,
     variables,
 )
-from runner.values import frozen
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 WORD_ALLOWED = "up to 63 letters, digits, '.', '_' and '-', the first a letter or digit"
@@ -917,7 +917,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
     """Parse and check a whole document, TOML or JSON; *source* is its name in errors.
 
     ``${NAME}`` in its strings is replaced from *environment* if the document declares NAME.
-    Raises :exc:`~runner.errors.SpecError` with every problem found.
+    Raises :exc:`~runner.base.errors.SpecError` with every problem found.
     """
     problems: list[Problem] = []
     written = parse_document(source, data)
@@ -936,7 +936,7 @@ def parse_elsewhere(
     """Parse a document where some variables that it declares are not set; return it and their names.
 
     They are taken as :data:`PLACEHOLDER`. Where that is no value for a key, the key is not judged, and there is no spec.
-    Raises :exc:`~runner.errors.SpecError` with every other problem.
+    Raises :exc:`~runner.base.errors.SpecError` with every other problem.
     """
     unset = tuple(name for name in _declared_variables(source, data) if name not in environment)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from runner.base.values import frozen
 from runner.spec.rules import Rule, WrongValueError, found, matching
-from runner.values import frozen
 
 LONGEST_PATTERN = 1000
 """Characters of a regular expression."""

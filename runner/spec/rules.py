@@ -20,9 +20,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
-from runner.values import frozen
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Problem, SpecError
+from runner.base.values import frozen
 
 T = TypeVar("T")
 
@@ -486,7 +486,7 @@ def format_size(number: int) -> str:
 def parse_document(source: str, data: bytes) -> dict[str, object]:
     """Parse *data* as JSON if *source* ends in ``.json`` or the text begins with a brace, else as TOML.
 
-    Raises :exc:`~runner.errors.SpecError` with line and column.
+    Raises :exc:`~runner.base.errors.SpecError` with line and column.
     """
     if len(data) > LARGEST_DOCUMENT:
         _refuse(source, f"cannot parse the document: it has more than {format_size(LARGEST_DOCUMENT)}")
@@ -644,7 +644,7 @@ def structure(schema: type[T], value: object, where: str, problems: list[Problem
     """Turn the table *value*, found at *where*, into a *schema* object; append every problem to *problems*.
 
     Return ``None`` if a key of this table is wrong or missing. A schema class may have a method ``contradictions()``,
-    which yields :class:`~runner.errors.Problem` values with paths relative to its table. It is called only if each key
+    which yields :class:`~runner.base.errors.Problem` values with paths relative to its table. It is called only if each key
     on its own is right.
     """
     if not isinstance(value, Mapping):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from runner.cpuset import CpuSet
-from runner.errors import Problem, SpecError
-from runner.values import frozen
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Problem, SpecError
+from runner.base.values import frozen
 
 
 @frozen

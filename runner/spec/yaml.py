@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from runner.errors import Problem, SpecError
+from runner.base.errors import Problem, SpecError
 from runner.spec.value import Value
 
 MAX_BYTES = 3 << 20

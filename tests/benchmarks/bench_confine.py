@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.instances import SOCKETS, controller_of, kubelet_of, uid_of
 from tests.node.standin_kubelet import Container, Pod
 

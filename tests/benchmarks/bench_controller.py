@@ -23,12 +23,12 @@ sys.path.insert(0, str(PROJECT))
 
 import trio  # noqa: E402  # the project's root comes first
 
-from runner.controller.cpu_source import CpuSource  # noqa: E402
-from runner.controller.limits import Limits  # noqa: E402
-from runner.controller.loop import Intervals, ReconcileLoop  # noqa: E402
-from runner.controller.pods import PodCgroups  # noqa: E402
-from runner.controller.tree import Tree  # noqa: E402
-from runner.cpuset import CpuSet  # noqa: E402
+from runner.base.cpuset import CpuSet  # noqa: E402
+from runner.controller.serve.pods import PodCgroups  # noqa: E402
+from runner.controller.tree.cpu_source import CpuSource  # noqa: E402
+from runner.controller.tree.limits import Limits  # noqa: E402
+from runner.controller.tree.loop import Intervals, ReconcileLoop  # noqa: E402
+from runner.controller.tree.tree import Tree  # noqa: E402
 from runner.kernel.procfs import Procfs  # noqa: E402
 from runner.kubelet.state_files import KubeletFiles  # noqa: E402
 from tests.support.fake_cgroupfs import fake_cgroupfs, fake_sysfs  # noqa: E402

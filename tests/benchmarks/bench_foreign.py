@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.instances import Controller, Instance, controller_of, kubelet_of, spec_text, start_instance
 from tests.node.recorded import Record, recorded
 from tests.node.standin_kubelet import Kubelet

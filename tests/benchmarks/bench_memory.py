@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.instance.discover import PREALLOCATOR
+from runner.base.cpuset import CpuSet
+from runner.host.discover import PREALLOCATOR
 from runner.kernel import files
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.instances import BenchmarkSetup

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.controller.partition_writer import start_partition_writer
-from runner.controller.reconcile import Action, Seal, Unseal
-from runner.controller.tree import Tree
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.controller.tree.partition_writer import start_partition_writer
+from runner.controller.tree.reconcile import Action, Seal, Unseal
+from runner.controller.tree.tree import Tree
 from runner.kernel.cgroup import Cgroup
 from tests.node.cgroups import ROOT, task
 from tests.node.cgroups import Cgroup as Group

@@ -21,18 +21,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kubelet.admission import Kubelet, KubeletConfiguration
-from runner.kubelet.configuration import parse_kubelet_configuration
-from runner.kubelet.cpu_assignment import CpuTopology, take_distributed
-from runner.kubelet.manifests import parse_manifests
-from runner.kubelet.node_plan import States, plan_node, start_node
 from runner.kubelet.numa_masks import Places, everything, having, of_size
 from runner.kubelet.pod import Container, Pod
-from runner.kubelet.report.svg import picture_svg
-from runner.kubelet.report.text import node_lines
-from runner.kubelet.topology_manager import Hint, HintList, Policy, ProviderHints, TopologyManager
+from runner.node_plan.admission import Kubelet, KubeletConfiguration
+from runner.node_plan.configuration import parse_kubelet_configuration
+from runner.node_plan.cpu_assignment import CpuTopology, take_distributed
+from runner.node_plan.manifests import parse_manifests
+from runner.node_plan.node_plan import States, plan_node, start_node
+from runner.node_plan.report.svg import picture_svg
+from runner.node_plan.report.text import node_lines
+from runner.node_plan.topology_manager import Hint, HintList, Policy, ProviderHints, TopologyManager
 from runner.spec.yaml import parse_yaml
 
 HOSTS = Path(__file__).parents[1] / "data/hosts"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.cluster.control_plane import ADDRESS, NODE
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.kubectl import Object

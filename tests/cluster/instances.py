@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.kubectl import Kubectl, Object, until
 from tests.cluster.node_side import KUBELET_DIRECTORY

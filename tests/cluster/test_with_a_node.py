@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.cluster.instances import (
     CONTROLLER,
     GUEST_SECONDS,

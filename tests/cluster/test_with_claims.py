@@ -13,7 +13,7 @@ import attrs
 import pytest
 import yaml
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.cluster import cpu_driver
 from tests.cluster.conftest import Given
 from tests.cluster.instances import (

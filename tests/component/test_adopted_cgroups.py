@@ -8,16 +8,16 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
-from runner.instance.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
-from runner.instance.cgroups import delegated
-from runner.instance.cgroups import float as float_module
-from runner.instance.cgroups.active import entered_cgroups
-from runner.instance.cgroups.controller import RegisteredCgroups
-from runner.instance.cgroups.entered import EnteredCgroups, InForce
-from runner.instance.cgroups.float import entered_float
-from runner.instance.daemons import restarted_child
+from runner.instance.parts.cgroups import delegated
+from runner.instance.parts.cgroups import float as float_module
+from runner.instance.parts.cgroups.active import entered_cgroups
+from runner.instance.parts.cgroups.controller import RegisteredCgroups
+from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
+from runner.instance.parts.cgroups.float import entered_float
+from runner.instance.parts.daemons import restarted_child
+from runner.instance.renewal.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
 from runner.instance.supervisor import CarryOver, Faults, StopRequest, open_supervisor
 from runner.kernel.carried import CarriedFd
 from runner.kernel.files import owned

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.instance.console import Console
+from runner.base.rate_limit import LogRateLimit
+from runner.instance.parts.console import Console
 from runner.kernel.lines import LINES_PER_STEP
 from runner.kernel.log_file import kept_log
 from runner.kernel.processes import LINES_PER_SECOND, Command, open_processes
 from runner.protocol.jsonrpc import MessageFramer
 from runner.protocol.logs import JsonConsole
 from runner.protocol.qmp import Monitor
-from runner.protocol.rate_limit import LogRateLimit
 
 
 class StepMeter(trio.abc.Instrument):

@@ -13,10 +13,10 @@ import pytest
 import trio
 import trio.testing
 
-from runner.errors import HostError, RefusedError, Status, explain
-from runner.instance.carried import CarriedQemu, CarriedReadiness
-from runner.instance.qemu import GuestEnd
+from runner.base.errors import HostError, RefusedError, Status, explain
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal import first_stage
+from runner.instance.renewal.carried import CarriedQemu, CarriedReadiness
 from runner.instance.renewal.codec import decode, encode
 from runner.instance.renewal.first_stage import FirstStage
 from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program

@@ -15,10 +15,10 @@ import pytest
 import trio
 import trio.testing
 
+from runner.base.errors import Status
 from runner.check.context import CheckedHost
 from runner.check.finding import Level, Place
 from runner.check.host_reader import ask_controller, check_host
-from runner.errors import Status
 from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
 from tests.support.fake_kernel import FAKE_KERNEL

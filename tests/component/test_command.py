@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.base.errors import Status
 from runner.cli.commands import COMMANDS
-from runner.errors import Status
 
 PROGRAM = (sys.executable, "-m", "runner")
 PLAN = (
@@ -138,7 +138,13 @@ def test_run_imports_nothing_that_only_other_commands_need() -> None:
     shared = {name for name in found if name.startswith("runner.cli.")}
     assert shared == {f"runner.cli.{name}" for name in ("commands", "options", "outputs", "run", "run_instance")}
     others = (
-        *("runner.check", "runner.inspect", "runner.controller", "runner.kubelet.node_plan", "runner.kubelet.report"),
+        *(
+            "runner.check",
+            "runner.inspect",
+            "runner.controller",
+            "runner.node_plan.node_plan",
+            "runner.node_plan.report",
+        ),
         *("runner.plan.render", "importlib.metadata", "yaml", *ON_DEMAND),
     )
     assert {name for name in found if name.startswith(others)} == set()

@@ -18,11 +18,11 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
+from runner.base.errors import RunnerError, Status, UsageError, explain
 from runner.cli.console import parse_key
 from runner.cli.console_client import AttachRequest
-from runner.errors import RunnerError, Status, UsageError, explain
-from runner.instance.console import MOST_CONNECTIONS, REQUEST_WITHIN
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.console import MOST_CONNECTIONS, REQUEST_WITHIN
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.log_file import kept_log
 from runner.kernel.processes import Command

@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
+from runner.base.errors import RunnerError, Status, explain
 from runner.cli.instance_requests import ask_instance
-from runner.errors import RunnerError, Status, explain
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.qemu import GuestEnd
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
 from tests.support.sweep import FAULT_INJECTOR
@@ -114,7 +114,7 @@ async def test_a_full_state_directory_refuses_a_disk_with_the_reason_and_nothing
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, when: str, *, unplugs: bool
 ) -> None:
     """A disk that the guest does not release stays only if the directory became full when the guest had it."""
-    monkeypatch.setattr("runner.instance.control.hotplug.RELEASED_WITHIN", 0.2)
+    monkeypatch.setattr("runner.instance.change.hotplug.RELEASED_WITHIN", 0.2)
     fills = str(fake_host.root / "state") if when == "meanwhile" else None
     plan = fake_host.plan("[hotplug]\ndisks = 2\n", qemu={"unplugs": unplugs, "fills": fills}, grace=2)
     (fake_host.root / "disk").write_bytes(bytes(1 << 20))

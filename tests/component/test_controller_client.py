@@ -14,11 +14,11 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller import methods
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
-from runner.instance.cgroups.controller import RegisteredCgroups
-from runner.instance.cgroups.entered import InForce
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, explain
+from runner.controller.serve import methods
+from runner.instance.parts.cgroups.controller import RegisteredCgroups
+from runner.instance.parts.cgroups.entered import InForce
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.files import Descriptor
 from runner.kernel.host_settings import latency_path

@@ -7,8 +7,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.facts.roots import Roots
 from runner.facts.threads import ThreadStatus
 from runner.inspect.cpu_sums import CpuSums

@@ -17,8 +17,8 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import RefusedError, explain
-from runner.instance.qemu import GuestEnd
+from runner.base.errors import RefusedError, explain
+from runner.instance.parts.qemu import GuestEnd
 from runner.kernel import character_devices
 from runner.kernel.carried import CarriedFd, CarriedInheritedFd
 from runner.kernel.files import Descriptor
@@ -156,7 +156,7 @@ async def test_an_agent_of_another_user_is_not_trusted(tmp_path: Path) -> None:
 
 INHERIT = """
 import os, sys, trio
-from runner.errors import RefusedError
+from runner.base.errors import RefusedError
 from runner.kernel.inherited_fds import inherited_fds, probe_descriptor
 
 async def main():

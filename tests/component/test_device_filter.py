@@ -12,18 +12,18 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import PlacementError, RunnerError, explain
-from runner.instance.cgroups.controller import RegisteredCgroups
-from runner.instance.cgroups.entered import InForce
-from runner.instance.control.hotplug import DiskHotplug
-from runner.instance.disks import DiskEvents
+from runner.base.cpuset import CpuSet
+from runner.base.errors import PlacementError, RunnerError, explain
+from runner.base.rate_limit import LogRateLimit
+from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.parts.cgroups.controller import RegisteredCgroups
+from runner.instance.parts.cgroups.entered import InForce
+from runner.instance.parts.disks import DiskEvents
 from runner.kernel.files import Descriptor
 from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
 from runner.protocol.qmp import Monitor
-from runner.protocol.rate_limit import LogRateLimit
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost
 

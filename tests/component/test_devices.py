@@ -10,9 +10,9 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import SpecError, Status
+from runner.base.errors import SpecError, Status
 from runner.facts.roots import Roots
-from runner.instance.discover import read_host_facts
+from runner.host.discover import read_host_facts
 from runner.instance.supervisor import Supervisor
 from runner.kernel.processes import open_processes
 from runner.plan.instance import plan_instance

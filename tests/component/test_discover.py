@@ -9,11 +9,11 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, explain
 from runner.facts.host import User
 from runner.facts.roots import Roots
-from runner.instance.discover import find_virtiofsd, read_allowed_cpus, version_output
+from runner.host.discover import find_virtiofsd, read_allowed_cpus, version_output
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.processes import open_processes
 

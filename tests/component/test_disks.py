@@ -17,17 +17,17 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
+from runner.base.rate_limit import REPORTED_EVERY, LogRateLimit
 from runner.facts.disk import LateDiskFacts
 from runner.facts.disk_content import DiskContent
-from runner.instance.discover import read_disk_facts
-from runner.instance.disks import DiskEvents, opened
+from runner.host.discover import read_disk_facts
+from runner.instance.parts.disks import DiskEvents, opened
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, content_of, plan_disk
 from runner.plan.problems import Problems
 from runner.protocol.qmp import QmpEvent
-from runner.protocol.rate_limit import REPORTED_EVERY, LogRateLimit
 from runner.spec.instance import DiskSpec
 from tests.support.sweep import FAULT_INJECTOR
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.base.errors import Status
 from runner.cli.first_guest import NO_NAMESPACES, first_spec
 from runner.cli.outcomes import OUTCOMES, explain_status
-from runner.errors import Status
 from tests.support.program_runs import PROJECT, RUNNER
 
 

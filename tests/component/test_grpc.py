@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
 from runner.kubelet.pod_resources import GET_ALLOCATABLE, LIST, NO_FIELDS, parse_allocatable_cpus
 from runner.protocol import grpc
 from tests.support.fake_pod_resources import RATE_LIMIT, FakePodResources, packed, serving

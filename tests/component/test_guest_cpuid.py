@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware
 from runner.facts.host import HostFacts
 from runner.kernel.files import find_program

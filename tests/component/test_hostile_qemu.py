@@ -11,8 +11,8 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import RunnerError, Status, explain
-from runner.instance.qemu import GuestEnd
+from runner.base.errors import RunnerError, Status, explain
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.protocol.qmp import KEPT_EVENTS, Monitor, QmpError
 from tests.support.fake_host import FakeHost

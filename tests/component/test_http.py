@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.protocol.exposition import counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, ok, open_http_listeners, parse_address, serve_http
 from tests.support.exposition import families, figures

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.errors import HostError, Status, explain
+from runner.base.errors import HostError, Status, explain
 from runner.facts.roots import Roots
 from runner.kernel.tracefs import tracefs_reached
 from runner.kubelet.pod_cgroups import NOT_SEALED

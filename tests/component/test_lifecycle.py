@@ -16,15 +16,15 @@ import attrs
 import pytest
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, PlacementError, RunnerError, Status, explain
-from runner.instance.qemu import GuestEnd
-from runner.instance.state_directory import RECEIPT
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, PlacementError, RunnerError, Status, explain
+from runner.base.rate_limit import MOST_PEERS
+from runner.instance.parts.qemu import GuestEnd
+from runner.instance.parts.state_directory import RECEIPT
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.placement.backends import AffinityPlacement
 from runner.protocol.logs import text_lines
-from runner.protocol.rate_limit import MOST_PEERS
 from tests.support.fake_host import FakeHost
 
 CPUS = len(os.sched_getaffinity(0))
@@ -48,7 +48,7 @@ def refused(result: GuestEnd | RunnerError) -> str:
 
 def is_left_out(record: logging.LogRecord) -> TypeGuard[LeftOut]:
     """Tell whether *record* has a kind, a peer and the number of messages that were left out."""
-    return record.name == "runner.protocol.rate_limit"
+    return record.name == "runner.base.rate_limit"
 
 
 class LeftOut(logging.LogRecord):

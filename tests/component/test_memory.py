@@ -15,15 +15,15 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import RunnerError, Status, explain
-from runner.instance.control.hotplug import DiskHotplug
-from runner.instance.discover import PREALLOCATOR
-from runner.instance.disks import DiskEvents
-from runner.instance.qemu import GuestEnd
+from runner.base.errors import RunnerError, Status, explain
+from runner.base.rate_limit import LogRateLimit
+from runner.host.discover import PREALLOCATOR
+from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.parts.disks import DiskEvents
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.protocol.qmp import Monitor
-from runner.protocol.rate_limit import LogRateLimit
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost
 

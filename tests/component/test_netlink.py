@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
 from runner.facts.network import Route
 from runner.kernel import netlink as module
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink

@@ -20,11 +20,11 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import HostError, Status, explain
+from runner.base.errors import HostError, Status, explain
 from runner.facts.disk import FileFact
 from runner.facts.host import HostFacts, Resolver
 from runner.facts.network import Interface
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.network import Bridge, build, read_interfaces, recover, remove
 from runner.kernel.processes import Command

@@ -17,8 +17,8 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import HostError, Status, explain
-from runner.instance.qemu import GuestEnd
+from runner.base.errors import HostError, Status, explain
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, network
 from runner.kernel.inherited_fds import probe_descriptor

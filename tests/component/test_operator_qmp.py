@@ -16,10 +16,10 @@ import pytest
 import trio
 from qemu.qmp import ExecuteError, QMPClient
 
+from runner.base.errors import UsageError
 from runner.cli.qmp import parse_words
-from runner.errors import UsageError
 from runner.instance.control.qmp_rules import refusal
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.processes import Command
 from runner.kernel.sockets import reachable

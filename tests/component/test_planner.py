@@ -13,10 +13,10 @@ import pytest
 
 from runner.__main__ import main
 from runner.facts.hardware import Hardware
-from runner.kubelet.memory_manager import MemoryManager
 from runner.kubelet.pod import Container, Pod
 from runner.kubelet.state import MemoryState
-from runner.kubelet.topology_manager import Hint
+from runner.node_plan.memory_manager import MemoryManager
+from runner.node_plan.topology_manager import Hint
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -13,13 +13,13 @@ import attrs
 import trio
 from prometheus_client.metrics_core import Metric
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.host import PodName
 from runner.facts.network import Interface
-from runner.instance.discover import read_pod_name
-from runner.instance.probes import READ_AGAIN, probes_served
-from runner.instance.qemu import GuestEnd
+from runner.host.discover import read_pod_name
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor, open_supervisor
+from runner.instance.watch.probes import READ_AGAIN, probes_served
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan
 from tests.support.exposition import families, figures

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.processes import Command, _state, open_processes, signal_name
 from tests.support.leases import leasing
 

@@ -16,10 +16,11 @@ import pytest
 import trio
 import trio.testing
 
+from runner.base.errors import HostError, RunnerError, Status, explain
 from runner.cli.instance_requests import ask_instance
-from runner.errors import HostError, RunnerError, Status, explain
-from runner.instance import lifecycle, qemu_update
-from runner.instance.qemu import GuestEnd
+from runner.instance import lifecycle
+from runner.instance.change import qemu_update
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.carried import CarriedProcess

@@ -19,9 +19,9 @@ import attrs
 import pytest
 import trio
 
+from runner.base.errors import RunnerError, Status, explain
 from runner.cli.instance_requests import ask_instance
-from runner.errors import RunnerError, Status, explain
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from tests.support.fake_host import FakeHost
 from tests.support.frames import frames

@@ -20,13 +20,13 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from runner.base.errors import RunnerError, Status, explain
 from runner.cli.instance_requests import ask_instance
-from runner.errors import RunnerError, Status, explain
-from runner.instance.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch
-from runner.instance.probes import probes_served
-from runner.instance.qemu import GuestEnd
-from runner.instance.readiness import Readiness
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import MINUTE, Supervisor
+from runner.instance.watch.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch
+from runner.instance.watch.probes import probes_served
+from runner.instance.watch.readiness import Readiness
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
 from runner.protocol.guest_agent import GuestAgent

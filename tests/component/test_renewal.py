@@ -153,7 +153,7 @@ def spoil_format(program: ProgramDirectory) -> None:
 
 
 def spoil_field(program: ProgramDirectory) -> None:
-    program.patch("instance/carried.py", ("    agent_listens: bool\n", ""))
+    program.patch("instance/renewal/carried.py", ("    agent_listens: bool\n", ""))
 
 
 def spoil_holder(program: ProgramDirectory) -> None:
@@ -169,7 +169,7 @@ def spoil_holder(program: ProgramDirectory) -> None:
         (spoil_link, "it is neither a file nor a directory"),
         (spoil_import, "No module named 'missing_package'"),
         (spoil_format, "its format is 1, and this program knows 2"),
-        (spoil_field, "instance.carried.CarriedQemu has no agent_listens here"),
+        (spoil_field, "instance.renewal.carried.CarriedQemu has no agent_listens here"),
         (spoil_holder, "could not be tried"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_file_that_is_changed_later_is_not_executed(
     assert run.upgrade(program).returncode == 0, run.log
     evidence = program.path.parent / "evidence"
     first = "from __future__ import annotations\n"
-    for module in ("instance/metrics.py", "instance/renewal/first_stage.py"):
+    for module in ("instance/watch/metrics.py", "instance/renewal/first_stage.py"):
         program.patch(module, (first, f"{first}open({str(evidence)!r}, 'w').close()\n"))
     assert "HTTP Error 500" in run.metrics().stderr
     assert "has been changed since its digest was checked" in run.log
@@ -302,7 +302,7 @@ def test_a_program_has_more_time_on_a_host_where_its_child_was_slow(
 
 
 def test_a_program_that_leaves_a_holder_out_gives_way(start: RenewableStarter, program: ProgramDirectory) -> None:
-    program.patch("instance/readiness.py", ('taking("readiness")', 'taking("another")'))
+    program.patch("instance/watch/readiness.py", ('taking("readiness")', 'taking("another")'))
     run = start()
     assert "cannot take over another: the runner before has not carried it over" in run.upgrade(program).stderr
     assert run.stop() == 0
@@ -443,7 +443,7 @@ def test_a_client_of_the_console_is_told_to_attach_again(start: RenewableStarter
 def test_down_and_up_again(start: RenewableStarter, made: ProgramDirectory, program: ProgramDirectory) -> None:
     """A newer program carries fields that the older one does not know, and leaves them out while they have their default."""
     program.patch(
-        "instance/carried.py",
+        "instance/renewal/carried.py",
         (
             "    foreign: CarriedForeignTime | None = attrs.field(default=None)\n",
             "    foreign: CarriedForeignTime | None = attrs.field(default=None)\n    newer: int = 0\n",

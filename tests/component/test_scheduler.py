@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import PlacementError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import PlacementError
 from runner.kernel.scheduler import pin, read_cpuset, read_mask, unpin
 
 

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.errors import HostError
-from runner.instance.state_directory import discard_leftovers
+from runner.base.errors import HostError
+from runner.instance.parts.state_directory import discard_leftovers
 from runner.instance.supervisor import Faults
 from runner.kernel import files
 from runner.kernel.meeting_point import meeting_point

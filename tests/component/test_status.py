@@ -17,13 +17,13 @@ import attrs
 import pytest
 import trio
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Status
 from runner.cli.commands import program_parser
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
-from runner.cpuset import CpuSet
-from runner.errors import Status
 from runner.facts.host import PodName
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost

@@ -19,9 +19,9 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import RunnerError, explain
-from runner.instance.discover import read_disk_facts
-from runner.instance.qemu import GuestEnd
+from runner.base.errors import RunnerError, explain
+from runner.host.discover import read_disk_facts
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Faults
 from runner.plan.disks import plan_disk
 from runner.plan.instance import InstancePlan

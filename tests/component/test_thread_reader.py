@@ -13,12 +13,12 @@ from typing import cast
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
-from runner.instance.cgroups.affinity import FloatMask
-from runner.instance.cgroups.entered import EnteredCgroups, InForce
+from runner.instance.parts.cgroups.affinity import FloatMask
+from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
+from runner.instance.parts.thread_placement import ThreadReader
 from runner.instance.supervisor import Supervisor
-from runner.instance.thread_placement import ThreadReader
 from runner.kernel.cgroup import Cgroup, CgroupError, read_members
 from runner.kernel.procfs import Procfs
 from runner.placement.backends import AffinityPlacement, DelegatedPlacement

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, explain
 from runner.kernel.ring_buffer import has_missed_events, records
 from runner.kernel.tracefs import remove_stale_instances, trace_instance, tracefs_reached
 

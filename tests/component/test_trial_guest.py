@@ -14,9 +14,9 @@ from runner.check.finding import Finding
 from runner.check.host_reader import check_host
 from runner.facts.host import HostFacts, Kvm
 from runner.facts.roots import Roots
-from runner.instance import trial_guest
-from runner.instance.discover import read_host_facts
-from runner.instance.trial_guest import ENDS_WITHIN, TRIAL_GUEST, GuestTrial, try_guest
+from runner.host import trial_guest
+from runner.host.discover import read_host_facts
+from runner.host.trial_guest import ENDS_WITHIN, TRIAL_GUEST, GuestTrial, try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.files import find_program
 from runner.kernel.processes import open_processes

@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 import runner.protocol.unix_server
-from runner.controller.server import listening
+from runner.controller.serve.server import listening
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import Peers
 from runner.kernel.sockets import WaitingConnections, accepted
@@ -194,7 +194,7 @@ async def test_a_bug_is_an_internal_error_and_reported_once_to_each_peer(
     failed = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [record.args[1] for record in failed if isinstance(record.args, tuple)] == ["fail 0"] * 2
     assert all(record.exc_info for record in failed)
-    rest = [record.getMessage() for record in caplog.records if record.name == "runner.protocol.rate_limit"]
+    rest = [record.getMessage() for record in caplog.records if record.name == "runner.base.rate_limit"]
     assert rest == [f"left out of this log kind=method failed peer={key} count=99" for key in (1, 2)]
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import trio
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
-from runner.cpuset import CpuSet
-from runner.errors import HostError, PlacementError, RunnerError, Status, explain
-from runner.instance.cgroups.affinity import FloatMask
-from runner.instance.qemu import GuestEnd
-from runner.instance.vcpus import Vcpus
+from runner.instance.parts.cgroups.affinity import FloatMask
+from runner.instance.parts.qemu import GuestEnd
+from runner.instance.parts.vcpus import Vcpus
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
 
@@ -169,8 +169,8 @@ async def test_a_vcpu_that_cannot_be_taken_back_is_reported(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, released: str | None
 ) -> None:
     """It has no place then; the next change begins with it, and the guest may release it late."""
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2)
-    monkeypatch.setattr("runner.instance.vcpus.LOOKED_EVERY", 0.05)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.2)
+    monkeypatch.setattr("runner.instance.parts.vcpus.LOOKED_EVERY", 0.05)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_add": "gone", "vcpu_del": released})
 
     async def act() -> None:
@@ -196,7 +196,7 @@ async def test_a_vcpu_that_cannot_be_taken_back_is_reported(
 async def test_a_guest_that_does_not_run_on_is_no_success(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
-    monkeypatch.setattr("runner.instance.vcpus.RUNS_WITHIN", 0.2)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RUNS_WITHIN", 0.2)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"cont_again": again})
 
     async def act() -> None:
@@ -229,8 +229,8 @@ async def test_nothing_is_unplugged_where_the_containers_cpus_cannot_be_read(
 async def test_a_guest_that_keeps_a_vcpu_keeps_it(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, kept: str | None
 ) -> None:
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2 if kept is None else 5)
-    monkeypatch.setattr("runner.instance.vcpus.LOOKED_EVERY", 0.05)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.2 if kept is None else 5)
+    monkeypatch.setattr("runner.instance.parts.vcpus.LOOKED_EVERY", 0.05)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": kept})
 
     async def act() -> None:
@@ -249,7 +249,7 @@ async def test_a_guest_that_keeps_a_vcpu_keeps_it(
 async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.1)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.1)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": "late"})
     assert container.cpus == CPUS
 
@@ -272,7 +272,7 @@ async def test_a_change_begins_with_what_the_guest_has_released_late(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the CPUs of the container cannot change, nothing looks at the threads again and again."""
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.1)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.1)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": "late"})
 
     async def act() -> None:
@@ -323,8 +323,8 @@ class Container:
         self.cpus = CPUS
         monkeypatch.setattr(FloatMask, "loses_cpus", True)
         monkeypatch.setattr(FloatMask, "container_cpus", lambda _: self.cpus)
-        monkeypatch.setattr("runner.instance.cpu_watch.LOOKED_EVERY", 0.02)
-        monkeypatch.setattr("runner.instance.vcpus.LOOKED_EVERY", 0.05)
+        monkeypatch.setattr("runner.instance.watch.cpu_watch.LOOKED_EVERY", 0.02)
+        monkeypatch.setattr("runner.instance.parts.vcpus.LOOKED_EVERY", 0.05)
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ async def test_cpus_that_are_exchanged_move_a_vcpu_and_unplug_none(fake_host: Fa
 async def test_the_vcpus_leave_the_lost_cpus_before_the_guest_releases_any(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 1)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 1)
     plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
     first, second = plan.placement.pins
 
@@ -401,7 +401,7 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
     qemu: dict[str, object],
     reason: str,
 ) -> None:
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.2)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.2)
     plan = fake_host.plan(spec, qemu=NEWEST | qemu)
     seen: list[str] = []
 
@@ -444,8 +444,8 @@ async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container's cgroup names the CPU still: the kubelet writes that last."""
-    monkeypatch.setattr("runner.instance.cpu_watch.DISPLACED_FOR", 0.5)
-    monkeypatch.setattr("runner.instance.cpu_watch._may_have", lambda *_: False)
+    monkeypatch.setattr("runner.instance.watch.cpu_watch.DISPLACED_FOR", 0.5)
+    monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
     kept = CpuSet([plan.placement.pins[0]])
@@ -500,7 +500,7 @@ async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online = [CPUS]
-    monkeypatch.setattr("runner.instance.cpu_watch._online", lambda: online[0])
+    monkeypatch.setattr("runner.instance.watch.cpu_watch._online", lambda: online[0])
     plan = fake_host.plan(TWO, qemu=NEWEST)
     gone = CpuSet([plan.placement.pins[1]])
 
@@ -543,8 +543,8 @@ async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container has another CPU, and the instance's cgroup has not: the vCPU must not go back to the one that is lost."""
-    monkeypatch.setattr("runner.instance.cpu_watch.DISPLACED_FOR", 0.05)
-    monkeypatch.setattr("runner.instance.cpu_watch._may_have", lambda *_: False)
+    monkeypatch.setattr("runner.instance.watch.cpu_watch.DISPLACED_FOR", 0.05)
+    monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
     monkeypatch.setattr(Vcpus, "_leave", lambda *_: None)
     put, away = Vcpus._pin, [True]
 
@@ -579,7 +579,7 @@ async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
-    monkeypatch.setattr("runner.instance.vcpus.RELEASED_WITHIN", 0.3)
+    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.3)
     refused: list[str] = []
     unplug = Vcpus._unplug
 

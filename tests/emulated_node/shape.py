@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.emulated_node.cache import EmulatedNodeError
 
 THREADS = 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.spec.instance import parse_instance
 from tests.images.built import PROJECT
 from tests.images.conftest import NO_KVM, Run

@@ -17,10 +17,10 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.disk import DocumentFact
 from runner.kubelet.pod import parse_quantity
-from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
+from runner.node_plan.quirks import NEWEST_MINOR, OLDEST_MINOR
 from runner.plan.cloud_init import plan_seed
 from runner.plan.memory import memory_overhead
 from runner.plan.problems import Problems

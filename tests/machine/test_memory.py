@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.disk import FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.host import HostFacts

@@ -8,7 +8,7 @@ import subprocess
 from contextlib import ExitStack
 from typing import Any
 
-from runner.instance.qemu_events import HANDLED, IGNORED
+from runner.instance.parts.qemu_events import HANDLED, IGNORED
 from tests.machine.test_shapes import QmpConnection
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.disk import FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.host import HostFacts

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 
 ROOT = Path("/sys/fs/cgroup")
 KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node import host_settings
 from tests.node.cgroups import ROOT, Cgroup
 from tests.node.images.manifested import Manifests

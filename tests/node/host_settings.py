@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 
 IRQ = Path("/proc/irq")
 DEFAULT = IRQ / "default_smp_affinity"

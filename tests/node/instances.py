@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import forked_controllers
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel.cgroup import Cgroup
 from tests.node import forked_controllers
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.inspect.cpu_time import CpuAccount, TaskTime
 from runner.inspect.trace import READ_AGAIN, SwitchRecorder, switch_recorder

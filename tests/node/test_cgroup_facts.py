@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import (
     CLEARABLE,
     LEASABLE,

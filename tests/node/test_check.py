@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, Cgroup
 from tests.node.instances import SOCKETS, Controller
 from tests.node.standin_kubelet import Container, Kubelet, Mount, Pod

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.instances import (
     ARRANGED,
     DEVICES,

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS
-from runner.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.render import report_lines

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
 from runner.kernel.character_devices import vhost_vsock
 from tests.node.cgroups import SECONDS
 from tests.node.instances import until

@@ -12,8 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from runner.cpuset import CpuSet
-from runner.errors import Status
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Status
 from runner.kernel.cgroup_events import emptied
 from tests.node.cgroups import Cgroup, task
 from tests.node.instances import FLOAT, Instance, NodeFixture, until

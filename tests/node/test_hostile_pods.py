@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from runner.controller.held_files import FILES
+from runner.controller.tree.held_files import FILES
 from tests.node.minimal_pods import (
     TIMEOUT,
     A,

@@ -13,7 +13,7 @@ import attrs
 import pytest
 import trio
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge

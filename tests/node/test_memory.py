@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import Cgroup
 from tests.node.instances import FLOAT, TREE, Controller, Instance, NodeFixture, pool, start_instance, until
 from tests.node.standin_kubelet import MIB, PROJECT

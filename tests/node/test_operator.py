@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.instances import ARRANGED, TREE, Instance, NodeFixture, until
 from tests.node.standin_kubelet import MIB
 from tests.support.exposition import figures

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import minimal_pods
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task

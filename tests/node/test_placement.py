@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 from tests.node.instances import (
     ARRANGED,

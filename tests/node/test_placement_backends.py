@@ -10,10 +10,10 @@ import attrs
 import pytest
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import RunnerError
-from runner.instance.cgroups.active import entered_cgroups
-from runner.instance.daemons import anchored
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RunnerError
+from runner.instance.parts.cgroups.active import entered_cgroups
+from runner.instance.parts.daemons import anchored
 from runner.instance.supervisor import Faults, StopRequest, open_supervisor
 from runner.kernel.processes import Command
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement

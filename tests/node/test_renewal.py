@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import PARTITIONED, ROOT, SECONDS, Cgroup
 from tests.node.instances import (
     FLOAT,

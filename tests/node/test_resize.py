@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
 from tests.node.instances import DEVICES, FLOAT, Instance, NodeFixture, spec_text, start_instance, until
 from tests.node.recorded import recorded

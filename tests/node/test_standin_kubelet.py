@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 from tests.node.standin_kubelet import Container, Kubelet, Pod, Runtime, cpu_checksum
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.inspect import trace as trace_module
 from runner.inspect.observe import ProcessTable, read_processes

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import attrs
 
-from runner.controller.limits import MOST_PROCESSES
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.controller.tree.limits import MOST_PROCESSES
 from runner.kernel.cgroup import THREADED_CONTROLLERS, Cgroup, CgroupError
 
 FILES = {

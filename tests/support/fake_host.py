@@ -13,13 +13,13 @@ from typing import Any, cast
 import attrs
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import RunnerError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RunnerError
 from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.instance.lifecycle import run_instance
-from runner.instance.qemu import GuestEnd
+from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.nonblocking_writer import NonBlockingWriter

@@ -11,8 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.kernel.host_settings import (
     DEFAULT_AFFINITY,
     INTERRUPTS,

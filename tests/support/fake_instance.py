@@ -115,7 +115,7 @@ def fake_instance() -> Iterator[FakeInstance]:
 
 def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict[str, int]) -> None:
     """Write the runner's receipt of these processes: *roles* by pid, and *vcpus* (indexes) by tid."""
-    from runner.cpuset import CpuSet
+    from runner.base.cpuset import CpuSet
     from runner.kernel.files import publish
     from runner.kernel.procfs import Procfs
     from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules

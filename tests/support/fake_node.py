@@ -13,18 +13,18 @@ from pathlib import Path, PurePosixPath
 import attrs
 import trio
 
-from runner.controller.cache_tuner import RESCTRL, CacheTuner
-from runner.controller.cpu_source import CpuSource
-from runner.controller.host_tuner import HostTuner, TuningOptions
-from runner.controller.loop import Intervals, ReconcileLoop, running_loop
+from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS, LimitOptions, choose_limits
-from runner.controller.methods import RpcMethods, Timeouts
-from runner.controller.partition_writer import PartitionWriter
-from runner.controller.pods import PodCgroups
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.server import listening
-from runner.controller.tree import Tree
-from runner.cpuset import CpuSet
+from runner.controller.serve.methods import RpcMethods, Timeouts
+from runner.controller.serve.pods import PodCgroups
+from runner.controller.serve.server import listening
+from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.tree.partition_writer import PartitionWriter
+from runner.controller.tree.tree import Tree
+from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_huge_pools

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from runner.controller.metrics import ControllerCounters, LoopStatus, controller_metrics
-from runner.instance import metrics
+from runner.instance.watch import metrics
 from runner.protocol.exposition import metrics_response
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "monitoring"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cpuset import LONGEST_LIST, MAX_CPU, CpuSet, disjoint_ranges
+from runner.base.cpuset import LONGEST_LIST, MAX_CPU, CpuSet, disjoint_ranges
 
 cpu_sets = st.frozensets(st.integers(0, 300), max_size=40)
 

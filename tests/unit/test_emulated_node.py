@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.emulated_node import artefacts, cache, command
 from tests.emulated_node.cache import Artefact, EmulatedNodeError
 from tests.emulated_node.cpio import Entry, archive

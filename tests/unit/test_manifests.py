@@ -14,7 +14,7 @@ from runner.controller.privileged_start import KEPT_CAPABILITIES
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
 from runner.kubelet.pod import parse_quantity
-from runner.kubelet.quirks import NEWEST_MINOR, OLDEST_MINOR
+from runner.node_plan.quirks import NEWEST_MINOR, OLDEST_MINOR
 from tests.images.manifests import (
     DIRECTORIES,
     EXAMPLES,

@@ -1,4 +1,4 @@
-"""The values of ``runner.values``: what attrs' own comparisons, hash and repr say of them."""
+"""The values of ``runner.base.values``: what attrs' own comparisons, hash and repr say of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 
 def classes(decorator: Any) -> tuple[Any, Any]:

@@ -12,18 +12,18 @@ from functools import partial
 
 import trio
 
-from runner.errors import RefusedError, explain
+from runner.base.errors import RefusedError, explain
+from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.control.server import allowed_peer
-from runner.instance.readiness import QEMU_ANSWERS_WITHIN
+from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
 from runner.kernel.peers import Peers, boot_time
 from runner.kernel.sockets import Socket, accepted
 from runner.protocol.jsonrpc import RpcError
 from runner.protocol.qmp import Monitor, SilentError
 from runner.protocol.qmp_server import QmpSession, turn_away
 from runner.protocol.unix_server import Identify
-from runner.values import frozen
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class OperatorMonitor:
     async def _execute(
         self, identify: Identify, command: str, arguments: Mapping[str, object] | None, wanted: trio.CancelScope
     ) -> object:
-        """Execute *command* for the client, if it may. Raises :exc:`~runner.errors.RunnerError`."""
+        """Execute *command* for the client, if it may. Raises :exc:`~runner.base.errors.RunnerError`."""
         try:
             peer = allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
         except RpcError as error:

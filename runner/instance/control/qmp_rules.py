@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from runner.values import frozen
+from runner.base.values import frozen
 
 _SHOWING = re.compile(r"(x-)?query-[a-z0-9-]+|qom-(get|list|list-types)|trace-event-get-state")
 _HARMLESS = frozenset({"announce-self", "inject-nmi", "send-key"})

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from runner.errors import Problem, RefusedError, RunnerError, SpecError, explain
+from runner.base.errors import Problem, RefusedError, RunnerError, SpecError, explain
+from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.status import StatusReader
 from runner.kernel.peers import Peer, PeerError, Peers
@@ -23,7 +24,6 @@ from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import size as size_rule
 from runner.spec.rules import structure
-from runner.values import frozen
 
 REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
@@ -136,7 +136,7 @@ async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoRetu
 
 
 def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None:
-    """Raise :exc:`~runner.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*, or below it."""
+    """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*, or below it."""
     from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
 
     for share in status.plan.shares:
@@ -149,7 +149,7 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None
 
 
 async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:
-    from runner.instance.qemu_update import check, update  # here, because few instances have their QEMU updated
+    from runner.instance.change.qemu_update import check, update  # here, because few instances have their QEMU updated
 
     program = None if params.get("qemu") is None else _real_path(params, "qemu")  # None: that of the plan
     started = (program or status.plan.machine.program, *(share.program.path for share in status.plan.shares))

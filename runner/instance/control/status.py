@@ -7,17 +7,17 @@ from typing import Any, assert_never
 
 import trio
 
-from runner.errors import HostError, explain
-from runner.instance.control.hotplug import DiskHotplug
-from runner.instance.qemu import Qemu
-from runner.instance.readiness import QEMU_ANSWERS_WITHIN
-from runner.instance.receipts import Receipts
+from runner.base.errors import HostError, explain
+from runner.base.values import frozen
+from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.parts.qemu import Qemu
+from runner.instance.parts.vcpus import Vcpus
 from runner.instance.supervisor import Supervisor
-from runner.instance.vcpus import Vcpus
+from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
+from runner.instance.watch.receipts import Receipts
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
 from runner.protocol.qmp import QmpError, SilentError
-from runner.values import frozen
 
 
 @frozen

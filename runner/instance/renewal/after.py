@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from runner.errors import RunnerError, explain
-from runner.instance.qemu import Qemu
-from runner.instance.receipts import Receipts
+from runner.base.errors import RunnerError, explain
+from runner.instance.parts.qemu import Qemu
+from runner.instance.watch.receipts import Receipts
 from runner.protocol.qmp import QmpError
 
 log = logging.getLogger(__name__)

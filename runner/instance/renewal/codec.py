@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import attrs
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.kernel.carried import CarriedFd
 
 _KIND: Final = "$"
@@ -48,7 +48,7 @@ _SEQUENCES: Mapping[str, Callable[[list[Any]], object]] = {"list": list, "set": 
 def encode(value: object, descriptors: list[int]) -> Any:
     """Return *value* as JSON; the numbers of all descriptors in it are appended to *descriptors*.
 
-    Raises :exc:`~runner.errors.HostError` for a value of another kind.
+    Raises :exc:`~runner.base.errors.HostError` for a value of another kind.
     """
     if isinstance(value, enum.Enum):
         return {_KIND: "enum", "class": _name(type(value)), "value": value.value}
@@ -100,7 +100,7 @@ def _default(field: attrs.Attribute[Any]) -> object:
 def decode(document: Any) -> Any:
     """Return the value that :func:`encode` has made *document* of.
 
-    Raises :exc:`~runner.errors.HostError` for what this program does not know.
+    Raises :exc:`~runner.base.errors.HostError` for what this program does not know.
     """
     if isinstance(document, list):
         return tuple(map(decode, document))

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import trio
 
-from runner.errors import HostError, RefusedError, explain
+from runner.base.errors import HostError, RefusedError, explain
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.codec import encode
 from runner.instance.renewal.first_stage import stage_argv
@@ -69,7 +69,7 @@ def running_program(digest: str, manifest: str) -> dict[str, Any]:
 async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str) -> NoReturn:
     """Become the program in *directory*, which has this *digest*.
 
-    Raises :exc:`~runner.errors.RunnerError`, and nothing has changed then.
+    Raises :exc:`~runner.base.errors.RunnerError`, and nothing has changed then.
     """
     carry_over = supervisor.carry_over
     programs: list[dict[str, Any]] = [
@@ -120,7 +120,7 @@ def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause:
 
 
 async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str, fds: Sequence[int] = ()) -> None:
-    """Have a child import the program *index*, and read the state. Raises :exc:`~runner.errors.RunnerError`."""
+    """Have a child import the program *index*, and read the state. Raises :exc:`~runner.base.errors.RunnerError`."""
     with _staged(document) as (argv, own):
         command = Command("rehearsal", (*argv("rehearse", index),), (*own, *fds), level=logging.DEBUG)
         async with supervisor.processes.daemon(command, 0) as process:
@@ -158,7 +158,7 @@ def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tu
 async def _become(
     supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, within: float, reason: str = ""
 ) -> NoReturn:
-    """Become the first of *programs* as soon as nothing is half done. Raises :exc:`~runner.errors.RunnerError`."""
+    """Become the first of *programs* as soon as nothing is half done. Raises :exc:`~runner.base.errors.RunnerError`."""
     carry_over, deadline = supervisor.carry_over, trio.current_time() + within
     if carry_over.pausing is not None:
         raise RefusedError("cannot renew the runner: it is being renewed already")

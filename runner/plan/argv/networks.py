@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import assert_never
 
+from runner.base.values import frozen
 from runner.plan.dhcp import dhcp_routes
 from runner.plan.networks import (
     BridgedPlan,
@@ -17,7 +18,6 @@ from runner.plan.networks import (
     Nic,
     PasstPlan,
 )
-from runner.values import frozen
 
 DNSMASQ_UP = "started, version "
 """What dnsmasq logs when its sockets are bound and its privileges dropped (``main`` of ``src/dnsmasq.c``); in a locale of no language."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.placement.backends import Placement
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan
@@ -34,7 +35,6 @@ from runner.plan.passthrough_plan import (
 from runner.plan.shares import SharePlan
 from runner.spec.instance import WatchdogAction
 from runner.spec.rules import MIB
-from runner.values import frozen
 
 if TYPE_CHECKING:
     from runner.plan.argv.networks import WireNumbers

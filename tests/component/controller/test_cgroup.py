@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel.cgroup import Cgroup, CgroupError, write_control
 
 

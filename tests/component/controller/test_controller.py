@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.controller.loop import Intervals
 from runner.controller.main import Pages
-from runner.controller.methods import Timeouts
-from runner.controller.pods import MemberProcess, PodCgroups
 from runner.controller.privileged_start import DeviceFilter
+from runner.controller.serve.methods import Timeouts
+from runner.controller.serve.pods import MemberProcess, PodCgroups
+from runner.controller.tree.loop import Intervals
 from runner.kernel.kubelet_files import Frozen
 from tests.support.fake_node import (
     ANCHORS,

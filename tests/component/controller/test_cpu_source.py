@@ -14,9 +14,9 @@ import attrs
 import pytest
 import trio
 
-from runner.controller import cpu_source
-from runner.controller.loop import Intervals
-from runner.controller.methods import Timeouts
+from runner.controller.serve.methods import Timeouts
+from runner.controller.tree import cpu_source
+from runner.controller.tree.loop import Intervals
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.pod_resources import GET_ALLOCATABLE, LIST
 from tests.support.fake_claims import FakeClaim, put_claims

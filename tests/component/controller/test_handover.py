@@ -15,12 +15,12 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller import methods
+from runner.base.cpuset import CpuSet
 from runner.controller.main import Pages
-from runner.controller.methods import Timeouts
-from runner.cpuset import CpuSet
-from runner.instance.cgroups import controller as client
-from runner.instance.cgroups.controller import registration_of
+from runner.controller.serve import methods
+from runner.controller.serve.methods import Timeouts
+from runner.instance.parts.cgroups import controller as client
+from runner.instance.parts.cgroups.controller import registration_of
 from runner.instance.supervisor import Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, Registration

@@ -15,8 +15,10 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller.cache_tuner import RESCTRL
-from runner.controller.host_tuner import (
+from runner.base.cpuset import CpuSet
+from runner.controller.main import RECORDS
+from runner.controller.tune.cache_tuner import RESCTRL
+from runner.controller.tune.host_tuner import (
     MOST_RECORDED,
     TUNING,
     HostTuner,
@@ -24,8 +26,6 @@ from runner.controller.host_tuner import (
     TuningOptions,
     take_over_records,
 )
-from runner.controller.main import RECORDS
-from runner.cpuset import CpuSet
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl

@@ -15,14 +15,14 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller import loop
-from runner.controller.held_files import FILES, HeldFiles
-from runner.controller.loop import Intervals
+from runner.base.cpuset import CpuSet
 from runner.controller.main import LimitOptions
-from runner.controller.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
-from runner.controller.reconcile import Evict, Observed
-from runner.controller.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
-from runner.cpuset import CpuSet
+from runner.controller.serve.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
+from runner.controller.tree import loop
+from runner.controller.tree.held_files import FILES, HeldFiles
+from runner.controller.tree.loop import Intervals
+from runner.controller.tree.reconcile import Evict, Observed
+from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.procfs import Procfs
 from tests.support.fake_cgroupfs import FakeCgroup

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel import inotify
 
 
@@ -59,7 +59,7 @@ async def test_reports_that_a_watched_directory_is_gone(tmp_path: Path) -> None:
 LIMITED = """
 import sys, trio, trio.testing
 from pathlib import Path
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
 from runner.kernel import inotify
 directory = Path(sys.argv[1])
 limit = Path("/proc/sys/user") / f"max_inotify_{sys.argv[2]}"

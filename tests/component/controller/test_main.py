@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.controller.loop import ReconcileLoop
+from runner.base.errors import HostError
 from runner.controller.main import Pages, main
-from runner.controller.server import listening
-from runner.errors import HostError
+from runner.controller.serve.server import listening
+from runner.controller.tree.loop import ReconcileLoop
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, connected, controlled

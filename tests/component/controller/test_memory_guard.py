@@ -15,21 +15,21 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller import memory_guard
-from runner.controller.float_memory import MemoryByKind, PodMemory
-from runner.controller.memory_guard import (
+from runner.base.rate_limit import LogRateLimit
+from runner.controller.metrics import ControllerCounters, MemoryEnd
+from runner.controller.serve.pods import PodCgroups
+from runner.controller.tree import memory_guard
+from runner.controller.tree.float_memory import MemoryByKind, PodMemory
+from runner.controller.tree.memory_guard import (
     MOST_LONG_STATUSES,
     MOST_OWN_PROCESSES,
     SETTLED_WITHIN,
     MemoryGuard,
     _SharedSearch,
 )
-from runner.controller.metrics import ControllerCounters, MemoryEnd
-from runner.controller.pods import PodCgroups
-from runner.controller.tree import Tree
+from runner.controller.tree.tree import Tree
 from runner.kernel.pidfds import kill_process
 from runner.kernel.procfs import LONG_STATUS, LongStatuses, Procfs
-from runner.protocol.rate_limit import LogRateLimit
 from tests.support.fake_node import A, B, Node, scope_path
 from tests.support.leases import leasing
 

@@ -18,15 +18,15 @@ import pytest
 import trio
 import trio.testing
 
+from runner.base.cpuset import CpuSet
 from runner.check.finding import Level, Place
 from runner.check.host_reader import ask_controller
 from runner.check.programs import judge_controller
-from runner.controller import methods
-from runner.controller.loop import ReconcileLoop
 from runner.controller.main import Pages
-from runner.controller.partition_writer import PartitionWriter, obey
-from runner.cpuset import CpuSet
-from runner.instance.cgroups.controller import BUSY_FOR, _seal
+from runner.controller.serve import methods
+from runner.controller.tree.loop import ReconcileLoop
+from runner.controller.tree.partition_writer import PartitionWriter, obey
+from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
 from runner.kernel.cgroup import CgroupError
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
@@ -448,7 +448,7 @@ async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pyt
 @pytest.mark.parametrize(("lacking", "found"), [((), "True False"), (("--bounding-set=-sys_admin",), "False False")])
 def test_a_writer_without_the_capability_is_none_that_could_come_back(lacking: tuple[str, ...], found: str) -> None:
     code = (
-        "from pathlib import Path; from runner.controller.partition_writer import start_partition_writer\n"
+        "from pathlib import Path; from runner.controller.tree.partition_writer import start_partition_writer\n"
         "writer = start_partition_writer(Path('/none'), Path('/proc')); print(writer.started, writer.lost)"
     )
     argv = ("setpriv", *lacking, "--inh-caps=-all", sys.executable, "-c", code)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kubelet.state_files import parse_cpu_state
 from tests.support.fake_node import A, B, Node, connected, controlled
 

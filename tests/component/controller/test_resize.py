@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-from runner.controller.partition_writer import PartitionWriter, obey
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.controller.tree.partition_writer import PartitionWriter, obey
 from tests.support.fake_node import A, B, C, Client, Controller, Node, connected, controlled
 
 OTHERS = {A: {"instance": "0-1,12-13"}, C: {"instance": "18-19"}}

@@ -15,10 +15,10 @@ import pytest
 import trio
 import trio.testing
 
-from runner.controller import methods
-from runner.controller.methods import Timeouts
-from runner.controller.server import listening
-from runner.errors import HostError
+from runner.base.errors import HostError
+from runner.controller.serve import methods
+from runner.controller.serve.methods import Timeouts
+from runner.controller.serve.server import listening
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_node import B, Client, Node, connected, controlled
 from tests.support.frames import STATUS, frames

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.support.fake_node import B, Node, connected, controlled
 from tests.support.soak import SEED, chance, times
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, mask_of
 from tests.node.instances import FLOAT, Instance, NodeFixture, Thread, members_of, threads_of
 

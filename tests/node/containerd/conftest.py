@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT
 from tests.node.containerd.daemon import PAUSE, Containerd, Image, pause_program
 from tests.node.containerd.pods import POD_IP, KubeletOfContainerd

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, Cgroup
 from tests.node.containerd.cri import Cri, Message
 from tests.node.standin_kubelet import OOM_SCORE_ADJ, PROJECT, Container, Kubelet, Pod, Running

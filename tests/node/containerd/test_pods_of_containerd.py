@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.containerd.daemon import Containerd
 from tests.node.containerd.pods import Contained, KubeletOfContainerd, inspect

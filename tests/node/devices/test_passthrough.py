@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
 from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound, claim_file

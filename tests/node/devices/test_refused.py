@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.devices.conftest import Spare, bound
 from tests.node.devices.test_passthrough import started
 from tests.node.instances import NodeFixture, spec_text

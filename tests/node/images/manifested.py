@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kubelet.pod import parse_quantity
 from tests.images.manifests import VM_DEVICES, images_of
 from tests.node.standin_kubelet import Container, Mount, Pod, Runtime, capabilities

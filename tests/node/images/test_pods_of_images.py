@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, Cgroup
 from tests.node.images.manifested import Cluster
 from tests.node.instances import TREE, Instance

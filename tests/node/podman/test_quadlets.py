@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, cgroup_of, mask_of
 from tests.node.instances import FLOAT, ROM, TREE, members_of, threads_of, until
 from tests.node.podman.conftest import podman

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import SECONDS, cgroup_of
 from tests.node.instances import ROM, SOCKETS, TREE, Thread, members_of, threads_of, until
 from tests.node.standin_kubelet import PROJECT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import Cgroup, cgroup_of
 from tests.node.standin_kubelet import Container, Kubelet, Pod, Runtime, unit_state
 

@@ -8,12 +8,12 @@ from pathlib import Path, PurePosixPath
 import attrs
 import pytest
 
+from runner.base.cpuset import CpuSet
 from runner.check import cpu_owners, device_rights, kernel_settings, programs
 from runner.check.cpu_owners import CpuNeighbour, Init
 from runner.check.finding import Check, CheckReport, Finding, Level, Place, place_of
 from runner.check.programs import Program
 from runner.check.report import report_json, report_lines
-from runner.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd
 from runner.kernel.kubelet_files import Frozen

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import attrs
 import pytest
 
-from runner.controller.disturbances import (
+from runner.base.cpuset import CpuSet
+from runner.controller.tune.disturbances import (
     Added,
     AwayFrom,
     Fixed,
@@ -23,7 +24,6 @@ from runner.controller.disturbances import (
     sentences,
     settled,
 )
-from runner.cpuset import CpuSet
 
 ONLINE = CpuSet(range(16))
 DEFAULT = "proc/irq/default_smp_affinity"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from runner.controller.float_memory import (
+from runner.controller.tree.float_memory import (
     MemoryByKind,
     PodMemory,
     charged_memory,

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from runner.controller.handover import Handover, HandoverPendingError, handovers, pending_handovers
-from runner.controller.reconcile import Observed, desire, holders, reconcile
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
+from runner.controller.serve.handover import Handover, HandoverPendingError, handovers, pending_handovers
+from runner.controller.tree.reconcile import Observed, desire, holders, reconcile
 from runner.kubelet.pod_cgroups import FLOAT, instance_group
 from runner.kubelet.state import CpuState
-from runner.values import frozen
 from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded
 
 WANTED = {"a": CpuSet([1, 2]), "b": CpuSet([1, 2]), "c": CpuSet([2])}

@@ -5,7 +5,8 @@ import itertools
 import attrs
 import pytest
 
-from runner.controller.identity import (
+from runner.base.cpuset import CpuSet
+from runner.controller.serve.identity import (
     ContainerIdentity,
     ContainerProcess,
     RequestRefusedError,
@@ -13,7 +14,6 @@ from runner.controller.identity import (
     check_container,
     identify_container,
 )
-from runner.cpuset import CpuSet
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peer
 from runner.kubelet.pod_cgroups import ContainerCgroup
 from runner.kubelet.state import CpuPolicy, CpuState

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.controller.limits import (
+from runner.controller.tree.limits import (
     MOST_PROCESSES,
     Limits,
     default_memory,

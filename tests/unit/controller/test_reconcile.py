@@ -9,8 +9,9 @@ from typing import TypeVar
 import attrs
 import pytest
 
-from runner.controller.limits import Limits
-from runner.controller.reconcile import (
+from runner.base.cpuset import CpuSet
+from runner.controller.tree.limits import Limits
+from runner.controller.tree.reconcile import (
     ISOLATED,
     MEMBER,
     ROOT,
@@ -36,7 +37,6 @@ from runner.controller.reconcile import (
     stale,
     withheld,
 )
-from runner.cpuset import CpuSet
 from runner.facts.hardware import OnlineCpus
 from runner.kubelet.pod_cgroups import FLOAT, float_uid, instance_group, instance_uid
 from runner.kubelet.state import CpuState

@@ -7,7 +7,7 @@ import json
 import attrs
 import pytest
 
-from runner.controller.tuning import Tuning
+from runner.controller.tune.tuning import Tuning
 from runner.placement.backends import CpuTuning
 
 

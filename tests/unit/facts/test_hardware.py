@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.hardware import Hardware
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"

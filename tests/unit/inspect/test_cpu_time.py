@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.rules import RuleResult

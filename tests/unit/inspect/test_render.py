@@ -8,9 +8,10 @@ from collections.abc import Callable
 import attrs
 import pytest
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import Status
+from runner.base.table import duration
 from runner.cli.inspect import ReportFormatter
-from runner.cpuset import CpuSet
-from runner.errors import Status
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
@@ -26,7 +27,6 @@ from runner.inspect.render import report_json, report_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.settings import CpuSettings
 from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
-from runner.table import duration
 
 MIB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.roles import Roles
 from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
 from runner.inspect.cpu_time import IDLE, SwitchTally
 from runner.inspect.task_table import KnownTask, TaskTable

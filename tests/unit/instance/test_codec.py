@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.instance.renewal.codec import decode, encode
 from runner.kernel.carried import CarriedFd, CarriedLogFile, CarriedProcess
 from runner.placement.threads import Role

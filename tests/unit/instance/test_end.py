@@ -9,10 +9,11 @@ import attrs
 import pytest
 import trio
 
-from runner.errors import HostError, Status
-from runner.instance import console, daemons, init
-from runner.instance.cgroups import controller, delegated
+from runner.base.errors import HostError, Status
+from runner.instance import init
 from runner.instance.init import ExitReport, failed_system_call
+from runner.instance.parts import console, daemons
+from runner.instance.parts.cgroups import controller, delegated
 from runner.instance.supervisor import Faults, Phase, StopRequest, open_supervisor
 from runner.spec.instance import ShutdownSpec
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
-from runner.instance.foreign_time import ForeignTime
+from runner.instance.watch.foreign_time import ForeignTime
 from runner.kernel.procfs import Procfs
 from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
-from runner.instance.receipts import receipt_table
+from runner.instance.watch.receipts import receipt_table
 from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.errors import HostError, explain
+from runner.base.errors import HostError, explain
 from runner.facts.disk import DocumentFact
 from runner.kernel.files import (
     append,

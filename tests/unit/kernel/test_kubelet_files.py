@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.kubelet_files import OTHER_ROOT, Frozen, attempt, read_state_file, settled
 from runner.kubelet.state import CpuState

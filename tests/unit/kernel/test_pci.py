@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.pci import Acs, Bar, DeviceNode, GroupMember, PciLink
 from runner.facts.roots import Roots
 from runner.kernel.pci import driver_of, has_lost_link, is_silent, read_pci_device

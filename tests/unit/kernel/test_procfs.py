@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel.procfs import (
     FIRST_NETWORK_NAMESPACE,
     FIRST_NETWORK_SETTINGS,

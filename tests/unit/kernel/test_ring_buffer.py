@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.kernel.ring_buffer import has_missed_events, parse_format, parse_page_size, records
 from tests.support.ring_buffer_pages import SIZE, head, page
 

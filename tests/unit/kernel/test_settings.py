@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.kernel.settings import QuietCpus, read_quiet_cpus
 
 

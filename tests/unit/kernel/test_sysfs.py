@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import HostError, explain
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, explain
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.kernel.sysfs import read_hardware, read_online_cpus
 from tests.support.fake_cgroupfs import fake_sysfs

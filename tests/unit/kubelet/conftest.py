@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.kubelet.cpu_assignment import CpuFacts, CpuTopology
+from runner.node_plan.cpu_assignment import CpuFacts, CpuTopology
 
 VECTORS = Path(__file__).parents[2] / "data/vectors"
 Document = dict[str, Any]

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kubelet.admission import REJECTION, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
-from runner.kubelet.cpu_manager import exclusive_cpus
-from runner.kubelet.device_manager import Devices
 from runner.kubelet.pod import Container, ContainerKind, Pod
-from runner.kubelet.quirks import KubeletConfigError, Quirk
-from runner.kubelet.topology_manager import Hint
+from runner.node_plan.admission import REJECTION, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.node_plan.cpu_manager import exclusive_cpus
+from runner.node_plan.device_manager import Devices
+from runner.node_plan.quirks import KubeletConfigError, Quirk
+from runner.node_plan.topology_manager import Hint
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -10,14 +10,14 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.errors import RunnerError
+from runner.base.errors import RunnerError
 from runner.facts.hardware import Hardware
-from runner.kubelet.configuration import configuration_among, parse_kubelet_configuration
-from runner.kubelet.manifests import parse_manifests
-from runner.kubelet.node_plan import States, plan_node, start_node, unclear_pods
-from runner.kubelet.report.svg import picture_svg
-from runner.kubelet.report.text import node_json, node_lines
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
+from runner.node_plan.configuration import configuration_among, parse_kubelet_configuration
+from runner.node_plan.manifests import parse_manifests
+from runner.node_plan.node_plan import States, plan_node, start_node, unclear_pods
+from runner.node_plan.report.svg import picture_svg
+from runner.node_plan.report.text import node_json, node_lines
 from runner.spec.value import Value
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.hardware import OnlineCpus
 from runner.kubelet.claims import (
     CDI_FILES,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError, SpecError, UsageError
 from runner.cli.manifests import read_configuration
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError, SpecError, UsageError
 from runner.facts.hardware import Hardware
-from runner.kubelet.admission import Kubelet, KubeletConfiguration
-from runner.kubelet.configuration import (
+from runner.node_plan.admission import Kubelet, KubeletConfiguration
+from runner.node_plan.configuration import (
     OTHER_KEYS,
     STRING_KEYS,
     TABLE_KEYS,
@@ -23,8 +23,8 @@ from runner.kubelet.configuration import (
     configuration_among,
     parse_kubelet_configuration,
 )
-from runner.kubelet.quirks import KubeletConfigError
-from runner.kubelet.topology_manager import Policy
+from runner.node_plan.quirks import KubeletConfigError
+from runner.node_plan.topology_manager import Policy
 from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.hardware import Hardware
-from runner.kubelet.cpu_assignment import CpuFacts, CpuTopology, take_distributed, take_packed
-from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus_of_pod
 from runner.kubelet.numa_masks import mask_of
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
-from runner.kubelet.quirks import (
+from runner.kubelet.state import CpuState
+from runner.node_plan.cpu_assignment import CpuFacts, CpuTopology, take_distributed, take_packed
+from runner.node_plan.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus_of_pod
+from runner.node_plan.quirks import (
     FROM_SOURCE_MINOR,
     AllocationError,
     KubeletConfigError,
@@ -23,8 +24,7 @@ from runner.kubelet.quirks import (
     Quirk,
     quirks_of,
 )
-from runner.kubelet.state import CpuState
-from runner.kubelet.topology_manager import Hint, HintList
+from runner.node_plan.topology_manager import Hint, HintList
 
 pytestmark = pytest.mark.kubelet_model
 

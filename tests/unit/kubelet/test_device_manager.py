@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from runner.kubelet.device_manager import DeviceManager, Devices, DeviceState
 from runner.kubelet.pod import Container, ContainerKind, Pod
-from runner.kubelet.quirks import AllocationError, quirks_of
-from runner.kubelet.topology_manager import Hint, HintList
+from runner.node_plan.device_manager import DeviceManager, Devices, DeviceState
+from runner.node_plan.quirks import AllocationError, quirks_of
+from runner.node_plan.topology_manager import Hint, HintList
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.errors import SpecError
+from runner.base.errors import SpecError
 from runner.facts.pci import ClaimedDevice
-from runner.instance.device_claims import read_claim
+from runner.host.device_claims import read_claim
 from runner.kubelet.device_metadata import LARGEST, parse_device_metadata
 
 CLAIMS = Path(__file__).parents[2] / "data" / "claims"

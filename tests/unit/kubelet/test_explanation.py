@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware
-from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
-from runner.kubelet.explanation import explain
 from runner.kubelet.pod import Container, Pod, QosClass
-from runner.kubelet.topology_manager import Policy
+from runner.node_plan.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.node_plan.explanation import explain
+from runner.node_plan.topology_manager import Policy
 
 pytestmark = pytest.mark.kubelet_model
 

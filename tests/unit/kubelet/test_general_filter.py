@@ -16,17 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware
-from runner.kubelet.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
-from runner.kubelet.general_filter import (
-    PODS,
-    Insufficient,
-    NodeAllocatable,
-    PreemptionError,
-    insufficient,
-    preempted,
-)
 from runner.kubelet.pod import (
     CPU,
     EPHEMERAL_STORAGE,
@@ -36,6 +27,15 @@ from runner.kubelet.pod import (
     ContainerKind,
     Pod,
     QosClass,
+)
+from runner.node_plan.admission import Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.node_plan.general_filter import (
+    PODS,
+    Insufficient,
+    NodeAllocatable,
+    PreemptionError,
+    insufficient,
+    preempted,
 )
 
 pytestmark = pytest.mark.kubelet_model

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.errors import SpecError
-from runner.kubelet.cpu_manager import exclusive_cpus_of_pod
-from runner.kubelet.manifests import Manifest, parse_manifests
+from runner.base.errors import SpecError
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
+from runner.node_plan.cpu_manager import exclusive_cpus_of_pod
+from runner.node_plan.manifests import Manifest, parse_manifests
 from runner.spec.value import Value
 
 pytestmark = pytest.mark.kubelet_model

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, hugepages_resource
-from runner.kubelet.memory_manager import (
+from runner.kubelet.numa_masks import mask_of
+from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
+from runner.kubelet.state import Block, MemoryState
+from runner.node_plan.memory_manager import (
     MemoryManager,
     check_reservation,
     peak_memory,
 )
-from runner.kubelet.numa_masks import mask_of
-from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
-from runner.kubelet.quirks import AllocationError, KubeletConfigError
-from runner.kubelet.state import Block, MemoryState
-from runner.kubelet.topology_manager import Hint, HintList
+from runner.node_plan.quirks import AllocationError, KubeletConfigError
+from runner.node_plan.topology_manager import Hint, HintList
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.hardware import Hardware
-from runner.kubelet.admission import KubeletConfiguration, Outcome
-from runner.kubelet.configuration import parse_kubelet_configuration
-from runner.kubelet.device_manager import Devices
-from runner.kubelet.general_filter import total_requests
-from runner.kubelet.manifests import parse_manifests
-from runner.kubelet.node_plan import (
+from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
+from runner.node_plan.admission import KubeletConfiguration, Outcome
+from runner.node_plan.configuration import parse_kubelet_configuration
+from runner.node_plan.device_manager import Devices
+from runner.node_plan.general_filter import total_requests
+from runner.node_plan.manifests import parse_manifests
+from runner.node_plan.node_plan import (
     OWN_CONTAINER,
     OWN_RESOURCES,
     KnownPods,
@@ -35,11 +36,10 @@ from runner.kubelet.node_plan import (
     start_node,
     unclear_pods,
 )
-from runner.kubelet.quirks import KubeletConfigError
-from runner.kubelet.report.picture import MORE, owners_of, picture_lines
-from runner.kubelet.report.svg import picture_svg
-from runner.kubelet.report.text import node_json, node_lines, runs_of
-from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
+from runner.node_plan.quirks import KubeletConfigError
+from runner.node_plan.report.picture import MORE, owners_of, picture_lines
+from runner.node_plan.report.svg import picture_svg
+from runner.node_plan.report.text import node_json, node_lines, runs_of
 from runner.placement.pins import PinFindingKind
 from runner.spec.value import Value
 

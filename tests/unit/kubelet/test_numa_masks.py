@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.errors import RefusedError
+from runner.base.errors import RefusedError
 from runner.kubelet.numa_masks import (
     Places,
     ands,

@@ -11,13 +11,13 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware
-from runner.kubelet.admission import Kubelet, KubeletConfiguration, SimulatedNode
-from runner.kubelet.device_manager import Devices
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
-from runner.kubelet.quirks import Quirk
 from runner.kubelet.state import Block, CpuState
+from runner.node_plan.admission import Kubelet, KubeletConfiguration, SimulatedNode
+from runner.node_plan.device_manager import Devices
+from runner.node_plan.quirks import Quirk
 
 pytestmark = pytest.mark.kubelet_model
 

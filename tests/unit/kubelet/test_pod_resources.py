@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.kubelet.pod_resources import ContainerResources, parse_allocatable_cpus, parse_pods
 from tests.support.fake_pod_resources import FakeContainer, field, packed, varint
 

@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.check import host_reader
 from runner.check.context import CheckedHost
 from runner.cli import plan_node
-from runner.controller.cpu_source import CpuSource
-from runner.controller.loop import Intervals
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.loop import Intervals
 from runner.facts.roots import Roots
 from runner.inspect import observe
 from runner.inspect.observation import KubeletObservation, Unknown

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus
-from runner.kubelet.admission import Kubelet, KubeletConfiguration
 from runner.kubelet.pod import Container, Pod
-from runner.kubelet.quirks import KubeletConfigError
 from runner.kubelet.state import Block, CpuState, MemoryState
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state, parse_verified_cpu_state, verify
+from runner.node_plan.admission import Kubelet, KubeletConfiguration
+from runner.node_plan.quirks import KubeletConfigError
 
 Document = dict[str, Any]
 GIB = 1 << 30

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.kubelet.node_plan import NodePlan
-from runner.kubelet.report.svg import DARK, FILLS, LIGHT, picture_svg
+from runner.node_plan.node_plan import NodePlan
+from runner.node_plan.report.svg import DARK, FILLS, LIGHT, picture_svg
 from tests.unit.kubelet.test_node_plan import EPYC, STATIC, host, planned, pod
 
 pytestmark = pytest.mark.kubelet_model

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.kubelet.quirks import KubeletCrashesError
-from runner.kubelet.topology_manager import ANYWHERE, NOWHERE, Hint, HintList, Policy, TopologyManager, factors_of
+from runner.node_plan.quirks import KubeletCrashesError
+from runner.node_plan.topology_manager import ANYWHERE, NOWHERE, Hint, HintList, Policy, TopologyManager, factors_of
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -12,21 +12,21 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kubelet.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
-from runner.kubelet.configuration import configuration_among, parse_kubelet_configuration
-from runner.kubelet.cpu_assignment import CpuTopology, take_distributed, take_packed
-from runner.kubelet.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus
-from runner.kubelet.device_manager import Devices
-from runner.kubelet.manifests import Manifest, parse_manifests
-from runner.kubelet.node_plan import States, start_node
 from runner.kubelet.numa_masks import mask_of, numa_nodes_of
 from runner.kubelet.pod import Container, ContainerKind, Pod, parse_quantity
-from runner.kubelet.quirks import AllocationError, KubeletConfigError, Quirk
 from runner.kubelet.state import Block
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
-from runner.kubelet.topology_manager import Hint, HintList, Policy, TopologyManager
+from runner.node_plan.admission import NO_AFFINITY, Admission, Kubelet, KubeletConfiguration, Outcome, SimulatedNode
+from runner.node_plan.configuration import configuration_among, parse_kubelet_configuration
+from runner.node_plan.cpu_assignment import CpuTopology, take_distributed, take_packed
+from runner.node_plan.cpu_manager import CpuManager, CpuPolicyOptions, exclusive_cpus
+from runner.node_plan.device_manager import Devices
+from runner.node_plan.manifests import Manifest, parse_manifests
+from runner.node_plan.node_plan import States, start_node
+from runner.node_plan.quirks import AllocationError, KubeletConfigError, Quirk
+from runner.node_plan.topology_manager import Hint, HintList, Policy, TopologyManager
 from runner.spec.yaml import parse_yaml
 
 pytestmark = pytest.mark.kubelet_model

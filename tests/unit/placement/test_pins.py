@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.hardware import Cpu, Hardware, NumaNode
 from runner.placement.pins import PinFindingKind, Pinning, PinPolicy, choose_cpus, place
 

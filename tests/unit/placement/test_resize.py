@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.hardware import Hardware
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import UsageError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import UsageError
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import AffinityPlacement
 from runner.placement.threads import (

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 import attrs
 import pytest
 
-from runner.errors import HostError
+from runner.base.errors import HostError
 from runner.facts.disk import DocumentFact
 from runner.facts.host import HostFacts
-from runner.instance.seed import seed_image
+from runner.instance.parts.seed import seed_image
 from runner.plan.argv.qemu import pasteable
 from runner.plan.cloud_init import LARGEST, Secret, SeedPlan
 from runner.plan.render import plan_json, plan_lines

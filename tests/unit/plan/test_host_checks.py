@@ -5,10 +5,10 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import RefusedError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import RefusedError
 from runner.facts.host import PodQos
-from runner.instance.discover import read_huge_limit, read_pod
+from runner.host.discover import read_huge_limit, read_pod
 from runner.kernel.files import cpu_limits, memory_limits
 from runner.kernel.procfs import Procfs
 from runner.plan.host_checks import qos_of_oom_score_adj, shared_cpus, too_little_time, too_old

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode

@@ -13,7 +13,7 @@ import pytest
 
 from runner.facts.host import HostFacts
 from runner.facts.pci import PciFact
-from runner.instance.seed import seed_image
+from runner.instance.parts.seed import seed_image
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.instance import InstancePlan
 from runner.plan.nccl import PATH, nccl_topology, vendor_data

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 import attrs
 import pytest
 
-from runner.errors import SpecError
+from runner.base.errors import SpecError
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.host import PodQos

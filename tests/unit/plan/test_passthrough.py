@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 import pytest
 
-from runner.errors import SpecError
+from runner.base.errors import SpecError
 from runner.facts.host import HostFacts, User
 from runner.facts.memory import MemoryLimits
 from runner.facts.pci import Bar, DeviceNode, PciFact, VfioFacts
 from runner.facts.roots import Roots
-from runner.instance.device_claims import read_claim
+from runner.host.device_claims import read_claim
 from runner.kernel.pci import read_pci_device
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace

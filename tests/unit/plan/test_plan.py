@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, NumaNode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from runner.facts.host import HostFacts, Kvm
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.argv.qemu import Paths, qemu_argv

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import runner.errors
-from runner.protocol.events import BOTH, CONTROLLER, INSTANCE, OTHER, OUTPUT_DROPPED, WHOLE_SENTENCES
+import runner.base.errors
+from runner.base.events import BOTH, CONTROLLER, INSTANCE, OTHER, OUTPUT_DROPPED, WHOLE_SENTENCES
 
-PACKAGE = Path(runner.errors.__file__).parent
+PACKAGE = Path(runner.base.errors.__file__).parents[1]
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from runner.protocol.rate_limit import MOST_PEERS, REPORTED_EVERY, LogRateLimit
+from runner.base.rate_limit import MOST_PEERS, REPORTED_EVERY, LogRateLimit
 
 KINDS = ("reset", "refused")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.cpuset import CpuSet
-from runner.errors import SpecError
+from runner.base.cpuset import CpuSet
+from runner.base.errors import SpecError
 from runner.spec.instance import parse_elsewhere, parse_instance, private_subnet, reference
 from runner.spec.rules import format_size, parse_document
 

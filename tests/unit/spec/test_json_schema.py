@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
-from runner.errors import SpecError
+from runner.base.errors import SpecError
 from runner.plan.document import document_problems
 from runner.spec.instance import parse_instance, reference
 from runner.spec.json_schema import spec_schema

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.errors import SpecError
+from runner.base.errors import SpecError
 from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 

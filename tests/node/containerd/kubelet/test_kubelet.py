@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, Cgroup
 from tests.node.containerd.daemon import Containerd, run_unit
 from tests.node.containerd.kubelet.configuration import example_on_a_small_machine

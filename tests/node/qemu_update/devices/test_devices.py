@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from runner.cpuset import CpuSet
+from runner.base.cpuset import CpuSet
 from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.devices.test_passthrough import BOOTS_WITHIN, ENDS_WITHIN, MIB, linux_spec, nodes_of, started

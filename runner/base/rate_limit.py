@@ -1,0 +1,71 @@
+"""The one rate limit of log messages whose causes are not in this program's hand: guests, pods, and other programs."""
+
+from __future__ import annotations
+
+import logging
+
+import attrs
+import trio
+
+from runner.base.values import frozen
+
+log = logging.getLogger(__name__)
+
+REPORTED_EVERY = 60.0
+"""Seconds between two log messages of the same kind about the same peer: a guest can cause thousands a second."""
+
+MOST_PEERS = 64
+"""Peers that are told apart at a time; the others are one peer, so that no number of peers fills the log or the memory."""
+
+_OTHERS = "others"
+
+
+@attrs.define
+class _Reported:
+    at: float
+    left_out: int = 0
+
+
+@frozen
+class LogRateLimit:
+    """Lets one message of each kind and peer pass in :data:`REPORTED_EVERY` seconds, and counts those between.
+
+    A *kind* is a constant of this program and a *peer* what causes the message: never its text, which the peer may vary.
+
+    Example::
+
+        if (more := limit.due("reset")) is not None:
+            log.info("the guest was reset%s reason=%s", more, reason)
+    """
+
+    _reported: dict[tuple[str, object], _Reported] = attrs.field(factory=dict)
+
+    def due(self, kind: str, peer: object = "") -> str | None:
+        """Return ``None`` if the message is to be left out, else what it says of those left out before it, mostly nothing."""
+        now = trio.current_time()
+        key = kind, peer
+        if key not in self._reported and len(self._reported) >= MOST_PEERS:
+            self._forget(now)
+            if len(self._reported) >= MOST_PEERS:
+                key = kind, _OTHERS
+        last = self._reported.get(key)
+        if last is not None and now - last.at < REPORTED_EVERY:
+            last.left_out += 1
+            return None
+        self._reported[key] = _Reported(now)
+        return f" ({last.left_out} more since the last report)" if last is not None and last.left_out else ""
+
+    def log_left_out(self) -> None:
+        """Log, at the end, how many messages were left out since the last report of each kind and peer."""
+        for (kind, peer), last in self._reported.items():
+            if last.left_out:
+                log.info("left out of this log kind=%s peer=%s count=%d", kind, peer, last.left_out)
+                last.left_out = 0
+
+    def _forget(self, now: float) -> None:
+        """Forget the peers whose next message would pass; what was left out of theirs counts as others'."""
+        passed = [key for key, last in self._reported.items() if now - last.at >= REPORTED_EVERY and key[1] != _OTHERS]
+        for kind, peer in passed:
+            left_out = self._reported.pop((kind, peer)).left_out
+            if left_out:
+                self._reported.setdefault((kind, _OTHERS), _Reported(now - REPORTED_EVERY)).left_out += left_out

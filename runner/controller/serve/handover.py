@@ -1,0 +1,60 @@
+"""CPUs that change hands: the kubelet has given them to a pod, and the instance of another still runs on them (pure).
+
+Of a static pod that is removed, and of one deleted with ``--force``, the kubelet takes the CPUs (``removeStaleState`` of
+``pkg/kubelet/cm/cpumanager/cpu_manager.go``) while its guest is still being powered down, and gives them to the next pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
+from runner.controller.serve.identity import CONFLICT, RequestRefusedError
+from runner.controller.tree.reconcile import Observed, holders
+from runner.kubelet.state import CpuState
+
+
+@frozen
+class Handover:
+    """The *cpus* that the kubelet has given to pod *pod_uid*, and that the instance of pod *holder* still runs on."""
+
+    pod_uid: str
+    holder: str
+    cpus: CpuSet
+
+
+class HandoverPendingError(RequestRefusedError):
+    """Instance *pod_uid* cannot have the CPUs *asked* for before the holders of *pending* have ended.
+
+    *within* is for how many seconds it waits for that. *holder* is the one to wait for first.
+    """
+
+    def __init__(self, pod_uid: str, asked: CpuSet, pending: Sequence[Handover], within: float) -> None:
+        self.holder = pending[0].holder
+        holding = " and ".join(f"instance {each.holder!r} still runs on '{each.cpus}'" for each in pending)
+        super().__init__(
+            CONFLICT,
+            f"cannot register instance {pod_uid!r} with CPUs '{asked}': {holding}, and the kubelet has taken them from it; wait "
+            f"for its end, or end the container that `crictl ps --label io.kubernetes.pod.uid={self.holder}` names by "
+            "`crictl stop`",
+            lasting=True,
+            requested=str(asked),
+            holder=self.holder,
+            within=within,
+        )
+        self.pending = tuple(pending)
+
+
+def handovers(state: CpuState, observed: Observed) -> Iterator[Handover]:
+    """Yield what changes hands, also to pods that are no instances."""
+    for pod_uid in state.assigned():
+        for cpus in state.choices(pod_uid):
+            yield from pending_handovers(pod_uid, cpus, observed)
+
+
+def pending_handovers(pod_uid: str, cpus: CpuSet, observed: Observed) -> Iterator[Handover]:
+    """Yield what pod *pod_uid* waits for, to which the kubelet has given *cpus*: instances of others that are not empty."""
+    for holder, group in holders(cpus, observed, but=pod_uid).items():
+        if group.populated:
+            yield Handover(pod_uid, holder, (group.cpus or group.effective) & cpus)

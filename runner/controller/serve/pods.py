@@ -1,0 +1,130 @@
+"""The pods' own cgroups, which the kubelet and the container runtime make: which of them exist, and what is in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from runner.base.errors import HostError
+from runner.base.values import frozen
+from runner.kernel.cgroup import Cgroup, CgroupError, LeasedError
+from runner.kernel.procfs import Procfs
+from runner.kubelet.pod_cgroups import (
+    KUBEPODS,
+    ContainerCgroup,
+    bare_groups,
+    is_container_id,
+    is_pod_uid,
+    parse_bare_container,
+    parse_container,
+    pod_groups,
+)
+
+_MOST_GROUPS = 256
+"""Cgroups of one pod that are looked into; a privileged container can make any number."""
+_MOST_ANCESTORS = 8
+"""Ancestors of a process that are looked at to find its pod."""
+
+
+@frozen
+class MemberProcess:
+    """A process in the *cgroup* of a *container*."""
+
+    container: ContainerCgroup
+    cgroup: str
+    pid: int
+
+
+@frozen
+class PodCgroups:
+    """The pods' cgroups in the hierarchy mounted at *mount*, and their processes in *procfs*.
+
+    Without a *kubelet* the containers of docker and podman are meant. With *trusting* any peer may have registered any
+    name, so that no pod is known to have gone.
+    """
+
+    mount: Cgroup
+    procfs: Procfs
+    kubelet: bool
+    trusting: bool = False
+
+    def container(self, path: str) -> ContainerCgroup | None:
+        """Return the container of the cgroup *path*, as in ``/proc/PID/cgroup``, or ``None`` if it belongs to no pod."""
+        return parse_container(path) if self.kubelet else parse_bare_container(path)
+
+    def existing(self, pod_uid: str) -> list[Path]:
+        """Return the directories of the cgroups that pod *pod_uid* has."""
+        possible = pod_groups(pod_uid) if self.kubelet else bare_groups(pod_uid)
+        return [path for path in map(self.mount.path.joinpath, possible) if path.is_dir()]
+
+    def gone(self, pod_uid: str) -> bool:
+        """Tell whether pod *pod_uid* has no cgroup any more: nothing of it can be running.
+
+        The kubelet removes the pod's cgroup after its last container has ended. Where the kubelet's ``cgroupRoot`` is one
+        that is not known here, none of its pods is said to have gone.
+        """
+        if self.trusting or (self.kubelet and not any((self.mount.path / path).is_dir() for path in KUBEPODS)):
+            return False
+        named = is_pod_uid(pod_uid) if self.kubelet else is_container_id(pod_uid)
+        return named and not self.existing(pod_uid)
+
+    def processes(self, pod_uid: str) -> Iterator[MemberProcess]:
+        """Yield the processes in the cgroups of *pod_uid*'s containers, read as they are asked for.
+
+        Raises :class:`~runner.kernel.cgroup.LeasedError`.
+        """
+        for top in self.existing(pod_uid):
+            for directory, _, _ in islice(os.walk(top), _MOST_GROUPS):
+                yield from self._members(Path(directory))
+
+    def has_more_groups(self, pod_uid: str) -> bool:
+        """Tell whether :meth:`processes` leaves some of the cgroups of *pod_uid* out, because there are so many."""
+        return any(next(islice(os.walk(top), _MOST_GROUPS, None), None) for top in self.existing(pod_uid))
+
+    def _members(self, directory: Path) -> Iterator[MemberProcess]:
+        path = f"/{directory.relative_to(self.mount.path)}"
+        container = self.container(path)
+        if container is None:
+            return
+        try:
+            for pid in Cgroup(directory).each_process():
+                yield MemberProcess(container, path, pid)
+        except LeasedError:
+            raise
+        except CgroupError:  # removed meanwhile, or threaded: its threads are no anchor
+            return
+
+    def memory_limit(self) -> int | None:
+        """Return the bytes that the kubelet allows all pods together; ``None`` where it does not limit them."""
+        for path in KUBEPODS:
+            limit = self.mount.at(f"/{path}").read_if_there("memory.max")
+            if limit is not None and limit.isdecimal():
+                return int(limit)
+        return None
+
+    def describe(self, tids: Iterable[int]) -> list[str]:
+        """Return a phrase for each process of the threads *tids*: its number, its name with escapes, and its pod."""
+        found: dict[int, str] = {}
+        for tid in tids:
+            try:
+                pid = int(self.procfs.status(tid)["Tgid"])
+                if pid not in found:
+                    found[pid] = f"{pid} {self.procfs.name(pid)!r} of {self._owner(pid)}"
+            except (HostError, KeyError, ValueError):
+                continue  # it has ended
+        return list(found.values())
+
+    def _owner(self, pid: int) -> str:
+        """Return the pod of process *pid*: that of the first of it and its ancestors that is in a pod's cgroup."""
+        first = self.procfs.cgroup(pid)
+        for _ in range(_MOST_ANCESTORS):
+            container = self.container(self.procfs.cgroup(pid))
+            if container is not None:
+                return f"pod {container.owner}"
+            process = self.procfs.process(pid)
+            if process is None or process.parent == 0:
+                break
+            pid = process.parent
+        return f"the cgroup {first!r}"

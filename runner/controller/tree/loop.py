@@ -1,0 +1,617 @@
+"""The loop that keeps the tree as the kubelet's state requires: read, decide, apply.
+
+There is no state to lose: the desired tree follows from the kubelet's files, the observed one is in the kernel. A
+controller that starts again reads both and continues. A pass has no ``await`` in it, so passes never overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import attrs
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, escaped, explain
+from runner.base.rate_limit import LogRateLimit
+from runner.base.values import frozen
+from runner.controller.metrics import ControllerCounters, LoopStatus
+from runner.controller.serve.handover import Handover, handovers
+from runner.controller.serve.pods import PodCgroups
+from runner.controller.tasks import restarted
+from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.held_files import HeldFiles
+from runner.controller.tree.limits import Limits
+from runner.controller.tree.reconcile import (
+    ISOLATED,
+    PARENT,
+    ROOT,
+    Action,
+    Desired,
+    Evict,
+    Group,
+    Observed,
+    Remove,
+    Restrict,
+    Seal,
+    Unseal,
+    Write,
+    desire,
+    desire_without_kubelet,
+    evictions,
+    reconcile,
+    silent_fallbacks,
+    stale,
+    unseals,
+    withheld,
+)
+from runner.controller.tree.tree import Fault, Tree
+from runner.facts.hardware import OnlineCpus
+from runner.kernel import inotify
+from runner.kernel.cgroup import CgroupError, LeasedError
+from runner.kernel.kubelet_files import Frozen, attempt
+from runner.kernel.sysfs import read_online_cpus
+from runner.kubelet.pod_cgroups import FLOAT, NOT_SEALED, instance_group, instance_uid
+from runner.kubelet.state import CpuState
+from runner.kubelet.state_files import KubeletFiles, parse_memory_state
+
+log = logging.getLogger(__name__)
+
+_FILES = (
+    *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
+    *("cpuset.cpus.exclusive", "cpuset.cpus.partition"),
+    *("cpu.weight", "memory.high", "memory.max", "pids.max"),
+)
+"""Control files whose change may call for a pass; not among them are the runner's writes of its threads.
+
+They are watched one by one: a watch of the directory would report ``pids.events`` and ``memory.events`` too, which change
+whenever something in the group meets its limit, as often as it likes.
+"""
+
+_DIRECTORY = (
+    inotify.CLOSE_WRITE
+    | inotify.MOVED_TO
+    | inotify.CREATE
+    | inotify.DELETE
+    | inotify.DELETE_SELF
+    | inotify.MOVE_SELF
+    | inotify.ONLYDIR
+)
+_GROUP = inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
+_PODS = inotify.DELETE | inotify.ONLYDIR
+_MOST_JUDGED = 4
+"""Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
+_JUDGED_FOR = 10.0
+"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``), and any
+container's PID 1 have it read (``registerCgroup``)."""
+_SEEN_FOR = 0.1
+"""Seconds for which a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
+_MOST_REASON = 1000
+"""Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
+_STRANGERS_NAMED = 8
+"""Threads whose processes are looked up for the log when an instance without a pod is emptied."""
+
+
+@frozen
+class Intervals:
+    """How often to look."""
+
+    pause: float = 0.01
+    """Between two readings of a state file that must be equal."""
+    readings: int = 100
+    """After so many without two equal ones, decisions are frozen."""
+    resync: float = 30.0
+    """A pass at least so often, whatever is or is not reported."""
+    eviction: float = 0.25
+    """The same while an instance whose pod has gone is not empty yet."""
+    frozen: float = 5.0
+    """The same while decisions are frozen, and while the kubelet has not said which container has some of the CPUs: neither a
+    directory that is not there yet nor the kubelet's API reports anything."""
+    least: float = 0.1
+    """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
+    repaired: float = 1.0
+    """The same after one that has put right what others had changed: each seal costs all CPUs of the node a moment."""
+
+
+@attrs.define(eq=False)
+class ReconcileLoop:
+    """The tree, what it should be, and the pass from one to the other.
+
+    *source* is where the CPU assignments are read, or ``None`` on a machine without a kubelet.
+    """
+
+    tree: Tree
+    source: CpuSource | None
+    sys: Path
+    intervals: Intervals
+    limits: Limits
+    pods: PodCgroups
+    counters: ControllerCounters = attrs.field(factory=ControllerCounters)
+    held: HeldFiles = attrs.field(factory=HeldFiles)
+    log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
+    """For what a pod can cause without end: requests, whether refused or not, and passes."""
+    state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
+    """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
+    registered: set[str] = attrs.field(factory=set)
+    """The pods that were registered; what one took in float it may hold after it has left, until its own cgroup is gone."""
+    observed: Observed | None = None
+    """The tree after the last pass."""
+    faults: tuple[Fault, ...] = ()
+    """What went wrong in the last pass, group by group."""
+    error: str = ""
+    """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
+    _disturbed: trio.Event = attrs.field(factory=trio.Event)
+    _passed: trio.Event = attrs.field(factory=trio.Event)
+    _watches: set[int] = attrs.field(factory=set)
+    _watched: dict[Path, int] = attrs.field(factory=dict)
+    """The watch of each control file."""
+    _followed: list[Path] = attrs.field(factory=list)
+    """The files of :meth:`following`."""
+    _pod_names: frozenset[str] = frozenset()
+    """The names of the pods' own cgroups, for the instances there are."""
+    _evicting: frozenset[str] = frozenset()
+    """The instances whose pods have gone and that were not empty after the last pass."""
+    _changed: bool = True
+    """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
+    _judged: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
+    """Pod UID, or process and PID namespace → when :meth:`_judge` has judged it, and what was found."""
+    _observed_at: float = -math.inf
+    """When :meth:`observe` was done last, on the clock of ``time.monotonic``."""
+    _left: dict[str, CpuSet] = attrs.field(factory=dict)
+    """The cpusets as this program last saw or wrote them: a difference was made by another program."""
+
+    def machine(self) -> OnlineCpus:
+        """Read the machine."""
+        return read_online_cpus(self.sys)
+
+    def status(self) -> LoopStatus:
+        """Return what the pages show."""
+        return LoopStatus(
+            self.counters, self.observed, self.handovers(), self.without_seccomp, self.frozen(), self.error
+        )
+
+    def without_seccomp(self) -> frozenset[str]:
+        """Return the pods that may write the files of their groups in the tree, as far as their first processes there show."""
+        pods = {} if self.observed is None else self.observed.pods
+        return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
+
+    def may_make_root(self, pid: int, namespace: int) -> bool:
+        """Tell whether the first process of a PID *namespace* may make root, as found in the last :data:`_JUDGED_FOR` seconds."""
+        return self._judge((pid, namespace), lambda: [pid])
+
+    def _may_make_root(self, pod_uid: str) -> bool:
+        """Tell the same of pod *pod_uid*; one that hides its threads by a lease counts as one that may: it owns the file."""
+        try:
+            return self._judge(pod_uid, lambda: sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED])
+        except LeasedError:
+            return True
+        except CgroupError:  # it has been removed
+            return False
+
+    def _judge(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
+        now = time.monotonic()
+        self._judged = {each: found for each, found in self._judged.items() if now - found[0] < _JUDGED_FOR}
+        if who not in self._judged:
+            if not (found := threads()):
+                return False
+            self._judged[who] = now, any(map(self.pods.procfs.may_make_root, found))
+        return self._judged[who][1]
+
+    def frozen(self) -> str:
+        """Return why decisions are frozen, or nothing."""
+        return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
+
+    def current(self) -> CpuState | Frozen:
+        """Return the state a decision may rest on now: the settled one, if the file still holds the same."""
+        if self.source is None or isinstance(self.state, Frozen):
+            return self.state
+        now = self.source.current(self.state)
+        if isinstance(now, Frozen):
+            self.disturb()
+        return now
+
+    def desired(self, machine: OnlineCpus) -> Desired | Frozen:
+        """Return what the tree should be."""
+        if self.source is None:
+            desired = desire_without_kubelet(machine, self.limits)
+        elif isinstance(self.state, Frozen):
+            return self.state
+        else:
+            desired = desire(self.state, machine, self.limits)
+        return attrs.evolve(desired, partitions=self.tree.partition_writer is not None)
+
+    def observe(self) -> Observed:
+        """Look at the tree; also what :attr:`observed` is from now on."""
+        observed = self.tree.observe()
+        known = () if isinstance(self.state, Frozen) else self.state.assigned()
+        candidates = {*observed.instances(), *observed.pods} - {*known}
+        self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
+        self._observed_at = time.monotonic()
+        return self.observed
+
+    def seen(self) -> Observed:
+        """Return the tree as it was :data:`_SEEN_FOR` seconds ago at most: to tell of it, not to decide."""
+        fresh = time.monotonic() - self._observed_at < _SEEN_FOR
+        return self.observed if fresh and self.observed is not None else self.observe()
+
+    def handovers(self) -> tuple[Handover, ...]:
+        """Return the CPUs that change hands, in the tree as it was observed last."""
+        if self.observed is None or isinstance(self.state, Frozen):
+            return ()
+        return tuple(handovers(self.state, self.observed))
+
+    def evict(self) -> Observed:
+        """Remove the instances that have ended, and empty those whose pods have gone, as far as that is done at once.
+
+        Return the tree after it.
+        """
+        desired, observed = self.desired(self.machine()), self.observe()
+        if isinstance(desired, Frozen) or not (evictions(desired, observed, {}) or stale(desired, observed, {})):
+            return observed
+        self.pass_over({})
+        return self.observe()
+
+    def pass_over(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None = None) -> tuple[Fault, ...]:
+        """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
+
+        *seals* are instances to be sealed or unsealed (:func:`~runner.controller.tree.reconcile.reconcile`).
+        While decisions are frozen, only what is to be unsealed is. Raises :class:`HostError` if there is no cgroup v2 to work with.
+        """
+        try:
+            return self._pass(grants, seals)
+        finally:
+            if self._changed or self.held.leased or self.held.error:
+                self._hold()  # before anybody gets a descriptor of a new group
+
+    def _hold(self) -> None:
+        self._changed = False
+        with contextlib.suppress(CgroupError):  # the pass has said so
+            self.held.hold(group.path for group in self.tree.groups())
+        if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
+            log.error("cgroup files are leased by other processes%s files=%d one=%s", more, len(leased), min(leased))
+        if self.held.error and (more := self.log_limit.due("not held")) is not None:
+            log.warning("cgroup files can be leased by other processes%s reason=%r", more, self.held.error)
+
+    def _pass(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None) -> tuple[Fault, ...]:
+        started = time.perf_counter()
+        self.registered.update(grants)
+        machine = self.machine()
+        desired = self.desired(machine)
+        if isinstance(desired, Frozen):
+            observed = self.observe()
+            faults: tuple[Fault, ...] = ()
+            if actions := unseals(observed, seals or {}):
+                faults = self._apply(actions, observed, grants, machine)
+                self.observe()
+                self._report(faults)
+            self._count("frozen", started)
+            return faults
+        observed, faults = self._without_strangers(desired, machine, grants)
+        actions = reconcile(desired, observed, grants, seals)
+        faults += self._apply(actions, observed, grants, machine)
+        failed = {fault.group for fault in faults if not fault.unlimited}
+        after = self.observe() if actions else observed
+        self._left = {name: group.cpus for name, group in after.groups.items()}
+        faults += tuple(
+            Fault(name, f"cannot hold {name} to the CPUs {group.cpus}: the kernel has {group.effective} in effect")
+            for name, group in silent_fallbacks(after, machine.online).items()
+            if name not in failed
+        )
+        faults += tuple(self._missing_limits(desired, after))
+        self._report(faults)
+        self._evicting = _evicted(evictions(desired, after, grants))
+        outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
+        self._count(outcome, started)
+        return faults
+
+    def _apply(
+        self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
+    ) -> tuple[Fault, ...]:
+        """Do *actions*, and tell of those that succeeded; return what went wrong."""
+        self._changed |= bool(actions)
+        faults = self.tree.apply(actions, machine.online)
+        failed = {fault.group for fault in faults if not fault.unlimited}
+        unlimited = {fault.group for fault in faults if fault.unlimited}
+        done = [
+            action
+            for action in actions
+            if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
+        ]
+        self._tell(done, observed, grants)
+        return faults
+
+    def seal(self, pod_uid: str) -> str:
+        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one.
+
+        The reason stays with the group, for all that ask later (:meth:`not_sealed`).
+        """
+        reason = self._seal(pod_uid)
+        if reason != self.not_sealed(pod_uid):
+            with contextlib.suppress(CgroupError):  # it says why, and changes nothing
+                self.tree.group(instance_group(pod_uid)).set_attribute(NOT_SEALED, reason)
+        return reason
+
+    def not_sealed(self, pod_uid: str) -> str:
+        """Return why instance *pod_uid* could not be sealed when it asked last; empty if it could, or has not asked."""
+        return escaped(self.tree.group(instance_group(pod_uid)).attribute(NOT_SEALED) or "")[:_MOST_REASON]
+
+    def _seal(self, pod_uid: str) -> str:
+        if reason := self.no_partitions():
+            return reason
+        faults = self.pass_over({}, {pod_uid: True})
+        group = (self.observed or self.observe()).instances().get(pod_uid)
+        if group is not None and group.partition == ISOLATED:
+            return ""
+        if group is None or not group.populated:
+            return "no thread is in its cgroup"
+        reasons = [fault.reason for fault in faults if fault.group == instance_group(pod_uid)]
+        return "; ".join(reasons) or self.frozen() or f"the kernel says {group.partition!r}"
+
+    def no_partitions(self) -> str:
+        """Return why no instance can be sealed, empty if one can."""
+        if self.tree.partition_writer is None:
+            return "the controller's option --partitions is off"
+        if not self.tree.partition_writer.started:
+            return "the controller's partition writer has no CAP_SYS_ADMIN; give its container the capability"
+        if self.tree.partition_writer.lost:
+            return "the controller's partition writer has ended; restart the controller"
+        if (self.observed or self.observe()).exclusive is None:
+            return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
+        return ""
+
+    def _without_strangers(
+        self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet]
+    ) -> tuple[Observed, tuple[Fault, ...]]:
+        """Move what is left in the instances whose pods have gone; return the tree after it, and what went wrong."""
+        observed = self.observe()
+        actions = evictions(desired, observed, grants)
+        if not actions:
+            return observed, ()
+        for pod_uid in _evicted(actions) - self._evicting:
+            threads = sorted(self.tree.group(instance_group(pod_uid)).threads())
+            log.warning(
+                "instance without a pod, its threads go to float uuid=%s threads=%d processes=%s",
+                pod_uid,
+                len(threads),
+                "; ".join(self.pods.describe(threads[:_STRANGERS_NAMED])),
+            )
+        faults = self.tree.apply(actions, machine.online)
+        return self.observe(), faults
+
+    def _missing_limits(self, desired: Desired, observed: Observed) -> Iterator[Fault]:
+        for name in desired.limits.controllers:
+            if name not in observed.offered:
+                yield Fault(
+                    PARENT,
+                    f"cannot limit what is in {self.tree.root.path} by the {name} controller: "
+                    f"{self.tree.root.parent.path} does not offer it",
+                    unlimited=True,
+                )
+        for file, value in withheld(desired, observed):
+            yield Fault(
+                ROOT,
+                f"cannot lower {self.tree.root.path / file} to {value}: more than that is in use; end instances, or "
+                f"give --{file.replace('.', '-')} a larger value",
+                unlimited=True,
+            )
+
+    def _report(self, faults: tuple[Fault, ...]) -> None:
+        """Log those of *faults* that are new, and keep all."""
+        for fault in faults:
+            if fault in self.faults:
+                continue
+            if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
+                log.warning("limit missing group=%r reason=%r", fault.group, fault.reason)
+            elif (more := self.log_limit.due("fault", fault.group)) is not None:
+                log.error("pass failed%s group=%r reason=%r", more, fault.group, fault.reason)
+        self.faults = faults
+
+    def disturb(self) -> None:
+        """Ask for a pass soon."""
+        self._disturbed.set()
+
+    async def next_pass(self) -> None:
+        """Wait until the next pass is done."""
+        await self._passed.wait()
+
+    @contextlib.contextmanager
+    def following(self, files: Iterable[Path]) -> Iterator[None]:
+        """Make a pass after each change of *files* as well, and one at once, which begins to watch them.
+
+        A file stays watched until it is removed, which does no harm.
+        """
+        files = tuple(files)
+        self._followed += files
+        self.disturb()
+        try:
+            yield
+        finally:
+            for file in files:
+                self._followed.remove(file)
+
+    async def settle(self, source: CpuSource) -> None:
+        """Read the kubelet's state until it is settled or has to be frozen."""
+        before = self.state
+        self.state = await source.settle(pause=self.intervals.pause, readings=self.intervals.readings)
+        if self.state == before:
+            return
+        if isinstance(self.state, Frozen):
+            log.error("decisions frozen, running instances are left as they are reason=%r", self.state.reason)
+        else:
+            log.info(
+                "kubelet's state read policy=%s shared_pool=%s pods=%d",
+                self.state.policy,
+                self.state.shared_pool,
+                len(self.state.assigned()),
+            )
+            self._compare_memory_nodes(source.files)
+
+    def _compare_memory_nodes(self, files: KubeletFiles) -> None:
+        """Warn of NUMA nodes that only the kubelet has. An unusable file is no error: sysfs names them too."""
+        memory = attempt(files.memory_state, parse_memory_state)
+        if not isinstance(memory, Frozen):
+            strange = CpuSet(memory.numa_nodes) - self.machine().memory_nodes
+            if strange:
+                log.warning("kubelet's memory state names nodes without memory nodes=%s", strange)
+
+    async def follow(self, queue: inotify.Inotify) -> None:
+        """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
+        while True:
+            disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
+            repairs = self.counters.repairs
+            await self.once(queue)
+            least = self.intervals.least if self.counters.repairs == repairs else self.intervals.repaired
+            earliest = trio.current_time() + least
+            with trio.move_on_after(self._interval()):
+                await disturbed.wait()
+            await trio.sleep_until(earliest)
+
+    def _interval(self) -> float:
+        """Return the seconds after which a pass is made, whatever is or is not reported."""
+        if self.frozen() or (self.source is not None and self.source.awaits_containers):
+            return self.intervals.frozen
+        return self.intervals.eviction if self._evicting else self.intervals.resync
+
+    async def once(self, queue: inotify.Inotify) -> None:
+        """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
+        await trio.lowlevel.checkpoint()
+        self._watch_source(queue)
+        try:
+            if self.source is not None:
+                await self.settle(self.source)
+            faults = self.pass_over({})
+            self.error = "; ".join(fault.reason for fault in faults if not fault.unlimited)
+        except HostError as error:
+            self.error = explain(error)
+            if (more := self.log_limit.due("pass failed")) is not None:
+                log.error("pass failed%s reason=%r", more, self.error)  # noqa: TRY400  # the sentence is enough
+            self.counters.passes["faulty"] += 1
+        self._watch_tree(queue)
+        passed, self._passed = self._passed, trio.Event()
+        passed.set()
+
+    async def listen(self, queue: inotify.Inotify) -> None:
+        """Call :meth:`disturb` for each report of the kernel that matters; never return."""
+        while True:
+            for event in await queue.receive():
+                if event.mask & inotify.IGNORED:
+                    self._watches.discard(event.watch)
+                if self._matters(event):
+                    self.disturb()
+
+    def _matters(self, event: inotify.FileEvent) -> bool:
+        if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
+            return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
+        ours = event.name == FLOAT or instance_uid(event.name) is not None or event.name in self._pod_names
+        of_source = self.source is not None and self.source.reads(event.name)
+        return ours or of_source or event.name == self.tree.root.name
+
+    def _watch_source(self, queue: inotify.Inotify) -> None:
+        if self.source is not None:
+            for directory in (self.source.files.directory, self.source.files.cdi):
+                self._watch(queue, directory, _DIRECTORY)
+
+    def _watch_tree(self, queue: inotify.Inotify) -> None:
+        """Watch our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""
+        self._watched = {path: watch for path, watch in self._watched.items() if watch in self._watches}
+        self._watch_files(queue, self._followed)
+        observed = self.observed
+        if observed is None:
+            return
+        for group in (self.tree.root.parent, self.tree.root, *map(self.tree.group, observed.groups)):
+            self._watch(queue, group.path, _GROUP)
+            self._watch_files(queue, map(group.path.joinpath, _FILES))
+        for pod_uid in observed.pods:
+            self._watch_files(queue, map(self.tree.pod(pod_uid).path.joinpath, _FILES))
+        pods = [path for pod_uid in observed.instances() for path in self.pods.existing(pod_uid)]
+        for parent in {path.parent for path in pods}:
+            self._watch(queue, parent, _PODS)
+        self._pod_names = frozenset(path.name for path in pods)
+
+    def _watch_files(self, queue: inotify.Inotify, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if self._watched.get(path) not in self._watches and path.exists():
+                watch = self._watch(queue, path, inotify.MODIFY)
+                if watch is not None:
+                    self._watched[path] = watch
+
+    def _watch(self, queue: inotify.Inotify, path: Path, mask: int) -> int | None:
+        """Watch *path*; what changed there before the watch was new to us calls for another pass."""
+        try:
+            watch = queue.watch(path, mask)
+        except HostError as error:
+            missing = isinstance(error.__cause__, FileNotFoundError)  # not there yet; the next pass tries again
+            if not missing and (more := self.log_limit.due("not watched")) is not None:
+                log.warning("changes will be seen late%s reason=%r", more, explain(error))
+            return None
+        if watch not in self._watches:
+            self._watches.add(watch)
+            self.disturb()
+        return watch
+
+    def _tell(self, actions: list[Action], observed: Observed, grants: Mapping[str, CpuSet]) -> None:
+        """Log *actions* as an operator would tell them, and count repairs and removals."""
+        for action in actions:
+            match action:
+                case Remove(group) if instance_uid(group) is not None:
+                    self.counters.removed += 1
+                    log.info("stale instance removed uuid=%s", instance_uid(group))
+                case Seal(group) | Unseal(group):
+                    self._tell_partition(action, observed.groups[group])
+                case Restrict(group, file, value) if group in (ROOT, PARENT):
+                    log.info("limit written file=%s value=%s", self.tree.group(group).path / file, value)
+                case Write(group, "cpuset.cpus", value):
+                    left, found = self._left.get(group), observed.groups.get(group)
+                    if left is not None and found is not None and found.cpus != left:
+                        self.counters.repairs += 1
+                        log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
+                    # Without a kubelet each registration changes float.
+                    more = "" if self.source is not None else self.log_limit.due("written", group)
+                    if instance_uid(group) not in grants and more is not None:
+                        log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
+                case _:
+                    log.debug("action %r", action)
+
+    def _tell_partition(self, action: Seal | Unseal, found: Group) -> None:
+        """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
+        repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
+        self.counters.repairs += repaired
+        what = "sealed" if isinstance(action, Seal) else "unsealed"
+        if (more := self.log_limit.due(what, action.group)) is not None:
+            level = logging.WARNING if repaired else logging.INFO
+            pod_uid = instance_uid(action.group)
+            log.log(level, "instance %s%s uuid=%s found=%r", what, more, pod_uid, found.partition)
+
+    def _count(self, outcome: str, started: float) -> None:
+        self.counters.passes[outcome] += 1
+        self.counters.pass_seconds += time.perf_counter() - started
+
+
+def _evicted(actions: Iterable[Action]) -> frozenset[str]:
+    return frozenset(action.pod_uid for action in actions if isinstance(action, Evict))
+
+
+@contextlib.asynccontextmanager
+async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
+    """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree stays as it is."""
+    with inotify.watching() as queue:
+        async with trio.open_nursery() as nursery:
+            await loop.once(queue)
+            for name, task in (
+                ("events", partial(loop.listen, queue)),
+                ("reconcile", partial(loop.follow, queue)),
+                ("leases", partial(loop.held.outwait_leases, loop.disturb)),
+            ):
+                nursery.start_soon(restarted, name, task, loop.counters)
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+                loop.log_limit.log_left_out()
+                loop.held.close()

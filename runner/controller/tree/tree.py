@@ -1,0 +1,316 @@
+"""The tree of groups in the kernel: observing it, and applying what :mod:`runner.controller.tree.reconcile` decided."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from typing import assert_never
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import explain
+from runner.base.values import frozen
+from runner.controller.tree.limits import SWAP_MAX
+from runner.controller.tree.partition_writer import PartitionWriter
+from runner.controller.tree.reconcile import (
+    ISOLATED,
+    PARENT,
+    ROOT,
+    Action,
+    Evict,
+    Group,
+    Make,
+    Observed,
+    PodGroup,
+    Remove,
+    Restrict,
+    Seal,
+    Unseal,
+    Write,
+)
+from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, float_uid, instance_uid
+
+MOVED_AT_ONCE = 256
+"""Threads that one action moves out of a group: 0.2 ms each, and no request is answered meanwhile."""
+REMOVED_AT_ONCE = 256
+"""Groups that one action removes below a group of ours, where a pod has made them."""
+
+_ROOT_LIMITS = ("memory.high", "memory.max", SWAP_MAX, "pids.max")
+_INSTANCE_LIMITS = ("cgroup.max.descendants", "pids.max")
+_POD_LIMITS = (*_INSTANCE_LIMITS, "cpu.weight")
+
+
+@frozen
+class Fault:
+    """An action without the effect it should have: its group, and the reason."""
+
+    group: str
+    reason: str
+    unlimited: bool = False
+    """Whether only a limit is missing: the group can be used."""
+
+    @property
+    def pod_uid(self) -> str | None:
+        """The UID of the pod whose group it is, or ``None``."""
+        return instance_uid(self.group) or float_uid(self.group)
+
+
+@frozen
+class Tree:
+    """The controller's part of the hierarchy, below the group *root*."""
+
+    root: Cgroup
+    partition_writer: PartitionWriter | None = None
+    """``None``: no partition is made."""
+
+    @property
+    def floating(self) -> Cgroup:
+        """The group of all threads without a CPU of their own."""
+        return self.root.child(FLOAT)
+
+    def pod(self, pod_uid: str) -> Cgroup:
+        """Return the group in float of pod *pod_uid*."""
+        return self.floating.child(pod_uid)
+
+    def group(self, name: str) -> Cgroup:
+        """Return the group that the actions call *name*."""
+        match name.split("/"):
+            case [only] if only == ROOT:
+                return self.root
+            case [only] if only == PARENT:
+                return self.root.parent
+            case names:
+                return reduce(Cgroup.child, names, self.root)
+
+    def groups(self) -> Iterator[Cgroup]:
+        """Yield the groups that there are, whose files are opened here: the parent, the root, and what is ours below it."""
+        yield self.root.parent
+        if self.root.exists():
+            yield self.root
+            yield from map(self.root.child, filter(_is_ours, self.root.children()))
+        if self.floating.exists():
+            yield from map(self.floating.child, filter(INSTANCE_NAME.fullmatch, self.floating.children()))
+
+    def observe(self) -> Observed:
+        """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
+
+        A group that vanishes while it is read is left out.
+        """
+        offered = self.root.parent.controllers()
+        if "cpuset" not in offered:
+            raise CgroupError(
+                f"cannot use {self.root.parent.path}: it offers no cpuset controller; the kernel must have cpuset in "
+                "the version 2 hierarchy (systemd.unified_cgroup_hierarchy=1, no cgroup v1 cpuset mount)",
+                errno.EOPNOTSUPP,
+            )
+        delegated = self.root.parent.enabled()
+        if not self.root.exists():
+            return Observed(offered, delegated, exists=False)
+        groups = {}
+        for name in filter(_is_ours, self.root.children()):
+            group = _observe(self.root.child(name))
+            if group is not None:
+                groups[name] = group
+        exclusive = self.root.exclusive_cpus()
+        used, kept = self.root.memory_in_use() if "memory" in delegated else (0, 0)
+        return Observed(
+            offered,
+            delegated,
+            exists=True,
+            enabled=self.root.enabled(),
+            cpus=self.root.cpus() if "cpuset" in delegated else CpuSet(),
+            mems=self.root.mems() if "cpuset" in delegated else CpuSet(),
+            groups=groups,
+            pods=dict(self._pods()) if FLOAT in groups else {},
+            float_enabled=self.floating.enabled() if FLOAT in groups else frozenset(),
+            limits=_limits(self.root, (*_ROOT_LIMITS, *self.root.huge_page_limits())),
+            memory_used=used,
+            memory_kept=kept,
+            exclusive=exclusive,
+        )
+
+    def _pods(self) -> Iterator[tuple[str, PodGroup]]:
+        for pod_uid in self.floating.children():
+            if INSTANCE_NAME.fullmatch(pod_uid):
+                group = self.pod(pod_uid)
+                try:
+                    yield pod_uid, PodGroup(group.kind(), group.populated(), _limits(group, _POD_LIMITS))
+                except CgroupError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENODEV):
+                        raise
+
+    def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
+        """Apply *actions* in order; a failure is returned, and stops the actions on its own group only, but for a limit.
+
+        Where the kernel accepts a cpuset and silently runs something else, the read-back shows it: of the CPUs
+        written, those *online* must be the ones in effect.
+        """
+        faults: dict[str, Fault] = {}
+        unlimited: list[Fault] = []
+        for action in actions:
+            if action.group in faults or ROOT in faults:
+                continue
+            try:
+                reason = self._perform(action, online)
+            except CgroupError as error:
+                reason = explain(error)
+            if reason and isinstance(action, Restrict | Seal):
+                unlimited.append(Fault(action.group, reason, unlimited=True))
+            elif reason:
+                faults[action.group] = Fault(action.group, reason)
+        return (*faults.values(), *unlimited)
+
+    def _perform(self, action: Action, online: CpuSet) -> str:
+        group = self.group(action.group)
+        match action:
+            case Make():
+                group.create()
+            case Remove(name):
+                # A pod's group in float that has been populated again is no fault: its CPUs are nobody else's.
+                if not _removed(group) and instance_uid(name) is not None:
+                    return f"cannot remove {group.path}: it has been populated again"
+            case Write(_, "cpuset.cpus", value):
+                asked = CpuSet.parse(value) & online
+                effective = group.set_cpus(CpuSet.parse(value))
+                if effective != asked and not self._is_sealed_with(group, effective, online):
+                    return f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
+            case Write() | Restrict():
+                group.write(action.file, action.value)
+            case Unseal():
+                self.unseal(group)
+            case Seal(_, cpus, together):
+                return self._seal(group, cpus, together, online)
+            case Evict(pod_uid):
+                _evict(group, self.pod(pod_uid))
+            case _ as never:
+                assert_never(never)
+        return ""
+
+    def _is_sealed_with(self, group: Cgroup, effective: CpuSet, online: CpuSet) -> bool:
+        """Tell whether *group* is an isolated partition, of which ``cpuset.cpus`` alone changes nothing, with *effective*."""
+        return group.partition() == ISOLATED and effective == (group.exclusive_cpus() or CpuSet()) & online
+
+    def unseal(self, group: Cgroup) -> None:
+        """End the partition of *group*, if it is one.
+
+        The kernel gives back only CPUs that the root still has for itself (``remote_partition_disable``, Linux 6.12). Where
+        another program has taken them from the root, they would stay isolated for ever, so the root gets them again first.
+        """
+        exclusive, ours = group.exclusive_cpus(), self.root.exclusive_cpus()
+        try:
+            if exclusive and ours is not None and not exclusive <= ours:
+                self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
+        finally:  # also where a cgroup beside the root has taken them: then they are that one's
+            group.end_partition()
+
+    def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
+        """Make *group* an isolated partition of *cpus*, or one that it is already larger; return why it is not."""
+        if self.partition_writer is None:
+            return "the controller makes no partitions"
+        if self.root.exclusive_cpus() != together:
+            self.root.write("cpuset.cpus.exclusive", str(together))
+        before = group.exclusive_cpus() if group.partition() == ISOLATED else None
+        if before:
+            return self._extend(self.partition_writer, group, before, cpus, online)
+        return self._isolate(self.partition_writer, group, cpus, online)
+
+    def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> str:
+        """Make the partition *group*, which has *before*, one of *cpus*; return why it is not, and then it has *before* still."""
+        reason = ""
+        try:
+            writer.extend(group.name, cpus)
+        except CgroupError as error:
+            reason = explain(error)
+        state, effective = group.partition(), group.effective_cpus()
+        if state == ISOLATED and effective == cpus & online:
+            return ""
+        reason = reason or f"the kernel says {state!r} with {effective}"
+        if state != ISOLATED:  # the kernel has ended it
+            reason = "; ".join(filter(None, (reason, self._isolate(writer, group, before, online))))
+        return f"cannot extend the isolated partition {group.path} to the CPUs {cpus}: {reason}"
+
+    def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> str:
+        """Make *group* an isolated partition of *cpus*; return why it is none, and then nothing of one is left."""
+        try:
+            group.write("cpuset.cpus.exclusive", str(cpus))
+            writer.isolate(group.name)
+            state, effective = group.partition(), group.effective_cpus()
+        except CgroupError:
+            self.unseal(group)
+            raise
+        if state == ISOLATED and effective == cpus & online:
+            return ""
+        self.unseal(group)
+        return f"cannot make {group.path} an isolated partition of the CPUs {cpus}: the kernel says {state!r} with {effective}"
+
+
+def _is_ours(name: str) -> bool:
+    return name == FLOAT or instance_uid(name) is not None
+
+
+def _removed(group: Cgroup) -> bool:
+    """Remove *group*, with the groups below it that a pod has made, and return whether it is gone."""
+    if group.remove():
+        return True
+    for below in reversed(group.below(REMOVED_AT_ONCE)):
+        below.remove()
+    return group.remove()
+
+
+def _evict(group: Cgroup, target: Cgroup) -> None:
+    """Move the threads of *group* to *target*, and remove the groups below it that a pod has made."""
+    _move_threads(group, target)
+    for below in reversed(group.below(REMOVED_AT_ONCE)):
+        with contextlib.suppress(CgroupError):  # one that cannot have threads yet, or is gone
+            _move_threads(below, target)
+        below.remove()
+
+
+def _move_threads(source: Cgroup, target: Cgroup) -> None:
+    """Move threads from *source* to *target* until none is left or :data:`MOVED_AT_ONCE` have been tried.
+
+    A number that was read earlier may be another thread's when it is written, so each is read just before. What is left is
+    harmless: within those microseconds the thread has ended, and its number has gone to a new one (``idr_alloc_cyclic`` of
+    ``kernel/pid.c`` gives a number again after all others). A new thread of a container that is not in this tree cannot be
+    moved (EOPNOTSUPP). One of another instance is in float still, because its runner confines a vCPU's thread milliseconds
+    later, after asking QEMU for it, and reads back where it is; *target* has float's CPUs too.
+    """
+    passed = {0}  # never 0, a thread that cannot be named here: written, it would mean this program
+    for _ in range(MOVED_AT_ONCE):
+        tid = next((tid for tid in source.each_thread() if tid not in passed), None)
+        if tid is None:
+            return
+        try:
+            target.confine(tid)
+        except CgroupError as error:
+            if error.errno != errno.ESRCH:
+                raise
+            passed.add(tid)  # it has ended
+
+
+def _limits(group: Cgroup, files: Iterable[str]) -> Mapping[str, str]:
+    """Return the content of those *files* that the kernel offers in *group*."""
+    found = {file: group.read_if_there(file) for file in files}
+    return {file: value for file, value in found.items() if value is not None}
+
+
+def _observe(group: Cgroup) -> Group | None:
+    try:
+        kind = group.kind()
+        populated = group.populated() or (group.name != FLOAT and bool(group.children()))
+    except CgroupError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV):
+            return None
+        raise
+    limits = _limits(group, _INSTANCE_LIMITS) if group.name != FLOAT else {}
+    try:
+        cpus, mems, effective = group.cpus(), group.mems(), group.effective_cpus()
+        exclusive, partition = group.exclusive_cpus() or CpuSet(), group.partition()
+        return Group(kind, cpus, mems, effective, populated, limits, exclusive, partition)
+    except CgroupError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            raise
+        # No cpuset files: the controller is switched off in the root (or the group is gone since a moment ago).
+        return Group(kind, CpuSet(), CpuSet(), CpuSet(), populated, limits)

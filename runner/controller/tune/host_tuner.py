@@ -1,0 +1,408 @@
+"""The host tuner: keeps the machine's settings as the instances need them: reads, decides, records, writes, gives back.
+
+It writes through the root directory of the node's first process: a container's own /proc/irq and /sys are mounted for
+reading only. That takes user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), which this program has for other reasons, and no
+CAP_SYS_ADMIN, nor more of the node's directories in the manifest.
+
+Nothing of it is needed for an instance to run: what the kernel refuses is logged once and reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import attrs
+import trio
+import trio.to_thread
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, explain
+from runner.base.values import frozen
+from runner.controller.tree.loop import ReconcileLoop
+from runner.controller.tune.cache_groups import CacheRequest
+from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
+from runner.controller.tune.disturbances import (
+    Added,
+    AwayFrom,
+    Fixed,
+    Missing,
+    Record,
+    Setting,
+    SettingChange,
+    SettingKind,
+    decide,
+    format_records,
+    parse_records,
+    sentences,
+    settled,
+)
+from runner.controller.tune.irqbalance import Irqbalance, find_irqbalance
+from runner.controller.tune.tuning import Tuning
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.files import discard, publish
+from runner.kernel.host_settings import (
+    DEFAULT_AFFINITY,
+    INTERRUPTS,
+    WORK_QUEUES,
+    HostSettings,
+    SettingError,
+    latency_path,
+)
+from runner.kernel.leases import open_at_once, read_at_once
+from runner.kernel.procfs import Procfs
+from runner.kubelet.pod_cgroups import FLOAT, instance_group
+
+log = logging.getLogger(__name__)
+
+TUNING = "user.instance-runner.tuning"
+"""The attribute of an instance's cgroup that holds what it asked for; it ends with the cgroup."""
+LEAST = 1.0
+"""Seconds from one pass to the next: each reads some files of every interrupt, and an instance may ask for one at any time."""
+RESYNC = 30.0
+"""Seconds after which all settings are looked at again, whatever has changed: interrupts come with devices."""
+LOW_LATENCY = "2"
+"""µs that an idle state may take to leave: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep
+the CPU from idling at all, which costs the siblings their share of the core's clock."""
+PERFORMANCE = "performance"
+MOST_RECORDED = 1 << 20
+"""Bytes of the records of an earlier version, 100 for each setting."""
+_IRQBALANCE = "irqbalance"
+_REFUSED = {errno.EIO, errno.EPERM}
+"""What the kernel answers for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since
+6.13)."""
+_VFIO = "vfio-"
+"""The beginning of the names of handlers of passed-through devices (``vfio_pci_intrs.c``)."""
+
+
+@frozen
+class TuningOptions:
+    """What may be changed for instances."""
+
+    interrupts: bool = True
+    work_queues: bool = True
+    latency: bool = True
+    caches: bool = True
+
+
+@frozen
+class TunedInstance:
+    """An instance: its CPUs and what it asks for."""
+
+    cpus: CpuSet
+    tuning: Tuning
+
+
+@attrs.define(eq=False)
+class HostTuner:
+    """The settings of the machine *host* for the instances of *loop*; *store* is the file of the records."""
+
+    loop: ReconcileLoop
+    procfs: Procfs
+    host: HostSettings
+    caches: CacheTuner
+    store: PurePosixPath
+    options: TuningOptions
+    earlier: PurePosixPath | None = None
+    """Where earlier versions kept the records, until they are taken over."""
+    reasons: tuple[str, ...] = ()
+    """Why instances' CPUs are disturbed nevertheless, since the last pass."""
+    least: float = LEAST
+    _lock: trio.Lock = attrs.field(factory=trio.Lock)
+    _begun: int = 0
+    """Passes that have begun."""
+    _earliest: float = -math.inf
+    """When the next one may begin, on trio's clock."""
+    _tuned_for: Mapping[str, TunedInstance] = attrs.field(factory=dict)
+    """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
+    _missing: tuple[Missing, ...] = ()
+    """Of the last pass."""
+    _boot: str = ""
+    _stale: str = ""
+    """Why the records could not follow the settings in the last pass; empty if they did."""
+
+    async def follow(self) -> None:
+        """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
+        while True:
+            await self.tune()
+            with trio.move_on_after(RESYNC):
+                while self.instances() == self._tuned_for:
+                    await self.loop.next_pass()
+
+    async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
+        """Bring the settings to what the instances need now; return what of *pod_uid*'s tuning cannot be had, and why."""
+        missing = await self.tune()
+        own = {pod_uid, instance_group(pod_uid), RESCTRL}
+        if (instance := self.instances().get(pod_uid)) is not None:
+            own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
+        return tuple(each.reason for each in missing if each.path in own)
+
+    async def tune(self) -> tuple[Missing, ...]:
+        """Bring the settings to what the instances need now; return those for which that is not possible.
+
+        Passes are at least :attr:`least` seconds apart, and all that ask for one before it begins share it.
+        """
+        before = self._begun
+        async with self._lock:
+            if self._begun != before:
+                return self._missing
+            await trio.sleep_until(self._earliest)
+            self._begun += 1
+            self._earliest = trio.current_time() + self.least
+            try:
+                self._tuned_for, online = self.instances(), self.loop.machine().online
+                # In a thread: a machine has thousands of interrupts, a file each.
+                missing, reasons = await trio.to_thread.run_sync(self._tuned, self._tuned_for, online)
+            except (HostError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                missing, reasons = (), (f"the machine's settings stay as they are: {explain(error)}",)
+            for reason in reasons:
+                if reason not in self.reasons:
+                    log.warning("an instance's CPUs are disturbed reason=%r", reason)
+            self.reasons, self._missing = reasons, missing
+            return missing
+
+    def instances(self) -> Mapping[str, TunedInstance]:
+        """Return the instances by pod UID, as the loop has seen them last; one that shares float's CPUs has none."""
+        observed = self.loop.observed
+        if observed is None:
+            return {}
+        floating = observed.groups[FLOAT].cpus if FLOAT in observed.groups else CpuSet()
+        return {
+            pod_uid: TunedInstance(group.cpus - floating, read_tuning(self.loop.tree.group(instance_group(pod_uid))))
+            for pod_uid, group in observed.instances().items()
+            if group.cpus - floating
+        }
+
+    # -- in a thread -------------------------------------------------------------------------------------------------
+
+    def _tuned(
+        self, instances: Mapping[str, TunedInstance], online: CpuSet
+    ) -> tuple[tuple[Missing, ...], tuple[str, ...]]:
+        occupied = CpuSet(cpu for each in instances.values() for cpu in each.cpus)
+        records, missing = self._records(), list[Missing]()
+        if occupied and (error := self.host.error()):
+            missing.append(Missing("interrupt", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
+        irqbalance = find_irqbalance(self.procfs)
+        plan = self.caches.plan(self._cache_requests(instances, missing), missing)
+        settings = [
+            *self._interrupts(occupied if self.options.interrupts else CpuSet(), online),
+            *self._work_queues(occupied if self.options.work_queues else CpuSet(), online, records),
+            *self._latencies(instances, records, missing),
+            *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), missing),
+            *self.caches.shared(plan, records),
+        ]
+        found = {setting.path for setting in settings}
+        lasting = [
+            path
+            for path in records
+            if path not in found and (path == _IRQBALANCE if irqbalance else (self.host.root / path).exists())
+        ]
+        decision, recorded, recordable = decide(settings, records, lasting), records, True
+        if decision.takes:
+            try:
+                self._publish(decision.records)
+                recorded = decision.records
+            except HostError as error:  # nothing is taken that could not be given back
+                recordable = False
+                reason = f"the machine's settings stay as they are: {explain(error)}"
+                missing.append(Missing("interrupt", str(self.store), reason))
+                decision = decide(settings, records, lasting, recordable=recordable)
+        managed: dict[str, str] = {}
+        refused = [
+            change.setting.path for change in decision.changes if not self._write(change, irqbalance, managed, missing)
+        ]
+        self.caches.apply(plan, missing, creating=recordable)
+        self._follow_up(recorded, settled(decision, refused, late=[_IRQBALANCE]))
+        self.loop.counters.disturbances = Counter([each.kind for each in missing] + ["interrupt"] * len(managed))
+        return tuple(missing), tuple(sentences(missing, managed, occupied))
+
+    def _interrupts(self, occupied: CpuSet, online: CpuSet) -> Iterator[Setting]:
+        default = self.host.cpus(DEFAULT_AFFINITY)
+        if default is None:
+            return
+        # New interrupts begin with it, so it is the first.
+        yield Setting(DEFAULT_AFFINITY, "interrupt", str(default), AwayFrom(occupied, online))
+        numa_nodes: dict[int, CpuSet] = {}
+        for line in self.host.interrupts():
+            if line.numa_node not in numa_nodes:
+                path = f"sys/devices/system/node/node{line.numa_node}/cpulist"
+                numa_nodes[line.numa_node] = self.host.cpus(path) or CpuSet()
+            # A device's own vectors: on its NUMA node, where its instance's vCPUs are, but on the shared CPUs. Which instance
+            # has the device cannot be read from the interrupt, and on a vCPU's CPU the handler would stop the guest; where
+            # the hardware posts interrupts, it delivers them to the vCPU whatever is set here (intel_ir_set_affinity).
+            rule = AwayFrom(occupied, online, numa_nodes[line.numa_node], prefer_near=line.handlers.startswith(_VFIO))
+            yield Setting(line.path, "interrupt", str(line.cpus), rule, line.handlers, DEFAULT_AFFINITY, placed=True)
+
+    def _work_queues(self, occupied: CpuSet, online: CpuSet, records: Mapping[str, Record]) -> Iterator[Setting]:
+        cpus = self.host.work_queue_cpus()
+        if cpus is not None:
+            # Those of others' partitions stay out of what is written: it would bring them in (workqueue_set_unbound_cpumask).
+            touched = bool(occupied) or WORK_QUEUES in records
+            avoided = occupied | self.host.isolated_work_queue_cpus() if touched else CpuSet()
+            yield Setting(WORK_QUEUES, "work_queue", str(cpus), AwayFrom(avoided, online))
+
+    def _latencies(
+        self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record], missing: list[Missing]
+    ) -> Iterator[Setting]:
+        low = {
+            cpu: pod_uid
+            for pod_uid, each in instances.items()
+            if each.tuning.latency == "low" and self.options.latency
+            for cpu in each.cpus
+        }
+        refused = {each for each in instances if instances[each].tuning.latency == "low"} - {*low.values()}
+        missing += [
+            Missing("latency", pod_uid, f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it")
+            for pod_uid in sorted(refused)
+        ]
+        wanted: dict[str, tuple[SettingKind, str | None]] = {}
+        for cpu in self.loop.machine().present:
+            kinds: tuple[tuple[SettingKind, str, str], ...] = (
+                ("latency", latency_path(cpu), LOW_LATENCY),
+                ("governor", self.host.governor(cpu), PERFORMANCE),
+            )
+            for kind, path, value in kinds:
+                if cpu in low:  # or another CPU of the same frequency policy
+                    wanted[path] = kind, value
+                elif path in records:
+                    wanted.setdefault(path, (kind, None))
+        for path, (kind, target) in wanted.items():
+            current = self.host.text(path)
+            if current is not None:
+                yield Setting(path, kind, current, Fixed(target))
+            elif target is not None and kind == "latency":  # a machine may have no driver for frequencies
+                missing.append(Missing(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
+
+    def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, missing: list[Missing]) -> Iterator[Setting]:
+        if irqbalance is None:
+            return
+        try:
+            banned = irqbalance.banned()
+        except HostError as error:
+            if occupied:
+                missing.append(Missing("irqbalance", _IRQBALANCE, f"it may move interrupts back: {explain(error)}"))
+            return
+        owner = str(irqbalance.pid)
+        yield Setting(_IRQBALANCE, "irqbalance", str(banned), Added(occupied), owner)
+
+    def _cache_requests(
+        self, instances: Mapping[str, TunedInstance], missing: list[Missing]
+    ) -> tuple[CacheRequest, ...]:
+        requests = tuple(
+            CacheRequest(pod_uid, each.cpus, each.tuning)
+            for pod_uid, each in instances.items()
+            if each.tuning.cache_ways is not None or each.tuning.memory_bandwidth is not None
+        )
+        if self.options.caches:
+            return requests
+        missing += [
+            Missing("cache", each.group, f"cannot give instance {each.pod_uid!r} cache: --no-cache-groups forbids it")
+            for each in requests
+        ]
+        return ()
+
+    def _write(
+        self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], missing: list[Missing]
+    ) -> bool:
+        """Write a value; return whether it is in force, or there is nothing to be given back."""
+        setting = change.setting
+        try:
+            if setting.kind == "irqbalance" and irqbalance is not None:
+                irqbalance.ban(CpuSet.parse(change.value))
+            elif setting.kind == "cache":
+                self.caches.share(setting, change.value)
+            else:
+                self.host.write(setting.path, change.value)
+        except SettingError as error:
+            if change.value == setting.current:
+                return True  # given back a value that had never been taken
+            if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
+                number = setting.path.split("/")[-2]
+                effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")
+                # One of several CPUs is chosen when it is set up, and stays: it may not be an instance's.
+                if effective is None or not effective <= CpuSet.parse(change.value):
+                    managed[number] = setting.owner
+            else:
+                missing.append(Missing(setting.kind, setting.path, explain(error)))
+        except HostError as error:
+            missing.append(Missing(setting.kind, setting.path, explain(error)))
+        else:
+            log.debug("setting written path=/%s value=%s before=%s", setting.path, change.value, setting.current)
+            return True
+        return False
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _records(self) -> Mapping[str, Record]:
+        if self.earlier is not None:
+            take_over_records(self.earlier, self.store)
+            self.earlier = None
+        self._boot = self.procfs.setting("kernel/random/boot_id")
+        try:
+            return parse_records(read_at_once(self.store).decode(), self._boot)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.error("records of the machine's settings lost path=%s reason=%r", self.store, explain(error))  # noqa: TRY400
+            discard(self.store)
+            return {}
+
+    def _publish(self, records: Mapping[str, Record]) -> None:
+        """Write the records. Raises :class:`HostError`."""
+        publish(self.store, format_records(records, self._boot).encode())
+
+    def _follow_up(self, recorded: Mapping[str, Record], left: Mapping[str, Record]) -> None:
+        """Write the records that are *left* after the settings. Where that fails, those that are *recorded* do as well."""
+        error = ""
+        if left != recorded:
+            try:
+                self._publish(left)
+            except HostError as failure:
+                error = explain(failure)
+        if error and error != self._stale:
+            log.warning("records of the machine's settings are not up to date path=%s reason=%r", self.store, error)
+        self._stale = error
+
+
+def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
+    """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them.
+
+    Pods see the directory of *old*. Raises :class:`HostError` where a process has leased *old*: without what it records,
+    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other failures are logged.
+    """
+    try:
+        Path(store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if old != store and os.path.lexists(old):
+            if not Path(store).exists():
+                publish(store, _read_records(old))
+            discard(old)
+    except BlockingIOError as error:
+        raise HostError(f"cannot take over the records in {old}") from error
+    except (OSError, HostError) as error:
+        log.error("records of the machine's settings not taken over path=%s reason=%r", old, explain(error))  # noqa: TRY400
+
+
+def _read_records(path: PurePosixPath) -> bytes:
+    with os.fdopen(open_at_once(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise HostError(f"cannot read {path}: it is no file of records; remove it")
+        content = file.read(MOST_RECORDED + 1)
+    if len(content) > MOST_RECORDED:
+        raise HostError(f"cannot read {path}: it has more than {MOST_RECORDED} bytes; remove it")
+    return content
+
+
+def read_tuning(group: Cgroup) -> Tuning:
+    """Return what the instance in *group* has asked for: nothing where it has not, or has gone."""
+    text = group.attribute(TUNING)
+    try:
+        return Tuning() if text is None else Tuning.parse(json.loads(text))
+    except (ValueError, RecursionError):  # a pod that may make user namespaces can write it
+        return Tuning()

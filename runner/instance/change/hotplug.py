@@ -1,0 +1,322 @@
+"""Disks that are attached, detached and grown while the guest runs; each change is followed by a check of every thread.
+
+An attachment is all or nothing: one that fails is undone. What can fail does so before the guest gets the disk, because only
+the guest can release it, and may not: the threads are verified and the receipt is written before the device is added, and once
+more after it. A guest that does not release a disk keeps it, and detaching it again goes on from there. A disk that was detached
+or grown stays so even if a thread is found out of its place afterwards, or the receipt cannot be written, which is reported as
+an error that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from pathlib import PurePosixPath
+from typing import Any, NoReturn
+
+import trio
+
+from runner.base.errors import HostError, RefusedError, RunnerError, SpecError, explain
+from runner.base.values import frozen
+from runner.facts.disk import LateDiskFacts
+from runner.host.discover import read_disk_facts
+from runner.instance.parts.disks import DiskEvents, opened
+from runner.kernel.files import probe_file
+from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
+from runner.plan.disks import DiskPlan, disk_words, plan_disk, remark_little_space
+from runner.plan.instance import InstancePlan
+from runner.plan.problems import Problems
+from runner.protocol.qmp import BadReplyError, ExecuteError, Monitor
+from runner.spec.instance import DiskSpec
+from runner.spec.rules import format_size
+
+log = logging.getLogger(__name__)
+
+RELEASED_WITHIN = 15.0
+"""Seconds the guest may take to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
+
+UndoCommand = tuple[str, dict[str, object]]
+"""A QMP command, with its arguments, that undoes another one."""
+
+
+@frozen
+class AttachedDisk:
+    """A disk that was attached while the guest runs."""
+
+    plan: DiskPlan
+    slot: int
+    undo: tuple[UndoCommand, ...]
+    """In the order in which it was done."""
+
+
+class DiskHotplug:
+    """The disks of a running machine. One change is made at a time; a second one waits."""
+
+    def __init__(
+        self,
+        plan: InstancePlan,
+        monitor: Monitor,
+        events: DiskEvents,
+        verify: Callable[[], Awaitable[None]],
+        in_pod_cgroup: Callable[[], AbstractContextManager[None]],
+        attached: Sequence[AttachedDisk] = (),
+    ) -> None:
+        self._plan = plan
+        self._monitor = monitor
+        self._events = events
+        self._verify = verify
+        self._in_pod_cgroup = in_pod_cgroup
+        self._attached: dict[str, AttachedDisk] = {each.plan.name: each for each in attached}
+        self._changing = trio.Lock()
+
+    @property
+    def changing(self) -> bool:
+        """Whether a disk is being attached, detached or grown."""
+        return self._changing.locked()
+
+    @asynccontextmanager
+    async def unchanging(self) -> AsyncIterator[Callable[[Monitor], None]]:
+        """Wait for the change under way, and hold off the next; yield what has another QEMU's monitor be used."""
+        async with self._changing:
+            yield self._use
+
+    def _use(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    @property
+    def attached(self) -> tuple[AttachedDisk, ...]:
+        """The disks that were attached while the guest runs."""
+        return tuple(self._attached.values())
+
+    @property
+    def free_slots(self) -> int:
+        """How many disks can still be attached."""
+        return len(list(self._free_slots()))
+
+    async def listed(self) -> list[dict[str, object]]:
+        """Return each disk as JSON; those the machine was started with come first."""
+        return self._listed(await self._sizes())
+
+    def listed_without_sizes(self) -> list[dict[str, object]]:
+        """Return each disk as :meth:`listed` does, without asking QEMU."""
+        return self._listed({})
+
+    def _listed(self, sizes: Mapping[str, int]) -> list[dict[str, object]]:
+        found = [self._described(disk, sizes, None) for disk in self._plan.machine.disks]
+        return found + [self._described(each.plan, sizes, each) for each in self._attached.values()]
+
+    def _described(self, disk: DiskPlan, sizes: Mapping[str, int], attached: AttachedDisk | None) -> dict[str, object]:
+        released = attached is not None and self._events.unplugged(disk.name).is_set()
+        return {
+            "name": disk.name,
+            "path": str(disk.path),
+            "format": disk.layers[0].format,
+            "size": sizes.get(disk.name),
+            "read_only": disk.read_only,
+            "ephemeral": disk.overlay is not None,
+            "serial": disk.serial,
+            "attached": attached is not None,
+            "released": released,
+        }
+
+    async def attach(self, disk: DiskSpec) -> dict[str, object]:
+        """Attach *disk* and return it as :meth:`listed` does.
+
+        Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then.
+        """
+        async with self._changing:
+            number = next(self._free_slots(), None)
+            if number is None:
+                raise RefusedError(
+                    f"cannot attach another disk: all {self._plan.machine.slots} slots are taken; detach one, or start the "
+                    "instance with more (hotplug.disks)"
+                )
+            with ExitStack() as held:
+                plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, held)
+                self._events.watch(plan.name)
+                undo = await self._create(plan, numbers, slot(number))
+            self._attached[plan.name] = AttachedDisk(plan, number, undo)
+            failure: RunnerError | None = None
+            try:
+                await self._verify()
+            except RunnerError as error:
+                failure = error
+            if failure is not None:
+                await self._take_back(self._attached[plan.name], failure)
+            log.info("disk attached name=%s %s", plan.name, disk_words(plan))
+            return self._described(plan, await self._sizes(), self._attached[plan.name])
+
+    async def _take_back(self, attached: AttachedDisk, failure: RunnerError) -> NoReturn:
+        """Detach a disk that the guest has already, and raise *failure*, or with it why the disk stays."""
+        try:
+            await self._detach(attached)
+            await self._verify()  # the receipt may name a thread that has ended with the disk
+        except RunnerError as error:
+            if attached.plan.name in self._attached:
+                raise HostError(f"{explain(failure)}; and the disk is still attached: {explain(error)}") from None
+        raise failure
+
+    def _opened(self, name: str, disk: DiskSpec, held: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
+        """Plan *disk* and open its files; if one is a block device, in the pod's cgroup, where the pod may open it."""
+        found = read_disk_facts(disk, self._plan.state_directory)
+        with ExitStack() as moved:
+            if any(file.kind == "block" for file in found.files.values()):
+                moved.enter_context(self._in_pod_cgroup())
+                found = read_disk_facts(disk, self._plan.state_directory)
+            plan = self._planned(name, disk, found)
+            return plan, held.enter_context(opened(plan, self._plan.state_directory))
+
+    def _planned(self, name: str, disk: DiskSpec, found: LateDiskFacts) -> DiskPlan:
+        problems = Problems()
+        plan = plan_disk(name, disk, found, "disk", problems)
+        others = (*self._plan.machine.disks, *(each.plan for each in self._attached.values()))
+        if disk.serial is not None and any(other.serial == disk.serial for other in others):
+            problems.refuse("disk.serial", f"{disk.serial!r} is taken by another disk already")
+        if plan.iothread and self._plan.machine.ram.locked:
+            problems.refuse(
+                "disk.iothread", "must be false: with memory.lock all threads are counted at the start", "leave it out"
+            )
+        remark_little_space((plan,), found.free_space, problems)
+        if problems.found:
+            raise SpecError("ctl", problems.found)
+        for remark in problems.remarks:
+            log.warning("the disk %s: %s", plan.name, remark)
+        return plan
+
+    async def _create(self, plan: DiskPlan, numbers: Mapping[str, int], bus: str) -> tuple[UndoCommand, ...]:
+        """Create the fdsets, nodes, iothread and device of *plan*; return the commands that undo it, in the order it was done."""
+        execute = self._monitor.execute
+        done: list[UndoCommand] = []
+        failure: RunnerError | None = None
+        try:
+            names: dict[str, str] = {}
+            for name, number in numbers.items():
+                fdset = await self._add_fd(number, name)
+                names[name] = f"/dev/fdset/{fdset}"
+                done.append(("remove-fd", {"fdset-id": fdset}))
+            for node in block_nodes(plan, names.__getitem__):
+                await execute("blockdev-add", node)
+                done.append(("blockdev-del", {"node-name": node["node-name"]}))
+            if plan.iothread:
+                await execute("object-add", {"qom-type": "iothread", "id": plan.name})
+                done.append(("object-del", {"id": plan.name}))
+            await self._verify()
+            await execute("device_add", disk_device(plan, bus=bus))
+        except RunnerError as error:
+            failure = error
+        if failure is not None:
+            await self._undo(done)
+            raise failure
+        return tuple(done)
+
+    async def _add_fd(self, number: int, name: str) -> int:
+        reply: Any = await self._monitor.execute("add-fd", {"opaque": name}, fds=(number,))
+        try:
+            return int(reply["fdset-id"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadReplyError(f"cannot understand QEMU's answer to add-fd: {reply!r}", received=reply) from error
+
+    async def _undo(self, done: tuple[UndoCommand, ...] | list[UndoCommand]) -> None:
+        for command, arguments in reversed(done):
+            try:
+                await self._monitor.execute(command, arguments)
+            except ExecuteError as error:  # the rest can still go
+                log.warning("%s", explain(error))
+
+    async def detach(self, name: str) -> None:
+        """Detach the disk *name*; the guest may refuse to release it.
+
+        Raises :exc:`~runner.base.errors.RunnerError`; the disk is still attached then, unless the error says otherwise.
+        """
+        async with self._changing:
+            if any(disk.name == name for disk in self._plan.machine.disks):
+                raise RefusedError(
+                    f"cannot detach {name!r}: the machine was started with it; what `disk attach` has added can be detached"
+                )
+            await self._detach(self._find(name))
+            await self._verify_after(f"the disk {name!r} is detached")
+            log.info("disk detached name=%s", name)
+
+    async def _detach(self, attached: AttachedDisk) -> None:
+        name = attached.plan.name
+        unplugged = self._events.unplugged(name)
+        try:
+            await self._monitor.execute("device_del", {"id": name})
+        except ExecuteError as error:
+            if error.kind == "DeviceNotFound":  # the guest has released it meanwhile, or unasked
+                unplugged.set()
+            elif "unplug" not in str(error):  # "… is already in the process of unplug"
+                raise
+        with trio.move_on_after(RELEASED_WITHIN):
+            await unplugged.wait()
+        if not unplugged.is_set():
+            raise RefusedError(
+                f"cannot detach {name!r}: the guest has not released it within {RELEASED_WITHIN:g} s, and it stays attached; "
+                "unmount it there and detach it again"
+            )
+        await self._undo(attached.undo)
+        del self._attached[name]
+
+    async def grow(self, name: str, size: int | None) -> dict[str, object]:
+        """Grow the disk *name* to *size* bytes, or to all of its block device, and return it as :meth:`listed` does.
+
+        Raises :exc:`~runner.base.errors.RunnerError`; nothing has changed then, unless the error says otherwise.
+        """
+        async with self._changing:
+            attached = self._attached.get(name)
+            boot = next((disk for disk in self._plan.machine.disks if disk.name == name), None)
+            disk = boot or self._find(name).plan
+            before = (await self._sizes()).get(name, 0)
+            with self._in_pod_cgroup() if disk.layers[0].block else nullcontext():
+                size = _target_size(disk, before, size)
+            await self._monitor.execute("block_resize", {"node-name": name, "size": size})
+            await self._verify_after(f"the disk {name!r} has {format_size(size)}")
+            log.info("disk grown name=%s from=%s to=%s", name, format_size(before), format_size(size))
+            return self._described(disk, await self._sizes(), attached)
+
+    async def _verify_after(self, done: str) -> None:
+        """Verify every thread. Raises :exc:`~runner.base.errors.HostError`, which says what was *done*."""
+        try:
+            await self._verify()
+        except RunnerError as error:
+            raise HostError(f"{done}, but {explain(error)}") from None
+
+    def _find(self, name: str) -> AttachedDisk:
+        if name not in self._attached:
+            known = ", ".join([disk.name for disk in self._plan.machine.disks] + list(self._attached)) or "none"
+            raise RefusedError(f"cannot find the disk {name!r}; there are: {known}")
+        return self._attached[name]
+
+    def _free_slots(self) -> Iterator[int]:
+        taken = {each.slot for each in self._attached.values()}
+        return (number for number in range(self._plan.machine.slots) if number not in taken)
+
+    async def _sizes(self) -> dict[str, int]:
+        reply: Any = await self._monitor.execute("query-named-block-nodes", {"flat": True})
+        try:
+            return {str(node["node-name"]): int(node["image"]["virtual-size"]) for node in reply}
+        except (KeyError, TypeError, ValueError) as error:
+            sentence = f"cannot understand QEMU's list of block nodes: {reply!r}"
+            raise BadReplyError(sentence, received=reply) from error
+
+
+def _target_size(disk: DiskPlan, before: int, size: int | None) -> int:
+    """Return the size in bytes that *disk* is to have. Raises :exc:`RefusedError` if it cannot grow to *size*."""
+    if not disk.written:
+        kind = "read-only" if disk.read_only else "ephemeral"
+        raise RefusedError(f"cannot grow {disk.name!r}: it is {kind}")
+    if disk.layers[0].block:
+        there = probe_file(PurePosixPath(disk.path)).size
+        if size is not None and size > there:
+            raise RefusedError(
+                f"cannot grow {disk.name!r} to {format_size(size)}: {str(disk.path)!r} has {format_size(there)}; grow that first"
+            )
+        size = size or there
+    if size is None:
+        raise RefusedError(f"cannot grow {disk.name!r}: it is a file; say to what size")
+    if size <= before:
+        raise RefusedError(
+            f"cannot grow {disk.name!r} to {format_size(size)}: it has {format_size(before)} already, and a disk never shrinks"
+        )
+    return size

@@ -1,0 +1,573 @@
+"""QEMU is replaced by another QEMU under a guest that runs: ``cpr-transfer`` (``docs/devel/migration/CPR.rst`` of QEMU).
+
+1. What cannot go along is refused by name, before anything is touched.
+2. A second QEMU is started, in the pod's cgroup as the first was, with the same machine and the same descriptors: RAM, files,
+   taps, console. Each share gets a second virtiofsd, which serves it. It waits for the first one.
+3. The first one sends it the descriptors of its other memory (``aux-ram-share``), stops the guest, and sends the devices' state,
+   with that of each virtiofsd in it (``docs/interop/vhost-user.rst``, *Migrating back-end state*).
+4. The second one's vCPU threads are confined, pinned and read back, and it must show the guest the same CPU.
+5. ``cont``: the guest is the second one's, and the first one is ended, with each virtiofsd that served it.
+
+Whatever fails before 5, and a request to stop, ends the second one, and the first one continues. It keeps the guest's memory and
+devices until then, a virtiofsd the guest's files; the two never run the guest at the same time, because the first one continues
+only once the second has ended. With a device there is no such way back, because QEMU crashes on it (:func:`_held_back`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import attrs
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
+from runner.base.tasks import first_of
+from runner.base.values import frozen
+from runner.host.discover import version_output
+from runner.instance.control.status import StatusReader
+from runner.instance.parts.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiofsd
+from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
+from runner.instance.parts.thread_placement import QemuThreads, enter_places, read_back
+from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError
+from runner.kernel.character_devices import vhost_net
+from runner.kernel.files import reopened
+from runner.kernel.meeting_point import LISTENING, meeting_point
+from runner.kernel.processes import Process, stop_bound
+from runner.kernel.program_directory import check_owners
+from runner.kernel.sockets import Socket, connected_pair
+from runner.kernel.tap_queues import attach_queue, detach_queue
+from runner.plan.argv.qemu import QemuFds
+from runner.plan.machine import Accel, MachinePlan
+from runner.plan.networks import InheritedFdPlan, NetworkPlan, PasstPlan
+from runner.plan.passthrough_plan import DevicePlan
+from runner.plan.shares import SharePlan
+from runner.protocol.qmp import ExecuteError, Monitor, QmpError
+
+log = logging.getLogger(__name__)
+
+SINCE = (10, 1)
+"""The QEMU from which on this is done; 11.1 was seen."""
+
+PREPARED_WITHIN = 20.0
+"""Seconds from the second QEMU's start until it could run the guest, after which the first one continues; 0.3 are usual."""
+
+RUNS_WITHIN = 5.0
+"""Seconds in which the second QEMU must answer ``cont``."""
+
+CONTINUES_WITHIN = 10.0
+"""Seconds in which the first QEMU must run the guest again after a failure."""
+
+ASKED_AGAIN = 0.002
+"""Seconds between two questions about a state that QEMU sends no event for."""
+
+_AGAIN = "start the instance again"
+_OVER = frozenset({"completed", "failed", "cancelled", "none"})
+"""States of a transfer that has ended (``MigrationStatus`` of ``qapi/migration.json``)."""
+
+
+@frozen
+class _NextQemu:
+    path: PurePosixPath
+    version: str
+
+
+async def check(status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool) -> dict[str, object]:
+    """Return the versions of the QEMU that runs and of *program* (``None``: the plan's), and why it cannot take over.
+
+    With *no_way_back*, devices are no reason although the first QEMU cannot continue then if the update fails.
+    """
+    found, reasons = await _checked(status, program, no_way_back=no_way_back)
+    return {
+        "running": status.machine.monitor.version,
+        "program": str(found.path),
+        "version": found.version,
+        "machine": await _machine_type(status.machine.monitor),
+        "refused": reasons,
+    }
+
+
+async def _checked(
+    status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool
+) -> tuple[_NextQemu, list[str]]:
+    path = program or status.plan.machine.program
+    reasons = [*_not_started_for_it(status), *_cannot_go_along(status, no_way_back=no_way_back)]
+    for daemon in dict.fromkeys(share.program.path for share in status.plan.machine.shares):
+        reasons += _changeable(daemon)
+    if changeable := _changeable(path):
+        return _NextQemu(path, ""), [*reasons, *changeable]  # it is not executed
+    # As QEMU will run: a program that is asked for its version has executed code of its own already.
+    output, failure = await version_output(status.supervisor.processes, "qemu", path, status.plan.machine.user)
+    match = re.search(r"version ([0-9.]+)", output, re.ASCII)
+    found = _NextQemu(path, "" if match is None else match[1])
+    if failure or not found.version:
+        reasons.append(failure or f"cannot use {str(path)!r}: it says {output!r} when asked for its version")
+    versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", status.machine.monitor.version))
+    oldest = ".".join(map(str, SINCE))
+    reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
+    if not _older(status.machine.monitor.version):
+        reasons += await _blocked(status.machine.monitor)
+    return found, [*reasons, *await _changed_vcpus(status), *await _not_now(status)]
+
+
+def _changeable(program: PurePosixPath) -> list[str]:
+    """Return why *program* may not be executed, if others than root may change it."""
+    try:
+        check_owners(program)
+    except RefusedError as error:
+        return [explain(error)]
+    return []
+
+
+def _older(version: str) -> bool:
+    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
+    return bool(version) and numbers < SINCE
+
+
+def _not_started_for_it(status: StatusReader) -> Iterator[str]:
+    if not status.plan.machine.updatable:
+        yield f"the machine was not started for it; set hotplug.qemu = true and {_AGAIN}"
+    elif status.machine.fds is None:
+        yield f"the runner that started it kept no copies of QEMU's descriptors; {_AGAIN}"
+
+
+def _cannot_go_along(status: StatusReader, *, no_way_back: bool) -> Iterator[str]:
+    """Yield what of the machine cannot go along to another QEMU, by its name in the spec."""
+    machine = status.plan.machine
+    for share in machine.shares:
+        if not share.updatable:
+            yield f"the share {share.tag!r} cannot go along: {_stays(share)}"
+    if machine.guest.vsock is not None:
+        yield "guest.vsock cannot go along: its context identifier belongs to the first QEMU until that has ended"
+    for device in machine.passthrough.devices:
+        if reason := _held_back(device, machine.accel, no_way_back=no_way_back):
+            yield f"the device {device.address} cannot go along: {reason}"
+    if machine.ram.locked:
+        yield "memory.lock cannot go along: two QEMUs would lock their memory at the same time"
+    for index, network in enumerate(machine.networks):
+        if reason := _connection(network):
+            yield f"network[{index}] cannot go along: {reason}"
+    for disk in status.disks.attached:
+        yield (
+            f"the disk {disk.plan.name!r} cannot go along: it was attached while the guest runs; detach it first, and attach it "
+            "again afterwards"
+        )
+
+
+def _stays(share: SharePlan) -> str:
+    """Return why another virtiofsd cannot take the place of the one of *share*."""
+    if share.program.hands_over:
+        return f"its virtiofsd was not started for it; {_AGAIN}"
+    version = ".".join(map(str, share.program.version))
+    return f"virtiofsd {version}{'' if share.program.rust else ' (in C)'} cannot hand its state over; the one in Rust can from 1.12 on"
+
+
+def _held_back(device: DevicePlan, accel: Accel, *, no_way_back: bool) -> str:
+    """Return why *device* cannot go along, empty if it can.
+
+    QEMU 11.1.3 was seen to crash in ``vfio_cpr_set_msi_virq``: without KVM at once, and with KVM when the transfer fails.
+    """
+    if device.vfio_backend == "legacy":
+        return f'its IOMMU group can be opened by one process; set device.iommu = "iommufd" and {_AGAIN}'
+    if accel == "tcg":
+        return "without KVM, QEMU crashes when it hands a device over"
+    return (
+        "" if no_way_back else "QEMU crashes, and the guest ends, if the update fails then; --no-way-back accepts that"
+    )
+
+
+def _connection(network: NetworkPlan) -> str:
+    if isinstance(network, PasstPlan) or (isinstance(network, InheritedFdPlan) and network.kind == "socket"):
+        return "QEMU may have read half a packet from its connection"
+    if isinstance(network, InheritedFdPlan) and network.vhost_fds:
+        return "its vhost-net descriptors serve one QEMU, and this program did not open them"
+    return ""
+
+
+async def _blocked(monitor: Monitor) -> list[str]:
+    """Return what QEMU itself will not hand over, such as a device whose kernel has no ``IOMMU_IOAS_CHANGE_PROCESS``.
+
+    It answers for the mode that is set, in which the state is transferred afterwards.
+    """
+    await monitor.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
+    found: Any = await monitor.execute("query-migrate")
+    return [f"QEMU cannot hand its devices over: {reason}" for reason in found.get("blocked-reasons", ())]
+
+
+async def _changed_vcpus(status: StatusReader) -> list[str]:
+    """Return why the vCPUs cannot go along: the next QEMU is started with those of the spec."""
+    count = status.plan.machine.vcpus
+    if status.plan.machine.vcpu_hotplug is None:
+        return []
+    vcpus: Any = (await status.vcpus.listed())["vcpus"]
+    if later := CpuSet(each["vcpu"] for each in vcpus if each["plugged_later"]):
+        reason = f"`ctl cpus {min(later)}` unplugs them, and they can be plugged again afterwards"
+        return [f"the vCPUs {later} cannot go along: they were plugged while the guest runs; {reason}"]
+    if len(vcpus) != count:
+        return [
+            f"the machine was started with {count} vCPUs, and {len(vcpus)} are left, which cannot go along; {_AGAIN}"
+        ]
+    return []
+
+
+async def _not_now(status: StatusReader) -> list[str]:
+    """Return why it cannot be done at this moment."""
+    reply: Any = await status.machine.monitor.execute("query-status")
+    found = [] if reply.get("running") is True else [f"the guest does not run: QEMU says {reply.get('status')!r}"]
+    if misplaced := status.receipts.misplaced():
+        found.append(f"not every thread is in its place: {misplaced}")
+    return found
+
+
+async def _machine_type(monitor: Monitor) -> str:
+    """Return the versioned name of the machine that the guest was started with, such as ``pc-q35-10.1``."""
+    return str(await monitor.execute("qom-get", {"path": "/machine", "property": "type"})).removesuffix("-machine")
+
+
+async def update(status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool) -> dict[str, object]:
+    """Have *program* (``None``: the plan's) take the place of the QEMU that runs; return what was done.
+
+    Raises :exc:`~runner.base.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
+    """
+    async with status.disks.unchanging() as use_monitor, status.vcpus.changing:
+        await status.supervisor.carry_over.startable()
+        found, reasons = await _checked(status, program, no_way_back=no_way_back)
+        if reasons:
+            raise RefusedError(f"cannot update QEMU: {'; '.join(reasons)}")
+        if status.machine.ends:
+            raise RefusedError("cannot update QEMU: the guest ends")
+        before = status.machine.monitor.version
+        with status.machine.updating():
+            moved = await _Move(status, found, status.receipts.threads).carry_out()
+        use_monitor(status.machine.monitor)
+    log.info(
+        "QEMU is updated pid=%d version=%s from=%s pause=%.0fms", moved.pid, found.version, before, moved.pause * 1000
+    )
+    return {"from": before, "version": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
+
+
+@frozen
+class _Moved:
+    pid: int
+    pause: float
+    """Seconds for which the guest did not run."""
+
+
+@attrs.define
+class _Move:
+    """One guest on its way from the QEMU that has it, the *source*, to another one, the *successor*."""
+
+    status: StatusReader
+    program: _NextQemu
+    threads: QemuThreads
+    """The source's."""
+    successor: Qemu | None = None
+    stopped: float | None = None
+    """When the guest was stopped, on the clock of the event loop."""
+    daemons: list[Process] = attrs.field(factory=list)
+    """The virtiofsd that serves the successor, for each share."""
+    over: trio.Event = attrs.field(factory=trio.Event)
+    """Set when the source says that the transfer has ended, well or not."""
+    displaced: bool = False
+    """Whether the source's vCPU threads have left their CPUs."""
+    queues: dict[int, bool] = attrs.field(factory=dict)
+    """Queues of taps that were attached for the successor, as our descriptors, and whether they were detached before."""
+
+    @property
+    def source(self) -> Qemu:
+        """The QEMU that has the guest."""
+        return self.status.machine
+
+    async def carry_out(self) -> _Moved:
+        """Do it. Raises :exc:`~runner.base.errors.HostError`; the source has the guest then, unless the error says otherwise."""
+        moved: _Moved | None = None
+        failure, continues = "", False
+        try:
+            moved = await self._let_run(await self._prepared())
+        except RunnerError as error:
+            failure = explain(error)
+        finally:
+            if moved is None:
+                with trio.move_on_after(stop_bound(CONTINUES_WITHIN), shield=True):
+                    continues = await self._go_back()
+                with trio.move_on_after(stop_bound(len(self.daemons)), shield=True):
+                    await self._end_daemons()
+        if moved is None:
+            failure += "".join(f"; {each.role}: {each.last_lines[-1]}" for each in self.daemons if each.last_lines)
+            log.warning("QEMU is not updated: %s", failure)
+            then = "the one before continues" if continues else "and the one before does not continue"
+            raise HostError(f"cannot update QEMU: {failure}; {then}")
+        return moved
+
+    async def _prepared(self) -> Qemu:
+        """Return the successor, which could run the guest now, as the source could."""
+        try:
+            with trio.fail_after(PREPARED_WITHIN), ExitStack() as held:
+                return await self.status.supervisor.unless_stopped(partial(self._prepare, held))
+        except trio.TooSlowError:
+            raise HostError(f"the next one was not ready within {PREPARED_WITHIN:g} s") from None
+        except StopRequestedError as error:
+            raise HostError(f"the instance was asked to stop ({error})") from None
+
+    async def _prepare(self, held: ExitStack) -> Qemu:
+        monitor = self.source.monitor
+        plan = attrs.evolve(
+            self.status.plan.machine, program=self.program.path, machine_type=await _machine_type(monitor)
+        )
+        cpu = await _cpu(monitor)
+        held.enter_context(monitor.event_copies(self._take_event))
+        successor = await self._transferred(plan, held)
+        if await _cpu(successor.monitor) != cpu:
+            raise HostError(
+                f"{str(self.program.path)!r} shows the guest another CPU; name a CPU model that both know (cpu.model)"
+            )
+        await self._place(successor)
+        return successor
+
+    async def _transferred(self, plan: MachinePlan, held: ExitStack) -> Qemu:
+        """Return the successor, which has received the source's state and is paused."""
+        monitor = self.source.monitor
+        await monitor.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+        recorded = self.status.supervisor.faults.recorded
+        point = held.enter_context(meeting_point(self.status.plan.state_directory, recorded))
+        reply: Any = await monitor.execute("add-fd", {"opaque": _MEETING_POINT}, fds=(point.directory,))
+        listener, directory = point.listener.fileno(), point.directory
+        incoming = (
+            _channel("cpr", type="fd", str=str(listener)),
+            _channel("main", type="unix", path=f"/proc/self/fd/{directory}/{_MAIN}"),
+        )
+        successor = self.successor = self._start(plan, incoming, (listener, directory))
+        point.listener.close()
+        beneath = f"/proc/self/fd/{reply['fd']}"
+        outgoing = (
+            _channel("main", type="unix", path=f"{beneath}/{_MAIN}"),
+            _channel("cpr", type="unix", path=f"{beneath}/{LISTENING}"),
+        )
+        refused: ExecuteError | None = None
+        try:
+            await monitor.execute("migrate", {"channels": outgoing})
+        except ExecuteError as error:
+            refused = error
+        if refused is not None:
+            with trio.move_on_after(EXITS_WITHIN):  # what it listened on is closed before its end is known
+                await successor.process.wait()
+            if successor.process.returncode is None:
+                raise refused
+        await successor.greeted()  # else it says why it has ended
+        await first_of(self.over.wait, successor.process.wait, self.source.process.wait)
+        found: Any = await monitor.execute("query-migrate")
+        if found.get("status") != "completed":
+            raise HostError(f"its state was not transferred: {found.get('error-desc') or found.get('status')}")
+        while (state := await _state(successor.monitor)) == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event then
+            await trio.sleep(ASKED_AGAIN)
+        self.source.process.send_signal(signal.SIGSTOP)  # else it reads a packet of each tap, which nobody would get
+        if state != "paused":  # what it was before the transfer, but for a guest that ran
+            raise HostError(f"the guest did not run: the next one says {state!r}")
+        return successor
+
+    def _take_event(self, event: Mapping[str, object]) -> None:
+        if event["event"] == "STOP":
+            self.stopped = trio.current_time()
+        data = event.get("data")
+        if event["event"] == "MIGRATION" and isinstance(data, dict) and data.get("status") in _OVER:
+            self.over.set()
+
+    def _start(self, plan: MachinePlan, incoming: Iterable[Mapping[str, object]], more: tuple[int, ...]) -> Qemu:
+        """Start the successor, which waits for the source's state, in the cgroup that the guest's memory is charged to."""
+        supervisor, kept = self.status.supervisor, self.source.fds
+        assert kept is not None  # noqa: S101 - else it was refused
+        words = tuple(word for each in incoming for word in ("-incoming", json.dumps(each)))
+        with ExitStack() as lent:
+            ours, theirs = lent.enter_context(connected_pair("QMP"))
+            vhosts = [
+                tuple(lent.enter_context(vhost_net()).number for _ in (each.taps if _has_vhost(network) else ()))
+                for each, network in zip(kept.wires, plan.networks, strict=True)
+            ]
+            wires = (attrs.evolve(each, vhosts=fds) for each, fds in zip(kept.wires, vhosts, strict=True))
+            files = {name: lent.enter_context(reopened(number)) for name, number in kept.files.items()}
+            shares = tuple(lent.enter_context(self._start_virtiofsd(share)).fileno() for share in self.source.shares)
+            devices = _devices(plan, theirs.fileno())
+            for queue in _more_queues(kept):
+                self.queues[queue] = attach_queue(queue)
+            descriptors = attrs.evolve(
+                kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, shares=shares, devices=devices
+            )
+            cgroup = self.status.receipts.active.memory_cgroup_fd
+            process = spawn_qemu(supervisor, plan, descriptors, cgroup, words, more)
+            return Qemu(process, Monitor(ours.dup()), None, supervisor.log_limit)
+
+    @contextmanager
+    def _start_virtiofsd(self, share: ShareDaemon) -> Iterator[Socket]:
+        """Start another virtiofsd for *share*; hold the connection that the successor gets."""
+        with started_virtiofsd(self.status.supervisor, share.plan, share.directory) as (daemon, connection):
+            self.daemons.append(daemon)
+            yield connection
+
+    async def _place(self, successor: Qemu) -> None:
+        """Give the successor's vCPU threads the CPUs of the source's, and read every thread back."""
+        receipts = self.status.receipts
+        threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
+        receipts.active.admit(successor.process.pid)
+        # Before the source's leave: the controller unseals the CPUs of a cgroup without threads.
+        enter_places(receipts.active, receipts.active.placement, threads)
+        self.displaced = True
+        for vcpu in self.threads.vcpus:
+            with contextlib.suppress(HostError, PlacementError):  # it has ended, or is found when they are read back
+                receipts.active.release(vcpu.tid)
+        self._read_back(threads)
+
+    def _read_back(self, threads: QemuThreads) -> None:
+        supervisor, receipts = self.status.supervisor, self.status.receipts
+        found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.active.placement, threads)
+        receipts.threads, receipts.receipt = threads, attrs.evolve(receipts.receipt, threads=found.threads)
+        if supervisor.guest_state.placed is not None:
+            supervisor.guest_state.placed(receipts.receipt)
+
+    async def _let_run(self, successor: Qemu) -> _Moved:
+        """Let the successor run the guest; from here on the source has an old state of it and never runs it again.
+
+        It has all of the guest: that the source has ended since then costs nothing.
+        """
+        if self.source.guest_ended:
+            raise HostError("the guest ends")
+        if successor.process.returncode is not None:
+            raise HostError(f"the next one {successor.process.how_it_ended()}")
+        for daemon in self.daemons:
+            if daemon.returncode is not None:
+                raise HostError(f"the next {daemon.role} {daemon.how_it_ended()}")
+        with trio.CancelScope(shield=True):
+            try:
+                with trio.move_on_after(RUNS_WITHIN):
+                    await successor.resume()
+            except ExecuteError:
+                raise
+            except QmpError as error:  # it has ended, or nobody knows what it does: that is the guest's end
+                log.error("the next QEMU is lost with the guest: %s", explain(error))  # noqa: TRY400 - one line
+            pause = 0.0 if self.stopped is None else trio.current_time() - self.stopped
+            process, monitor = self.source.replace(successor.process, successor.monitor)
+            shares = zip(self.source.shares, self.daemons, strict=True)
+            daemons = [share.replace(daemon) for share, daemon in shares]
+            supervisor = self.status.supervisor
+            supervisor.counters.qemu_updates["updated"] += 1
+            monitor.close()
+            with supervisor.faults.recorded("end the QEMU before"):  # its disks are inactive: it has nothing to write
+                await supervisor.processes.kill(process)
+            for daemon in daemons:
+                with supervisor.faults.recorded(f"end the {daemon.role} before"):
+                    await supervisor.processes.stop(daemon, STOPPED_WITHIN)
+            try:
+                self.status.receipts.publish_verified()
+            except RunnerError as error:
+                log.warning("the receipt is that of before QEMU was updated: %s", explain(error))
+        return _Moved(successor.process.pid, pause)
+
+    async def _go_back(self) -> bool:
+        """End the successor, have the source run the guest again, and return whether it does."""
+        supervisor = self.status.supervisor
+        outcome: QemuUpdateOutcome = "lost"
+        try:
+            if self.displaced:
+                with contextlib.suppress(HostError, PlacementError):  # found when they are read back
+                    enter_places(self.status.receipts.active, self.status.receipts.active.placement, self.threads)
+            if self.successor is not None:
+                self.successor.monitor.close()
+                await supervisor.processes.kill(self.successor.process)
+            with trio.fail_after(CONTINUES_WITHIN):
+                await self._continue()
+            outcome = "fell_back"
+        except (RunnerError, trio.TooSlowError) as error:
+            if not self.source.ends:
+                log.error("the guest cannot run on after QEMU was not updated: %s", explain(error))  # noqa: TRY400
+                supervisor.stop.ask("QEMU could not be updated, and the one before does not continue")
+        finally:
+            supervisor.counters.qemu_updates[outcome] += 1
+        return outcome == "fell_back"
+
+    async def _end_daemons(self) -> None:
+        """End what serves the successor; it ends by itself with its connection, unless it hangs."""
+        supervisor = self.status.supervisor
+        for daemon in self.daemons:
+            with supervisor.faults.recorded(f"end the next {daemon.role}"):
+                await supervisor.processes.kill(daemon)
+
+    async def _continue(self) -> None:
+        """Have the source run the guest, wherever it was in the transfer."""
+        monitor = self.source.monitor
+        self.source.process.send_signal(signal.SIGCONT)
+        found: Any = await monitor.execute("query-migrate")
+        if found.get("status", "none") not in _OVER:
+            await monitor.execute("migrate_cancel")
+        while found.get("status", "none") not in _OVER:
+            await trio.sleep(ASKED_AGAIN)
+            found = await monitor.execute("query-migrate")
+        await _take_back_fds(monitor)
+        for queue, detached in self.queues.items():
+            (detach_queue if detached else attach_queue)(queue)
+        if self.displaced:
+            self._read_back(self.threads)
+        if await _state(monitor) in {"postmigrate", "finish-migrate", "paused"}:
+            await monitor.execute("cont")
+
+
+def _devices(plan: MachinePlan, any_fd: int) -> dict[str, int]:
+    """Return what takes the places of the descriptors of *plan*'s devices in the successor's options.
+
+    It takes the source's, which it receives by the devices' names, instead of the numbers in its options
+    (``cpr_get_fd_param``, and ``iommufd_backend_complete`` of QEMU); they must be numbers.
+    """
+    names = [device.address for device in plan.passthrough.devices]
+    return dict.fromkeys([*names, "iommufd"] if names else [], any_fd)
+
+
+def _more_queues(kept: QemuFds) -> Iterator[int]:
+    """Yield each queue of a tap but the first, of the copies *kept*.
+
+    QEMU detaches them when it makes its machine, and attaches them when the guest uses them. It takes for granted that they
+    are attached before, and ends otherwise (``virtio_net_set_queue_pairs``): the successor finds them so, and its doing is
+    undone where the source continues.
+    """
+    for wire in kept.wires:
+        yield from wire.taps[1:]
+
+
+def _has_vhost(network: NetworkPlan) -> bool:
+    return not isinstance(network, PasstPlan) and network.vhost
+
+
+_MAIN = "main.sock"
+"""The socket that the successor makes, in the directory whose descriptor the source receives as :data:`_MEETING_POINT`."""
+_MEETING_POINT = "qemu-update"
+
+
+def _channel(name: str, **address: str) -> dict[str, object]:
+    return {"channel-type": name, "addr": {"transport": "socket", **address}}
+
+
+async def _take_back_fds(monitor: Monitor) -> None:
+    """Have QEMU close what it has received for a transfer."""
+    fdsets: Any = await monitor.execute("query-fdsets")
+    for each in fdsets:
+        if any(fd.get("opaque") == _MEETING_POINT for fd in each["fds"]):
+            await monitor.execute("remove-fd", {"fdset-id": each["fdset-id"]})
+
+
+async def _state(monitor: Monitor) -> str:
+    reply: Any = await monitor.execute("query-status")
+    return str(reply["status"])
+
+
+async def _cpu(monitor: Monitor) -> object:
+    """Return what the guest sees of its first vCPU: CPUID's features, and the model's name and numbers."""
+    vcpus: Any = await monitor.execute("query-cpus-fast")
+    path = min(vcpus, key=lambda vcpu: vcpu["cpu-index"])["qom-path"]
+    names = ("feature-words", "vendor", "family", "model", "stepping", "model-id")
+    return [await monitor.execute("qom-get", {"path": path, "property": name}) for name in names]

@@ -1,0 +1,369 @@
+"""The back end ``controller``: cgroups of the node's controller, entered by the descriptors that it sends.
+
+The pod's own cgroup keeps the anchors. Nothing else of the node runs on the vCPUs' CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, PlacementError, explain
+from runner.base.values import frozen
+from runner.facts.roots import Roots
+from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
+from runner.instance.parts.cgroups.float import entered_float, is_frozen
+from runner.instance.parts.daemons import RestartedChild
+from runner.instance.supervisor import Faults, Supervisor
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.scheduler import read_mask
+from runner.placement.backends import ControllerPlacement, CpuTuning, Placement
+from runner.placement.threads import CgroupPaths
+from runner.protocol.controller_client import (
+    ControllerAbsentError,
+    ControllerBusyError,
+    ControllerError,
+    CpusHeldError,
+    Registration,
+    deregister,
+    register,
+    seal,
+    tune,
+    unseal,
+)
+
+if TYPE_CHECKING:
+    from runner.instance.renewal.carried import CarriedSeal
+
+log = logging.getLogger(__name__)
+
+REGISTERED_WITHIN = 30.0
+"""Seconds for the controller to come (a newer one may be replacing it) and to answer: it gives the kubelet 12 s."""
+
+ASKED_EVERY = 0.25
+"""Seconds between two attempts to reach a controller that is not there."""
+
+ASKED_AGAIN = 10.0
+"""Seconds after which it is asked again while another instance holds the CPUs, whose end is reported at once."""
+
+DEREGISTERED_WITHIN = 5.0
+"""Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
+
+SEALED_WITHIN = 45.0
+"""Seconds for the controller to seal the CPUs; it gives the kernel 30 s."""
+
+BUSY_FOR = 5.0
+"""Seconds for which a controller that is busy is asked to seal the CPUs, also where that is not demanded."""
+
+BUSY_EVERY = 0.015
+"""Seconds between two such requests: it answers others meanwhile, 1 ms each."""
+
+UNSEALED_WITHIN = 2.0
+"""Seconds; the controller unseals what is deregistered or empty in any case."""
+
+SEALED_AGAIN = 30.0
+"""Seconds between two looks whether the CPUs are sealed still."""
+
+SETTLED_AGAIN = 5.0
+"""Seconds between two attempts to have the controller move the kernel's threads."""
+
+
+@frozen
+class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
+    """Cgroups that the node's controller made."""
+
+    sealing: Callable[[], AbstractAsyncContextManager[str]] = attrs.field(kw_only=True)
+    """What :meth:`sealed` returns."""
+
+    @contextmanager
+    def in_pod_cgroup(self) -> Iterator[None]:
+        self.return_to_pod(0)
+        try:
+            yield
+        finally:
+            try:
+                self.admit(0)
+            except HostError as error:
+                log.error("this process is on the vCPUs' CPUs: %s", explain(error))  # noqa: TRY400  # raised below, too
+                raise PlacementError("cannot return to float: this process stays on the vCPUs' CPUs") from error
+
+    def container_cpus(self) -> CpuSet:
+        try:
+            return _read_cpus(self.cgroups.pod)
+        except HostError as error:
+            raise HostError(
+                "cannot read which CPUs the container has", remedy="let it see its cgroup at /sys/fs/cgroup"
+            ) from error
+
+    async def change(self, placement: Placement) -> None:
+        assert isinstance(placement, ControllerPlacement)  # noqa: S101 - a change of ours keeps the back end
+        await trio.lowlevel.checkpoint()
+        # The controller follows the kubelet: it has taken already what the pod has lost.
+        if placement.cpus - self.placement.cpus:
+            with ExitStack() as held:
+                registration = await _register(placement, self.cgroups.pod, held)
+            if registration.cpus != placement.cpus:
+                raise PlacementError(
+                    f"cannot have the CPUs '{placement.cpus}': the controller gives '{registration.cpus}'"
+                )
+        self.adopt(placement)
+
+    async def follow(self, placement: Placement) -> None:
+        await trio.lowlevel.checkpoint()
+        self.adopt(placement)
+
+    def sealed(self) -> AbstractAsyncContextManager[str]:
+        return self.sealing()
+
+    async def settle(self) -> None:
+        # The controller moves them at every registration.
+        warned = False
+        while True:
+            with ExitStack() as held:
+                try:
+                    cpus = _given(self.placement, self.cgroups.pod)
+                    await _register(attrs.evolve(self.placement, cpus=cpus), self.cgroups.pod, held)
+                except HostError as error:
+                    if not warned:
+                        log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
+                    warned = True
+                else:
+                    break
+            await trio.sleep(SETTLED_AGAIN)
+        await self._tune()
+
+    async def _tune(self) -> None:
+        """Ask for what the spec wants besides the CPUs; the instance runs without it, too."""
+        placement, tuning = self.placement, self.placement.tuning
+        if tuning == CpuTuning():
+            return
+        asked = attrs.asdict(tuning)
+        while True:
+            try:
+                missing = await tune(placement.socket, placement.pod_uid, asked)
+            except ControllerAbsentError:  # a newer one may be replacing it
+                await trio.sleep(SETTLED_AGAIN)
+            except HostError as error:
+                log.warning("the CPUs are not tuned: %s", explain(error))
+                return
+            else:
+                for reason in missing:
+                    log.warning("the CPUs are not tuned as asked: %s", reason)
+                log.info("CPUs tuned %s", " ".join(f"{key}={value}" for key, value in asked.items() if value))
+                return
+
+
+def _read_cpus(pod: str) -> CpuSet:
+    """Return the CPUs of the container whose cgroup has the path *pod*.
+
+    Not those in effect: the pod's cgroup has none of its own while the instance is sealed.
+    """
+    return Cgroup(Roots().cgroup / pod.lstrip("/")).cpus()
+
+
+def _given(placement: ControllerPlacement, pod: str) -> CpuSet:
+    """Return the CPUs of the container, which may have been given more than *placement* has; that one's if they are hidden."""
+    try:
+        return _read_cpus(pod) or placement.cpus
+    except HostError:
+        return placement.cpus
+
+
+@asynccontextmanager
+async def _sealed(
+    supervisor: Supervisor, in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str
+) -> AsyncIterator[str]:
+    placement = in_force.placement
+    try:
+        with supervisor.carry_over.taking("seal") as carried:
+            reason = "" if carried is None else carried.reason
+        if carried is None:
+            reason = await supervisor.unless_stopped(partial(_seal, placement))
+        supervisor.carry_over.offer("seal", lambda: _carried(reason))
+        async with supervisor.background_task(partial(_keep_sealed, in_force, anchors, pod, reason)):
+            yield reason
+    finally:
+        with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
+            try:
+                await unseal(placement.socket, placement.pod_uid)
+            except (ControllerAbsentError, ControllerError) as error:  # what is deregistered is unsealed, too
+                log.debug("not unsealed: %s", explain(error))
+
+
+async def _seal(placement: ControllerPlacement) -> str:
+    """Seal the CPUs and return why they are not sealed, empty if they are.
+
+    Where that is demanded, wait for a controller that is being replaced; else :func:`_keep_sealed` asks again, and only one that
+    is busy is waited for, :data:`BUSY_FOR` seconds: any pod can make it so, and the guest would run unsealed for long.
+    """
+    reason = f"the controller does not answer within {SEALED_WITHIN:g} s"
+    busy_until = trio.current_time() + BUSY_FOR
+    with trio.move_on_after(SEALED_WITHIN):
+        while True:
+            try:
+                return await seal(placement.socket, placement.pod_uid)
+            except ControllerAbsentError as error:
+                reason = explain(error)
+                if isinstance(error, ControllerBusyError) and trio.current_time() < busy_until:
+                    await trio.sleep(BUSY_EVERY)
+                    continue
+            if not placement.enforced:
+                break
+            await trio.sleep(ASKED_EVERY)
+    return reason
+
+
+async def _keep_sealed(
+    in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str, reason: str
+) -> None:
+    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset.
+
+    Register again what has changed: without a kubelet, only that tells the controller which CPUs the container has lost.
+    """
+    registered = in_force.placement.cpus
+    while True:
+        await trio.sleep(SEALED_AGAIN)
+        if (given := _given(in_force.placement, pod)) != registered:
+            with ExitStack() as held, contextlib.suppress(HostError):  # tried again
+                await _register(attrs.evolve(in_force.placement, cpus=given), pod, held)
+                registered = given
+        placement = in_force.placement
+        try:
+            if all(read_mask(anchor.process.pid).isdisjoint(placement.cpus) for anchor in anchors):
+                continue
+            found = await _seal(placement)
+        except ProcessLookupError:  # an anchor that is being started again
+            continue
+        except HostError as error:
+            found = explain(error)
+        if found != reason or not found:
+            log.warning("guarantee %s", f"arranged ({found})" if found else "enforced again")
+        reason = found
+
+
+@asynccontextmanager
+async def registered_cgroups(
+    supervisor: Supervisor, placement: ControllerPlacement, anchors: Sequence[RestartedChild]
+) -> AsyncIterator[RegisteredCgroups]:
+    """Hold the instance registered with the controller, and this process in float.
+
+    Raises :exc:`~runner.base.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
+    """
+    in_force = InForce(placement)
+    adopted: EnteredCgroups[ControllerPlacement] | None = None
+
+    async def leave() -> None:
+        if adopted is None or not is_frozen(adopted.cgroups.pod):
+            await _deregister(supervisor.faults, placement)
+
+    with ExitStack() as descriptors:
+        async with AsyncExitStack() as held:
+            # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
+            held.push_async_callback(leave)
+            with supervisor.carry_over.taking("cgroups") as carried:
+                adopted = None if carried is None else adopted_cgroups(carried, in_force, descriptors)
+            if adopted is None:
+                pod = supervisor.procfs.cgroup()
+                try:
+                    registration = await registration_of(supervisor, placement, pod, descriptors)
+                except ControllerError:
+                    held.pop_all()  # it refused, so there is nothing to take back
+                    raise
+                if registration.cpus != placement.cpus:
+                    raise PlacementError(
+                        f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
+                    )
+                named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
+                adopted = EnteredCgroups(named, None, registration.cgroup_fds, in_force)
+            async with entered_float(supervisor, anchors, adopted) as entered:
+                yield RegisteredCgroups(
+                    entered.cgroups,
+                    entered.pod_cgroup_fd,
+                    entered.cgroup_fds,
+                    in_force,
+                    entered.confined,
+                    sealing=partial(_sealed, supervisor, in_force, anchors, entered.cgroups.pod),
+                )
+
+
+async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
+    """Deregister; a controller that is not there reconciles when it is back, so that is no fault."""
+    with faults.recorded("deregister"), trio.move_on_after(DEREGISTERED_WITHIN, shield=True) as timeout:
+        try:
+            await deregister(placement.socket, placement.pod_uid)
+        except ControllerAbsentError as error:
+            log.warning("%s; it will remove the instance's cgroup when it is back", explain(error))
+    if timeout.cancelled_caught:
+        log.warning("the controller does not answer; it will remove the instance's cgroup later")
+
+
+async def registration_of(
+    supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack
+) -> Registration:
+    """Register, waiting for the end of an instance whose CPUs the kubelet has given to this one."""
+    deadline, waits_for = math.inf, ""
+    while True:
+        with ExitStack() as descriptors:
+            try:
+                registration = await _answer(supervisor, placement, pod, descriptors)
+            except CpusHeldError as error:
+                deadline = min(deadline, trio.current_time() + error.within)
+                if trio.current_time() >= deadline:
+                    raise ControllerError(f"waited {error.within:g} s: {error}", error.code) from None
+                if waits_for != str(error):
+                    waits_for = str(error)
+                    log.warning("waiting for up to %.0f s: %s", deadline - trio.current_time(), waits_for)
+                await _wait_for_end(supervisor, error, deadline)
+            else:
+                held.push(descriptors.pop_all())
+                return registration
+
+
+async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: float) -> None:
+    """Wait until the instance that holds the CPUs has ended, or until it is time to ask the controller again."""
+    from runner.kernel.cgroup_events import emptied  # few starts wait
+
+    now = trio.current_time()
+    with trio.move_on_at(min(deadline, now + ASKED_AGAIN)):
+        await supervisor.unless_stopped(partial(emptied, error.cgroup_events.number))
+    await supervisor.unless_stopped(partial(trio.sleep_until, now + ASKED_EVERY))
+
+
+async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
+    """Register, waiting for a controller that is not there yet."""
+    waiting = False
+    with trio.move_on_after(REGISTERED_WITHIN):
+        while True:
+            try:
+                return await supervisor.unless_stopped(partial(_register, placement, pod, held))
+            except ControllerAbsentError as error:
+                if not waiting:
+                    log.info("waiting for the controller: %s", explain(error))
+                waiting = True
+            await supervisor.unless_stopped(partial(trio.sleep, ASKED_EVERY))
+    what = "it is not there" if waiting else "it does not answer"
+    raise HostError(
+        f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s; is its "
+        "DaemonSet running on this node?"
+    )
+
+
+async def _register(placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
+    """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here."""
+    cgroup = Cgroup(Roots().cgroup / pod.lstrip("/"))
+    return await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held)
+
+
+def _carried(reason: str) -> CarriedSeal:
+    from runner.instance.renewal.carried import CarriedSeal
+
+    return CarriedSeal(reason)

@@ -1,0 +1,111 @@
+"""Float, entered by descriptors and left again: what the back ends with cgroups share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import attrs
+
+from runner.base.errors import HostError, PlacementError
+from runner.facts.roots import Roots
+from runner.instance.parts.cgroups.entered import EnteredCgroups, P
+from runner.instance.parts.cgroups.strays import processes_of_others, sweep
+from runner.instance.parts.daemons import RestartedChild
+from runner.instance.supervisor import Supervisor
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.scheduler import read_mask, unpin
+from runner.placement.backends import ControllerPlacement, DelegatedPlacement
+from runner.placement.threads import CgroupPaths
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def entered_float(
+    supervisor: Supervisor,
+    anchors: Sequence[RestartedChild],
+    active: EnteredCgroups[P],
+) -> AsyncIterator[EnteredCgroups[P]]:
+    """Hold this process in float; everything that is in float at the end is moved to the pod's cgroup.
+
+    What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
+    *active* holds the paths of float and of the instance's cgroup below their common parent. Their full paths, relative to the
+    cgroup namespace of this process, can only be read once it is inside. A runner that is renewed is inside, and knows them.
+    """
+    named, command = active.cgroups, anchors[0].command
+    try:
+        if not supervisor.carry_over.resuming:
+            active.admit(0)
+            _lift_mask(supervisor, anchors)
+        for anchor in anchors:
+            anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
+        if not supervisor.carry_over.resuming:
+            active = attrs.evolve(active, cgroups=_read_paths(supervisor, active.placement, named))
+        supervisor.carry_over.offer("cgroups", active.carried)
+        async with AsyncExitStack() as held:
+            if active.placement.sweep:
+                sweeping = partial(sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active)
+                await held.enter_async_context(supervisor.background_task(sweeping))
+            yield active
+    finally:
+        for anchor in anchors:
+            anchor.command = command
+        if is_frozen(named.pod):
+            log.warning("the container's cgroup is frozen: what is in float ends there cgroup=%s", named.pod)
+        else:
+            _return_to_pod(supervisor, active, named)
+
+
+def is_frozen(pod: str) -> bool:
+    """Tell whether the container's cgroup at the path *pod* is frozen (``podman pause``): a process that enters it stops there.
+
+    What is in float is not, and ends there; the controller removes what is empty then.
+    """
+    try:
+        events = Cgroup(Roots().cgroup).at(pod).read_if_there("cgroup.events")
+    except HostError:
+        return False
+    return "frozen 1" in (events or "").splitlines()
+
+
+def _return_to_pod(supervisor: Supervisor, active: EnteredCgroups[P], named: CgroupPaths) -> None:
+    with supervisor.faults.recorded("return what else is in float to the pod's cgroup"):
+        own = supervisor.procfs.cgroup()
+        for pid in processes_of_others(supervisor.processes, supervisor.procfs):
+            with contextlib.suppress(HostError):  # it has ended
+                if supervisor.procfs.cgroup(pid) == own != named.pod:
+                    active.return_to_pod(pid)
+    with supervisor.faults.recorded("return to the pod's cgroup"):
+        active.return_to_pod(0)
+
+
+def _lift_mask(supervisor: Supervisor, anchors: Sequence[RestartedChild]) -> None:
+    """Let this process and the *anchors*, and so all that it starts, run on all CPUs of their cgroups.
+
+    Since Linux 6.2 a mask that the container runtime has from its unit (``CPUAffinity=``) is kept in every cgroup
+    (``user_cpus_ptr``): all of QEMU but the vCPUs would be on what of it float has.
+    """
+    unpin(0)
+    for pid in (os.getpid(), *(anchor.process.pid for anchor in anchors)):
+        for tid in supervisor.procfs.thread_ids(pid):
+            with contextlib.suppress(PlacementError):  # it has ended
+                unpin(tid)
+
+
+def _read_paths(
+    supervisor: Supervisor, placement: ControllerPlacement | DelegatedPlacement, named: CgroupPaths
+) -> CgroupPaths:
+    """Return the paths of the cgroups. Raises :exc:`~runner.base.errors.PlacementError` unless this process is in float."""
+    own = supervisor.procfs.cgroup()
+    taken = read_mask() & placement.cpus
+    if not own.endswith(f"/{named.float_cgroup}") or (taken and not placement.shared):
+        raise PlacementError(
+            f"cannot enter {named.float_cgroup!r}: this process is in {own!r} and may run on '{taken}' of the vCPUs' CPUs"
+        )
+    log.info("in float cgroup=%s cpus=%s", own, read_mask())
+    return CgroupPaths(named.pod, own, own.removesuffix(named.float_cgroup) + named.instance)

@@ -1,0 +1,311 @@
+"""The guest's serial console: shown on standard output, kept in a file, and shared among the clients attached to it.
+
+A client, which must be root in this PID namespace, opens ``console.sock`` in the state directory and sends one line of JSON,
+``{"write": true, "steal": false}``; it receives another, ``{"writes": true}``. Then both directions are the console's bytes.
+Up to :data:`MOST_CLIENTS` clients read; one writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from runner.base.rate_limit import LogRateLimit
+from runner.base.tasks import first_of
+from runner.facts.roots import Roots
+from runner.instance.supervisor import Supervisor
+from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
+from runner.kernel.log_file import LogFile, kept_log
+from runner.kernel.nonblocking_writer import NonBlockingWriter
+from runner.kernel.peers import PeerError, Peers, boot_time
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, adopted_socket, connected_pair, listening
+from runner.kernel.waiting import persistently, writable
+from runner.plan.instance import ConsolePlan
+
+if TYPE_CHECKING:
+    from runner.instance.renewal.carried import CarriedConsole  # only a runner that is renewed carries any
+
+log = logging.getLogger(__name__)
+
+FLUSHED_WITHIN = 0.25
+"""Seconds given to the guest's last output, when QEMU has ended already."""
+
+REPLAYED = 8 << 10
+"""Bytes of earlier output that a client receives first."""
+
+MOST_CLIENTS = 8
+"""Clients attached at a time."""
+MOST_CONNECTIONS = 32
+"""Open connections, those that have not sent their request yet included; one more is hung up on."""
+REQUEST_WITHIN = 5.0
+"""Seconds a client may take to send its request."""
+LONGEST_REQUEST = 256
+"""Bytes of a client's request, without its line end."""
+
+RENEWED = b"\r\n[the runner is renewed: attach again; the guest runs on]\r\n"
+
+STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
+
+
+@attrs.define(eq=False)
+class ConsoleClient:
+    """A client that is attached."""
+
+    output: NonBlockingWriter
+
+
+class Console:
+    """Our end of the serial line.
+
+    *show* receives the guest's output in pieces of few lines, and an empty piece at its end.
+    """
+
+    def __init__(self, line: Socket, show: Callable[[bytes], None], log_file: LogFile, log_limit: LogRateLimit) -> None:
+        line.setblocking(False)
+        self._line = line
+        self._show = show
+        self._log_file = log_file
+        self._log_limit = log_limit
+        self._replay = bytearray()
+        self._received = b""
+        """What was read of the guest's output and not passed on yet."""
+        self._clients: list[ConsoleClient] = []
+        self._writer: ConsoleClient | None = None
+        self._waiting = trio.Lock()
+        """Only one task may wait until the guest reads again: another client may have become the writer meanwhile."""
+        self.ended = trio.Event()
+        """QEMU has closed its end, and all of its output was shown."""
+
+    async def read_guest(self) -> None:
+        """Pass the guest's output on until it ends; each piece of few lines is one step of the event loop."""
+        if self.ended.is_set():  # already before this program was renewed
+            return
+        line = trio.socket.from_stdlib_socket(self._line)
+        while True:
+            self._received = self._received or await _receive(line)
+            if not self._received:
+                break
+            for piece in pieces(self._received):
+                self._received = self._received[len(piece) :]
+                self._take_in(piece)
+                await trio.lowlevel.checkpoint()
+        self._show(b"")
+        self.ended.set()
+
+    def carried(self, listener: Socket) -> CarriedConsole:
+        """Return what the program that renews this one must know of it."""
+        from runner.instance.renewal.carried import CarriedConsole
+        from runner.kernel.carried import CarriedFd
+
+        return CarriedConsole(
+            CarriedFd(self._line.fileno()),
+            CarriedFd(listener.fileno()),
+            self._log_file.carried(),
+            bytes(self._replay),
+            self._received,
+            self.ended.is_set(),
+        )
+
+    def take_over(self, carried: CarriedConsole) -> None:
+        """Continue with what the runner before exec has read of the guest's output."""
+        self._replay += carried.replay
+        self._received = carried.received
+        if carried.ended:
+            self.ended.set()
+
+    def take_leave(self) -> None:
+        """Tell every client that it is to attach again: its connection does not go along."""
+        for client in self._clients:
+            client.output.write(RENEWED)
+
+    def _take_in(self, data: bytes) -> None:
+        self._show(data)
+        missing = self._log_file.missing
+        if self._log_file.write(data):
+            self._report_log_file(missing)
+        self._replay += data
+        del self._replay[:-REPLAYED]
+        for client in self._clients:
+            client.output.write(data)
+
+    def _report_log_file(self, missing: int) -> None:
+        """Log that the log file cannot be written, or can be again; output is *missing* in it then."""
+        if (error := self._log_file.error) is not None:
+            if (more := self._log_limit.due("console log fails")) is not None:
+                log.warning("the console's log file lacks output from here on%s: %s", more, error)
+        elif (more := self._log_limit.due("console log goes on")) is not None:
+            log.info("the console's log file goes on%s missing=%d", more, missing)
+
+    async def accept(self, listener: Socket) -> None:
+        """Serve the clients that connect; runs until cancelled, asleep while none does."""
+        accepting = trio.socket.from_stdlib_socket(listener)
+        async with trio.open_nursery() as connections:
+            while True:
+                connection = await accepted(accepting)
+                if len(connections.child_tasks) < MOST_CONNECTIONS:
+                    connections.start_soon(self._serve, connection, boot_time())
+                else:
+                    connection.close()
+
+    async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
+        with connection, NonBlockingWriter(connection.fileno()) as output:
+            framer = LineFramer(LONGEST_REQUEST)
+            request = await _attach_request(connection, framer)
+            if request is None:
+                return
+            if not may_attach(connection, accepted_at):
+                if (more := self._log_limit.due("console client refused")) is not None:
+                    log.warning(
+                        "a console client is refused: it is not root in the instance's own PID namespace%s", more
+                    )
+                output.write(
+                    _line(error="only root in the instance's own PID namespace may attach; use `kubectl exec`")
+                )
+                return
+            if len(self._clients) >= MOST_CLIENTS:
+                output.write(_line(error=f"{MOST_CLIENTS} are attached already"))
+                return
+            client = ConsoleClient(output)
+            self._clients.append(client)
+            try:
+                self._settle_writer(client, request)
+                output.write(_line(writes=self._writer is client) + self._replay)
+                async with trio.open_nursery() as both:
+                    both.start_soon(output.drain)
+                    await self._pass_on_input(connection, client, framer.take_rest())
+                    both.cancel_scope.cancel()
+            finally:
+                self._clients.remove(client)
+                if self._writer is client:
+                    self._writer = None
+
+    def _settle_writer(self, client: ConsoleClient, request: dict[str, object]) -> None:
+        if request.get("write") is not True:
+            return
+        if self._writer is not None:
+            if request.get("steal") is not True:
+                return
+            self._writer.output.write(STOLEN)
+        self._writer = client
+
+    async def _pass_on_input(self, connection: trio.socket.SocketType, client: ConsoleClient, data: bytes) -> None:
+        """Pass on *data* and what *client* types while it is the writer; return when it has detached.
+
+        A guest that does not read makes this client wait, and no other. Input that was not passed on when it detaches is lost.
+        """
+        data = data or await _receive(connection)
+        while data:
+            while data and self._writer is client:
+                try:
+                    data = data[self._line.send(data) :]
+                except BlockingIOError:
+                    if not await first_of(self._wait_for_room, partial(self._hung_up, connection)):
+                        return
+                except OSError:  # QEMU has ended: no input can be passed on, but its last output is still to be read
+                    break
+            data = await _receive(connection)
+
+    async def _wait_for_room(self) -> bool:
+        async with self._waiting:
+            await writable(self._line)
+        return True
+
+    async def _hung_up(self, connection: trio.socket.SocketType) -> bool:
+        """Wait until the client has hung up, even if input of it is unread; return ``False``, as it needs no more service."""
+        try:
+            with select.epoll() as end:  # trio's own waits for input too
+                end.register(connection.fileno(), select.EPOLLRDHUP)
+                await trio.lowlevel.wait_readable(end.fileno())
+        except OSError as error:  # there is no descriptor, and the rest of this program needs them more
+            if (more := self._log_limit.due("console client detached")) is not None:
+                reason = error.strerror
+                log.warning("a console client is detached, as the guest reads nothing%s: %s", more, reason)
+        return False
+
+
+def may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
+    """Tell whether the client is root, or this process's own user, in this process's PID namespace."""
+    peers = Peers(Roots().proc)
+    try:
+        peer = peers.identify(connection, accepted_at)
+    except PeerError:  # it has ended, or its PID namespace is not to be seen from here
+        return False
+    return peer.user_id in {0, os.geteuid()} and peer.pid_namespace == peers.own_namespace()
+
+
+async def _attach_request(connection: trio.socket.SocketType, framer: LineFramer) -> dict[str, object] | None:
+    """Return the client's first line, or ``None`` if it sends none that can be understood; *framer* keeps what follows it."""
+    line = None
+    with trio.move_on_after(REQUEST_WITHIN):
+        try:
+            line = await receive_line(partial(_receive, connection), framer)
+        except OverlongError:
+            return None
+    try:
+        request = json.loads(line or b"")
+    except (ValueError, RecursionError):
+        return None
+    return request if isinstance(request, dict) else None
+
+
+def _line(**values: object) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+async def _receive(connection: trio.socket.SocketType, size: int = 1 << 16) -> bytes:
+    """Receive up to *size* bytes; return none when the other end has closed, or has gone with input of ours unread."""
+    try:
+        return await persistently(partial(connection.recv, size))
+    except OSError:
+        return b""
+
+
+@asynccontextmanager
+async def console_shown(
+    supervisor: Supervisor, plan: ConsolePlan, show: Callable[[bytes], None], directory: int
+) -> AsyncIterator[Socket | None]:
+    """Hold QEMU's end of the serial console, unless QEMU has it already, and serve the clients that attach by the socket in *directory*.
+
+    The guest's output goes to *show* in pieces of few lines, and empty output at its end.
+    """
+
+    def count_and_show(data: bytes) -> None:
+        supervisor.counters.console += len(data)
+        if data:
+            supervisor.guest_state.signs_of_life.console_written.set()
+        show(data)
+
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("console") as carried:
+            if carried is None:
+                ours, theirs = held.enter_context(connected_pair("the serial console"))
+            else:
+                ours, theirs = held.enter_context(adopted_socket(carried.line.number)), None
+            log_file = held.enter_context(kept_log(plan.log, plan.log_size, carried and carried.log))
+            adopted, recorded = carried and carried.listener.number, supervisor.faults.recorded
+            listener = held.enter_context(listening(directory, CONSOLE_SOCKET, recorded, adopted))
+            console = Console(ours, count_and_show, log_file, supervisor.log_limit)
+            if carried is not None:
+                console.take_over(carried)
+        supervisor.carry_over.offer("console", partial(console.carried, listener))
+        supervisor.carry_over.leaving.append(console.take_leave)
+        async with (
+            supervisor.background_task(partial(console.accept, listener)),
+            supervisor.background_task(console.read_guest),
+        ):
+            try:
+                yield theirs
+            finally:
+                if theirs is not None:
+                    theirs.close()
+                with trio.move_on_after(FLUSHED_WITHIN, shield=True):
+                    await console.ended.wait()

@@ -1,0 +1,256 @@
+"""The child processes other than QEMU, and what the death of each means."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from runner.base.errors import HostError, RunnerError, Status, explain
+from runner.base.tasks import first_of
+from runner.base.values import frozen
+from runner.instance.supervisor import Supervisor, kernel_time, loop_time
+from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.sockets import Socket, listening_pair
+from runner.plan.argv.qemu import virtiofsd_argv
+from runner.plan.shares import SharePlan
+
+if TYPE_CHECKING:
+    from runner.instance.renewal.carried import CarriedChild  # only a runner that is renewed carries any
+    from runner.kernel.carried import CarriedProcess
+
+log = logging.getLogger(__name__)
+
+UP_WITHIN = 10.0
+"""Seconds within which a daemon says that it serves: dnsmasq takes 4 ms."""
+
+STOPPED_WITHIN = 2.0
+"""Seconds that a daemon may take to end after SIGTERM."""
+
+
+@frozen
+class Restart:
+    """Start it again: at first after *first* seconds, then after twice as long each time, up to *longest*."""
+
+    first: float
+    longest: float
+    forgiven: float = 10.0
+    """Seconds of life after which earlier deaths no longer count."""
+
+
+@frozen
+class EndInstance:
+    """The guest cannot live without it: power down and exit with *status*."""
+
+    status: Status
+
+
+RESTARTS: Mapping[str, Restart] = {
+    "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
+    "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
+}
+FATAL: Mapping[str, EndInstance] = {
+    "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
+    "passt": EndInstance(Status.SERVICE_DIED),  # the same
+    "qemu": EndInstance(Status.MACHINE_DIED),
+}
+DEATHS: Mapping[str, Restart | EndInstance] = {**RESTARTS, **FATAL}
+"""What the death of each child means, by its role."""
+
+
+@attrs.define
+class RestartedChild:
+    """A child that is started again whenever it ends."""
+
+    process: Process
+    command: Command
+    """What is started the next time."""
+    pause: float
+    """Seconds before that."""
+    born: float = attrs.field(factory=trio.current_time)
+    down: bool = False
+    """Whether its end was logged, and it is to be started again."""
+
+    def carried(self) -> CarriedChild:
+        """Return what the program that renews this one must know of it."""
+        from runner.instance.renewal.carried import CarriedChild
+
+        return CarriedChild(self.process.carried(), kernel_time(self.born), self.pause, self.down)
+
+    @classmethod
+    def adopt(cls, supervisor: Supervisor, command: Command, carried: CarriedChild) -> RestartedChild:
+        """Take over a child; *command* is what is started the next time. Raises :exc:`~runner.base.errors.HostError`."""
+        process = supervisor.processes.adopt(carried.process)
+        return cls(process, command, carried.pause, loop_time(carried.born), carried.down)
+
+
+@asynccontextmanager
+async def restarted_child(supervisor: Supervisor, command: Command, name: str) -> AsyncIterator[RestartedChild]:
+    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends; *name* is its own alone.
+
+    Raises :exc:`~runner.base.errors.HostError` if it never comes up: its first start is part of the instance's.
+    """
+    policy = RESTARTS[command.role]
+    with supervisor.carry_over.taking(name) as carried:
+        if carried is None:
+            child = RestartedChild(supervisor.processes.spawn(command), command, policy.first)
+        else:
+            child = RestartedChild.adopt(supervisor, command, carried)
+    supervisor.carry_over.offer(name, child.carried)
+    try:
+        if command.up and not supervisor.carry_over.resuming:
+            await supervisor.unless_stopped(partial(_come_up, child.process))
+        async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
+            yield child
+    finally:
+        with (
+            supervisor.faults.recorded(f"stop {command.role}"),
+            trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True),
+        ):
+            await supervisor.processes.stop(child.process, STOPPED_WITHIN)
+
+
+async def _come_up(process: Process) -> None:
+    with trio.move_on_after(UP_WITHIN) as waiting:
+        if not await process.serves():
+            raise HostError(f"cannot start {process.role}: it {process.how_it_ended()}")
+    if waiting.cancelled_caught:
+        raise HostError(f"cannot start {process.role}: it has not said within {UP_WITHIN:g} s that it serves")
+
+
+def refuse_dead(daemons: Sequence[Process]) -> None:
+    """Raise :exc:`~runner.base.errors.HostError` if one of *daemons* has ended: the guest would begin without what it promises."""
+    for daemon in daemons:
+        if daemon.returncode is not None:
+            raise HostError(f"cannot let the guest run: {daemon.role} {daemon.how_it_ended()}")
+
+
+@asynccontextmanager
+async def anchored(
+    supervisor: Supervisor, argv: tuple[str, ...]
+) -> AsyncIterator[tuple[RestartedChild, RestartedChild]]:
+    """Hold the anchors, which keep the pod's cgroup populated: two, so that one is there while the other is restarted.
+
+    systemd ends a scope within milliseconds after it became empty, which is faster than a process can be started.
+    """
+    command = Command("anchor", argv)
+    async with (
+        restarted_child(supervisor, command, "anchor 0") as one,
+        restarted_child(supervisor, command, "anchor 1") as other,
+    ):
+        yield one, other
+
+
+async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChild) -> None:
+    while True:
+        if not child.down:
+            await _ended(supervisor, policy, child)
+        await trio.sleep(child.pause)
+        await supervisor.carry_over.startable()
+        child.pause = min(max(2 * child.pause, 0.1), policy.longest)
+        child.born, child.down = trio.current_time(), False
+        try:
+            child.process = supervisor.processes.spawn(child.command)
+        except RunnerError as error:
+            log.warning("%s", explain(error))
+        else:
+            supervisor.restarted.announce()
+
+
+async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild) -> None:
+    """Wait for the end of *child*, count and log it."""
+    process = child.process
+    await process.wait()
+    if trio.current_time() - child.born > policy.forgiven:
+        child.pause = policy.first
+    supervisor.counters.restarts[process.role] += 1
+    log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), child.pause)
+    child.down = True
+
+
+@attrs.define
+class ShareDaemon:
+    """The virtiofsd of a share; another one takes its place when QEMU is updated."""
+
+    plan: SharePlan
+    directory: int
+    """A descriptor of the directory that its socket is made in."""
+    process: Process
+
+    def carried(self) -> CarriedProcess:
+        """Return what the program that renews this one must know of it."""
+        return self.process.carried()
+
+    def replace(self, process: Process) -> Process:
+        """Let another virtiofsd serve the share; return the one before, whose end means nothing any more."""
+        before, self.process = self.process, process
+        return before
+
+
+@frozen
+class Shares:
+    """The virtiofsd of each share, and the connection to it that QEMU gets."""
+
+    daemons: tuple[ShareDaemon, ...] = ()
+    sockets: tuple[Socket, ...] = ()
+
+
+async def first_dead(daemons: Sequence[Process]) -> Process:
+    """Return the first of *daemons* that ends; without any, never return."""
+    if not daemons:
+        await trio.sleep_forever()
+
+    async def ended(daemon: Process) -> Process:
+        await daemon.wait()
+        return daemon
+
+    return await first_of(*(partial(ended, daemon) for daemon in daemons))
+
+
+@asynccontextmanager
+async def shared(supervisor: Supervisor, plans: Sequence[SharePlan], directory: int) -> AsyncIterator[Shares]:
+    """Hold a virtiofsd for every share; its socket listens before it is started."""
+    async with AsyncExitStack() as held:
+        pairs = [await held.enter_async_context(_share(supervisor, plan, directory)) for plan in plans]
+        clients = tuple(client for _, client in pairs if client is not None)
+        yield Shares(tuple(daemon for daemon, _ in pairs), clients)
+
+
+@contextmanager
+def started_virtiofsd(supervisor: Supervisor, plan: SharePlan, directory: int) -> Iterator[tuple[Process, Socket]]:
+    """Start the virtiofsd of a share, which the caller ends, and hold the connection that it is to serve."""
+    with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
+        fd = listener.fileno()
+        process = supervisor.processes.spawn(Command("virtiofsd", tuple(virtiofsd_argv(plan, f"--fd={fd}")), (fd,)))
+        listener.close()
+        yield process, client
+
+
+@asynccontextmanager
+async def _share(
+    supervisor: Supervisor, plan: SharePlan, directory: int
+) -> AsyncIterator[tuple[ShareDaemon, Socket | None]]:
+    """Hold the virtiofsd of a share, and the connection to it until QEMU has it."""
+    name = f"share {plan.tag}"
+    with ExitStack() as held:
+        process: Process
+        client: Socket | None = None
+        with supervisor.carry_over.taking(name) as carried:
+            if carried is None:
+                process, client = held.enter_context(started_virtiofsd(supervisor, plan, directory))
+            else:
+                process = supervisor.processes.adopt(carried)
+        daemon = ShareDaemon(plan, directory, process)
+        supervisor.carry_over.offer(name, daemon.carried)
+        try:
+            yield daemon, client
+        finally:
+            held.close()  # the daemon ends by itself when its client disconnects
+            what = f"stop the virtiofsd of {plan.tag!r}"
+            with supervisor.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
+                await supervisor.processes.stop(daemon.process, STOPPED_WITHIN)

@@ -1,0 +1,57 @@
+"""The guest's screen by VNC: connections are accepted here and passed to QEMU, which does not listen itself.
+
+The same clients may see the screen as may attach to the console.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+
+import trio
+
+from runner.base.errors import explain
+from runner.base.rate_limit import LogRateLimit
+from runner.instance.parts.console import may_attach
+from runner.instance.parts.qemu import Qemu
+from runner.instance.supervisor import Supervisor, carried_fd
+from runner.kernel.peers import boot_time
+from runner.kernel.sockets import Socket, accepted, listening
+from runner.protocol.qmp import QmpError
+
+log = logging.getLogger(__name__)
+
+SOCKET = "vnc.sock"
+
+
+@asynccontextmanager
+async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *, vnc: bool) -> AsyncIterator[None]:
+    """Hold the socket in *directory* at which VNC viewers connect, if *vnc*."""
+    if not vnc:
+        yield
+        return
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("display") as carried:
+            adopted, recorded = carried and carried.number, supervisor.faults.recorded
+            listener = held.enter_context(listening(directory, SOCKET, recorded, adopted))
+        supervisor.carry_over.offer("display", partial(carried_fd, listener.fileno()))
+        async with supervisor.background_task(partial(_pass_on, listener, machine, supervisor.log_limit)):
+            yield
+
+
+async def _pass_on(listener: Socket, machine: Qemu, log_limit: LogRateLimit) -> None:
+    """Pass one viewer after another to QEMU: so there is at most one connection that QEMU has not accepted yet."""
+    accepting = trio.socket.from_stdlib_socket(listener)
+    while True:
+        with await accepted(accepting) as viewer:
+            if not may_attach(viewer, boot_time()):
+                if (more := log_limit.due("VNC viewer refused")) is not None:
+                    log.warning("a VNC viewer is refused: it is not root in the instance's own PID namespace%s", more)
+                continue
+            try:
+                await machine.show(viewer.fileno())
+            except QmpError as error:
+                if (more := log_limit.due("VNC viewer")) is not None:
+                    log.warning("a VNC viewer was turned away%s: %s", more, explain(error))

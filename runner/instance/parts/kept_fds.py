@@ -1,0 +1,69 @@
+"""Copies of QEMU's descriptors that this process keeps where QEMU can be updated: the next QEMU gets the same.
+
+Not among them are those by which another process serves one QEMU alone (vhost-net, a share), and those of devices, which the
+first QEMU hands over. The copy of a tap keeps the interface, and that of the RAM the guest's memory, until QEMU has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from runner.base.errors import HostError
+from runner.instance.renewal.carried import CarriedQemuFds
+from runner.kernel.carried import CarriedFd
+from runner.kernel.files import owned
+from runner.plan.argv.networks import WireNumbers
+from runner.plan.argv.qemu import QemuFds
+
+
+@contextmanager
+def kept_fds(fds: QemuFds) -> Iterator[QemuFds]:
+    """Hold copies of *fds*."""
+    with ExitStack() as held:
+
+        def copy(number: int) -> int:
+            try:
+                return held.enter_context(owned(os.dup(number))).number
+            except OSError as error:
+                raise HostError("cannot keep copies of QEMU's descriptors") from error
+
+        yield QemuFds(
+            qmp=-1,
+            console=copy(fds.console),
+            ram=tuple(map(copy, fds.ram)),
+            files={name: copy(number) for name, number in fds.files.items()},
+            wires=tuple(WireNumbers(taps=tuple(map(copy, each.taps))) for each in fds.wires),
+            guest_agent_channel=None if fds.guest_agent_channel is None else copy(fds.guest_agent_channel),
+        )
+
+
+def carried_fds(fds: QemuFds) -> CarriedQemuFds:
+    """Return the copies *fds* for the program that renews this one."""
+    agent = fds.guest_agent_channel
+    return CarriedQemuFds(
+        CarriedFd(fds.console),
+        None if agent is None else CarriedFd(agent),
+        tuple(map(CarriedFd, fds.ram)),
+        {name: CarriedFd(number) for name, number in fds.files.items()},
+        tuple(tuple(map(CarriedFd, each.taps)) for each in fds.wires),
+    )
+
+
+@contextmanager
+def adopted_fds(carried: CarriedQemuFds) -> Iterator[QemuFds]:
+    """Hold the copies of the runner before exec."""
+    with ExitStack() as held:
+
+        def number(fd: CarriedFd) -> int:
+            return held.enter_context(owned(fd.number)).number
+
+        yield QemuFds(
+            qmp=-1,
+            console=number(carried.console),
+            ram=tuple(map(number, carried.ram)),
+            files={name: number(fd) for name, fd in carried.files.items()},
+            wires=tuple(WireNumbers(taps=tuple(map(number, taps))) for taps in carried.taps),
+            guest_agent_channel=None if carried.agent is None else number(carried.agent),
+        )

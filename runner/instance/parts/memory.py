@@ -1,0 +1,78 @@
+"""The guest's RAM: files in memory, preallocated before QEMU is started where the plan says so."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+import trio
+
+from runner.base.errors import HostError
+from runner.instance.supervisor import Supervisor
+from runner.kernel import files
+from runner.kernel.processes import Command, Process
+from runner.plan.argv.qemu import preallocator_argv
+from runner.plan.instance import InstancePlan
+from runner.spec.rules import format_size
+
+log = logging.getLogger(__name__)
+
+MBIND_REMEDY = "let the container's seccomp profile allow mbind(2), as Docker's does with --cap-add SYS_NICE, or set memory.bind = false"
+FULL_REMEDY = "raise the pod's limits of memory and huge pages, or give the guest less"
+
+
+@asynccontextmanager
+async def guest_memory(
+    supervisor: Supervisor, plan: InstancePlan, pod_cgroup_fd: int | None
+) -> AsyncIterator[tuple[files.Descriptor, ...]]:
+    """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none where only QEMU may have it.
+
+    It is preallocated in the pod's cgroup, which a child enters by *pod_cgroup_fd* (``None``: it is born there): on all
+    NUMA nodes at once, by threads on their CPUs.
+    """
+    machine = plan.machine
+    if not machine.ram.shared or supervisor.carry_over.resuming:
+        yield ()
+        return
+    with ExitStack() as held:
+        ram = tuple(
+            held.enter_context(
+                files.owned(files.create_memory(f"{machine.name}-ram{number}", each.memory, machine.ram.page_size))
+            )
+            for number, each in enumerate(machine.topology.numa_nodes)
+        )
+        if machine.ram.preallocate:
+            await _preallocate(supervisor, plan, pod_cgroup_fd, tuple(each.number for each in ram))
+        yield ram
+
+
+async def _preallocate(
+    supervisor: Supervisor, plan: InstancePlan, pod_cgroup_fd: int | None, ram: tuple[int, ...]
+) -> None:
+    argv = preallocator_argv(plan.machine, plan.placement, ram)
+    command = Command("preallocator", tuple(argv), ram, entering=pod_cgroup_fd)
+    began = trio.current_time()
+    async with supervisor.processes.daemon(command, 0) as process:
+        try:
+            with trio.fail_after(plan.start_timeout):
+                status = await supervisor.unless_stopped(process.wait)
+        except trio.TooSlowError:
+            output = process.last_lines[-1] if process.last_lines else "nothing"
+            raise HostError(
+                f"cannot preallocate the guest's memory: it takes more than {plan.start_timeout:g} s; its last output was {output!r}"
+            ) from None
+    if status != 0:
+        raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")
+    size, seconds = plan.machine.memory, trio.current_time() - began
+    log.info("the guest's memory is there size=%s seconds=%.1f", format_size(size), seconds)
+
+
+def _why(process: Process) -> str:
+    if process.returncode == -signal.SIGKILL:
+        return f"the preallocator was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
+    if process.returncode != 1 or not process.last_lines:
+        return f"the preallocator {process.how_it_ended()}"
+    output = process.last_lines[-1]
+    return f"{output}; {MBIND_REMEDY if '(mbind)' in output else FULL_REMEDY}"

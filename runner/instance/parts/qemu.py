@@ -1,0 +1,627 @@
+"""QEMU: started paused, resumed once, powered down, ended."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from runner.base.errors import HostError, Status, explain
+from runner.base.rate_limit import LogRateLimit
+from runner.base.tasks import first_of
+from runner.base.values import frozen
+from runner.instance.parts import disks
+from runner.instance.parts.daemons import FATAL, ShareDaemon, Shares
+from runner.instance.parts.memory import MBIND_REMEDY
+from runner.instance.parts.qemu_events import HANDLED, IGNORED
+from runner.instance.supervisor import Supervisor, carried_fd
+from runner.kernel import files
+from runner.kernel.character_devices import vhost_vsock
+from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.sockets import Socket, adopted_socket, connected_pair
+from runner.plan.argv.qemu import QemuFds, qemu_argv
+from runner.plan.firmware import ForgottenVariables, VariablesPlan
+from runner.plan.guest_devices import GuestPlan
+from runner.plan.host_checks import too_old
+from runner.plan.instance import InstancePlan, ShutdownPlan
+from runner.plan.machine import FilePlan, MachinePlan
+from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
+
+if TYPE_CHECKING:
+    from runner.instance.parts.network import (
+        NicBackend,  # some guests have no network, and PID 1 pays for what it imports
+    )
+    from runner.instance.renewal.carried import CarriedQemu  # only a runner that is renewed carries any
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PRESSED_EVERY = 1.0
+"""Seconds between two presses of the power button: a guest that is still booting ignores the first ones."""
+
+EXITS_WITHIN = 1.0
+"""Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
+
+AGENT_ANSWERS_WITHIN = 1.0
+"""Seconds an agent in the guest may take to answer before the guest's power button is pressed instead."""
+
+REMEDIES = (
+    (
+        re.compile("aux-ram-share"),
+        "this QEMU cannot be replaced under its guest: use 10.1 or newer, or leave hotplug.qemu out",
+    ),
+    (
+        re.compile("cannot bind memory to host NUMA nodes"),
+        MBIND_REMEDY,
+    ),
+    (
+        # EINVAL is what a second process that binds a device by its own node gets (vfio_df_device_first_open).
+        re.compile(": vfio .*(Device or resource busy|error bind device .*Invalid argument)"),
+        "another process has the device or one of its IOMMU group; `fuser /dev/vfio/*` on the node names it",
+    ),
+    (
+        re.compile(": vfio .*Cannot allocate memory"),
+        "VFIO locks all guest RAM: `ulimit -l` of the container, and what else its user has locked, say how much may be",
+    ),
+    (
+        re.compile(": vfio .*(Operation not permitted|Permission denied)"),
+        "let the container use the devices' nodes in /dev/vfio: a device plugin's resource, or `--device`",
+    ),
+)
+"""The remedy, by the error that QEMU prints when it does not start."""
+
+
+@frozen
+class GuestAgentChannel:
+    """Both ends of the guest agent's channel, if it has one."""
+
+    ours: Socket | None = None
+    theirs: Socket | None = None
+
+
+@asynccontextmanager
+async def guest_agent_channel(supervisor: Supervisor, guest: GuestPlan) -> AsyncIterator[GuestAgentChannel]:
+    """Hold the guest agent's channel; it is not read until the guest is to shut down."""
+    if not guest.agent:
+        yield GuestAgentChannel()
+        return
+    with ExitStack() as held:
+        with supervisor.carry_over.taking("guest agent") as carried:
+            if carried is None:
+                ours, theirs = held.enter_context(connected_pair("the guest agent"))
+            else:
+                ours, theirs = held.enter_context(adopted_socket(carried.number)), None
+        supervisor.carry_over.offer("guest agent", partial(carried_fd, ours.fileno()))
+        yield GuestAgentChannel(ours, theirs)
+
+
+@frozen
+class OpenedFiles:
+    """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.qemu.QemuFds` names them."""
+
+    files: dict[str, int]
+    devices: dict[str, int]
+    vhost_vsock: tuple[int, int] | None
+    _held: ExitStack
+
+    def close(self) -> None:
+        """Close our copies; a second call does nothing."""
+        self._held.close()
+
+
+@contextmanager
+def opened_files(plan: MachinePlan, directory: PurePosixPath) -> Iterator[OpenedFiles]:
+    """Hold every file and device that QEMU inherits and that a path names, until its copies are there.
+
+    To be opened before this process enters float, whose device filter knows nothing of what this pod was given.
+    """
+    with ExitStack() as held:
+
+        def file(found: FilePlan) -> int:
+            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
+
+        named = {"kernel": plan.kernel, "initrd": plan.initrd, "firmware": plan.firmware}
+        numbers = {name: file(found) for name, found in named.items() if found is not None}
+        if plan.firmware_vars is not None:
+            numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
+        if plan.seed is not None:
+            from runner.instance.parts.seed import seed_image  # here, because few instances have a seed
+
+            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", seed_image(plan.seed)))
+        for disk in plan.disks:
+            numbers |= held.enter_context(disks.opened(disk, directory))
+        devices: dict[str, int] = {}
+        if plan.passthrough.devices:
+            from runner.instance.parts.passthrough import (
+                opened_device_nodes,  # here, because few guests have such devices
+            )
+
+            devices = held.enter_context(opened_device_nodes(plan.passthrough))
+        vsock = plan.guest.vsock
+        vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
+        if vhost_vsock_fd is not None:
+            log.info("the guest's vsock context identifier is %d", vhost_vsock_fd[1])
+        yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
+
+
+@frozen
+class QemuEndpoints:
+    """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
+
+    opened: OpenedFiles
+    ram: Sequence[files.Descriptor]
+    nic_backends: Sequence[NicBackend]
+    shares: Shares
+    console: Socket | None
+    """``None`` if QEMU has it already, as this runner has taken it over."""
+    agent: GuestAgentChannel
+
+    def close_our_copies(self) -> None:
+        """Close our copies."""
+        self.opened.close()
+        if self.console is not None:
+            self.console.close()
+        if self.agent.theirs is not None:
+            self.agent.theirs.close()
+        for each in self.ram:
+            each.close()
+        for nic_backend in self.nic_backends:
+            nic_backend.close_our_copies()
+        for connection in self.shares.sockets:
+            connection.close()
+
+
+@frozen
+class GuestEnd:
+    """Why the guest no longer runs."""
+
+    status: Status
+    detail: str
+
+
+_REASONS = {
+    "guest-shutdown": GuestEnd(Status.GUEST_SHUTDOWN, "the guest shut itself down"),
+    "guest-reset": GuestEnd(Status.GUEST_RESET, "the guest rebooted"),
+    "guest-panic": GuestEnd(Status.GUEST_PANICKED, "the guest's kernel panicked"),
+}
+"""The guest's own reasons among ``ShutdownCause`` (``qapi/run-state.json``); the others are QEMU's or this program's."""
+
+
+_HUNG = GuestEnd(Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more")
+
+
+class Qemu:
+    """One QEMU that has greeted."""
+
+    def __init__(self, process: Process, monitor: Monitor, agent: Socket | None, log_limit: LogRateLimit) -> None:
+        self.process = process
+        self.disk_events = disks.DiskEvents(log_limit)
+        self._log_limit = log_limit
+        self._monitor = monitor
+        self._agent = agent
+        self.agent_listens = False
+        """Whether a program in the guest has the agent's port open, by QEMU's last event about it."""
+        self._suspended = False
+        """Whether the guest sleeps, by QEMU's last event about it."""
+        self._observers: list[Callable[[QmpEvent], None]] = []
+        self._end: GuestEnd | None = None
+        self.fds: QemuFds | None = None
+        """Copies of its descriptors, which the next QEMU gets as well; ``None`` where it cannot be updated."""
+        self.updates = 0
+        """How often another QEMU has taken its place."""
+        self.shares: tuple[ShareDaemon, ...] = ()
+        """The virtiofsd of each share."""
+        self._replaced = trio.Event()
+        self._updating: trio.Event | None = None
+        """Set when it is decided which QEMU has the guest."""
+
+    @property
+    def monitor(self) -> Monitor:
+        """The conversation with QEMU; only :meth:`ended` receives its events."""
+        return self._monitor
+
+    def carried(self) -> CarriedQemu:
+        """Return what the program that renews this one must know of it."""
+        from runner.instance.renewal.carried import CarriedQemu
+
+        unplugged, fds = self.disk_events.all_unplugged, None
+        if self.fds is not None:
+            from runner.instance.parts.kept_fds import carried_fds
+
+            fds = carried_fds(self.fds)
+        process, monitor = self.process.carried(), self._monitor.carried()
+        return CarriedQemu(process, monitor, self.agent_listens, unplugged, fds, self.updates, self._suspended)
+
+    def take_over(self, carried: CarriedQemu) -> None:
+        """Continue with what the runner before exec has learnt."""
+        self._monitor.take_over(carried.monitor)
+        self.agent_listens = carried.agent_listens
+        self.updates = carried.updates
+        self._suspended = carried.suspended
+        for device in carried.unplugged:
+            self.disk_events.unplugged(device).set()
+
+    @property
+    def unfinished(self) -> str:
+        """What it is in the middle of, empty if nothing."""
+        if self._updating is not None:
+            return "QEMU is being updated"
+        if self.ends:
+            return "the guest ends"
+        return "a QMP command is being executed" if self._monitor.busy else ""
+
+    @property
+    def ends(self) -> bool:
+        """Whether the guest has ended, or QEMU has."""
+        return self.guest_ended or self.process.returncode is not None
+
+    @property
+    def guest_ended(self) -> bool:
+        """Whether QEMU has said that the guest has ended."""
+        return self._end is not None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Report no end of the guest, and do not end QEMU, until it is decided in the block which QEMU has the guest."""
+        self._updating = trio.Event()
+        try:
+            yield
+        finally:
+            self._updating.set()
+            self._updating = None
+
+    async def decided(self) -> None:
+        """Wait until it is decided which QEMU has the guest."""
+        if self._updating is not None:
+            await self._updating.wait()
+
+    def replace(self, process: Process, monitor: Monitor) -> tuple[Process, Monitor]:
+        """Let another QEMU have the guest; return the one before, whose end means nothing any more."""
+        before = self.process, self._monitor
+        monitor.continue_event_copies(self._monitor)
+        self.process, self._monitor = process, monitor
+        self.updates += 1
+        self._replaced.set()
+        self._replaced = trio.Event()
+        return before
+
+    async def greeted(self) -> str:
+        """Wait for QEMU to greet and return its version.
+
+        Raises :exc:`~runner.base.errors.HostError` with the error that QEMU printed instead.
+        """
+        try:
+            return await self._monitor.greet()
+        except QmpError as error:
+            failure = error
+        with trio.move_on_after(EXITS_WITHIN):
+            await self.process.wait()
+            how = self.process.how_it_ended()
+            # QEMU prints hints after an error of VFIO: the last line is not the error.
+            output = next((line for line in reversed(self.process.last_lines) if ": vfio " in line), how)
+            remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(output)), "")
+            raise HostError(
+                f"cannot start QEMU: it {how if output in how else f'{how}, and before {output!r}'}{remedy}"
+            )
+        raise HostError("cannot start QEMU") from failure
+
+    async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
+        """Return the vCPUs' threads by index."""
+        return await self._monitor.vcpu_threads()
+
+    async def iothreads(self) -> dict[int, str]:
+        """Return the iothreads' ids by thread."""
+        return await self._monitor.iothreads()
+
+    async def resume(self) -> None:
+        """Let the guest run."""
+        await self._monitor.execute("cont")
+
+    async def show(self, connection: int) -> None:
+        """Have QEMU's VNC server serve the descriptor *connection*, which stays the caller's to close.
+
+        Every process that may open the display's socket may see the guest: there is no password.
+        """
+        await self._monitor.execute("getfd", {"fdname": "vnc"}, fds=(connection,))
+        await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
+
+    @contextmanager
+    def observed_by(self, observe: Callable[[QmpEvent], None]) -> Iterator[None]:
+        """Call *observe* with each event of QEMU's while the block runs."""
+        self._observers.append(observe)
+        try:
+            yield
+        finally:
+            self._observers.remove(observe)
+
+    async def agent_answers(self) -> bool:
+        """Tell whether the guest agent answers; the caller bounds the time, as one that is not there says nothing."""
+        if self._agent is None:
+            return False
+        from runner.protocol.guest_agent import AgentError, GuestAgent  # here, because few instances ask it
+
+        try:
+            await GuestAgent(self._agent).ping()
+        except AgentError as error:
+            log.debug("the guest agent does not answer: %s", explain(error))
+            return False
+        return True
+
+    async def ended(self) -> GuestEnd:
+        """Wait until the guest no longer runs, and return why."""
+        while True:
+            process = self.process
+            ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._another)
+            await self.decided()
+            if ended is not None and process is self.process:
+                return ended
+
+    async def _another(self) -> None:
+        """Wait until another QEMU has the guest."""
+        await self._replaced.wait()
+
+    async def _stopped_running(self) -> GuestEnd:
+        monitor = self._monitor
+        try:
+            # Remembered, because QEMU sends it once, and the task that receives it may be cancelled at that moment.
+            while self._end is None:
+                event = await monitor.event()
+                if monitor is not self._monitor:
+                    await trio.sleep_forever()  # the guest is another QEMU's
+                self._log(event)
+                self._log_unknown(event)
+                if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
+                    self.agent_listens = event.data.get("open") is True
+                if event.name in {"SUSPEND", "WAKEUP", "RESET"}:
+                    self._suspended = event.name == "SUSPEND"
+                self.disk_events.handle(event)
+                for observe in self._observers:
+                    observe(event)
+                self._end = _meaning(event)
+        except QmpError as error:
+            with trio.move_on_after(EXITS_WITHIN):
+                return await self._exited()
+            return GuestEnd(Status.MACHINE_DIED, f"QEMU can no longer be controlled: {explain(error)}")
+        return self._end
+
+    def _log(self, event: QmpEvent) -> None:
+        """Log what the guest did, which it may do without end."""
+        match event.name:
+            case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
+                there = event.data.get("open") is True
+                if (more := self._log_limit.due("guest agent", "is there" if there else "has gone")) is not None:
+                    log.info("the guest agent is there%s" if there else "the guest agent has gone%s", more)
+            case "WATCHDOG":
+                if (more := self._log_limit.due("watchdog")) is not None:
+                    log.warning("the guest's watchdog was not fed%s action=%s", more, event.data.get("action"))
+            case "RESET":
+                if (more := self._log_limit.due("reset")) is not None:
+                    log.info("the guest was reset%s reason=%s", more, event.data.get("reason"))
+            case "MEMORY_FAILURE":
+                if (more := self._log_limit.due("memory failure")) is not None:
+                    recipient, action = event.data.get("recipient"), event.data.get("action")
+                    log.error("the host's memory has failed%s recipient=%s action=%s", more, recipient, action)
+
+    def _log_unknown(self, event: QmpEvent) -> None:
+        if event.name not in HANDLED | IGNORED and (more := self._log_limit.due("unknown event")) is not None:
+            log.warning("QEMU reports what this program does not know%s event=%.80r", more, event.name)
+
+    async def _exited(self) -> GuestEnd:
+        await self.process.wait()
+        return GuestEnd(FATAL["qemu"].status, f"QEMU {self.process.how_it_ended()}")
+
+    async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
+        """Ask the guest to power down, again and again, within its share of the grace period.
+
+        Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else why it ended instead.
+        """
+        with trio.move_on_after(plan.power_down):
+            await self.decided()
+            ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
+            # It powered down because it was asked to; it reboots instead where its button is configured to.
+            if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
+                return GuestEnd(Status.STOPPED, "the guest powered down when asked to")
+            return ended
+        return GuestEnd(
+            Status.FORCED_OFF, f"the guest did not power down within {plan.power_down:g} s and was switched off"
+        )
+
+    async def _ask_to_power_down(self, agent_seconds: float) -> GuestEnd:
+        """Ask the agent, which gets *agent_seconds* if it is there, then press the power button until cancelled.
+
+        When QEMU refuses or does not answer, the button is not pressed again, because a reply may never come.
+        """
+        try:
+            await self._monitor.execute("set-action", {"reboot": "shutdown"})
+            if self._agent is not None and self.agent_listens:
+                await _shut_down_by_agent(self._agent, agent_seconds)
+            while True:
+                if self._suspended:  # it sees no button then, and has not written what it had to write
+                    await self._monitor.execute("system_wakeup")
+                await self._monitor.execute("system_powerdown")
+                await trio.sleep(PRESSED_EVERY)
+        except QmpError as error:
+            log.warning("%s", explain(error))
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def quit(self, plan: ShutdownPlan, supervisor: Supervisor) -> None:
+        """End QEMU: ``quit``, SIGTERM, SIGKILL, each within its share."""
+        await self.decided()
+        with trio.move_on_after(plan.quit):
+            await first_of(self._quit, self.process.wait)
+        if self.process.returncode is None:
+            log.warning("QEMU does not quit; it gets a SIGTERM")
+        await supervisor.processes.stop(self.process, plan.terminate)
+
+    async def _quit(self) -> int:
+        try:
+            await self._monitor.execute("quit")
+        except QmpError as error:
+            log.debug("quit was not answered: %s", error)
+        return await self.process.wait()
+
+
+async def _shut_down_by_agent(channel: Socket, seconds: float) -> None:
+    """Have the agent shut the guest down; return when it refuses, or the guest still runs after so many *seconds*.
+
+    The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
+    """
+    try:
+        from runner.protocol.guest_agent import (  # here, because an instance needs it only at its end
+            AgentError,
+            GuestAgent,
+        )
+    except (ImportError, OSError, MemoryError) as error:
+        log.warning("the guest agent is not asked: %s; pressing the power button", explain(error))
+        return
+    agent = GuestAgent(channel)
+    try:
+        with trio.fail_after(min(AGENT_ANSWERS_WITHIN, seconds)):
+            await agent.ping()
+        log.info("the guest agent is asked to shut the guest down")
+        with trio.fail_after(seconds):
+            log.warning("the guest agent refuses to shut the guest down: %s", await agent.shut_down())
+    except trio.TooSlowError:
+        log.warning("the guest agent does nothing; pressing the power button")
+    except AgentError as error:
+        log.warning("%s", explain(error))
+
+
+def _meaning(event: QmpEvent) -> GuestEnd | None:
+    """Return the end of the guest that *event* reports, if it reports one."""
+    if event.name == "SHUTDOWN":
+        reason = str(event.data.get("reason"))
+        return _REASONS.get(reason) or GuestEnd(
+            Status.MACHINE_DIED, f"QEMU shut down by itself, giving the reason {reason!r}"
+        )
+    if event.name == "GUEST_PANICKED":
+        return _REASONS["guest-panic"]
+    if event.name == "WATCHDOG" and event.data.get("action") == "pause":
+        return _HUNG
+    return None
+
+
+@asynccontextmanager
+async def paused_qemu(
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    endpoints: QemuEndpoints,
+    memory_cgroup_fd: int | None,
+    meanwhile: Callable[[], None],
+) -> AsyncIterator[Qemu]:
+    """Hold a QEMU that has greeted, and whose guest has not run yet.
+
+    It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
+    has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
+    *meanwhile* is called once it has been started: it takes 50 ms to greet.
+    """
+    with ExitStack() as held, ExitStack() as lent:
+        theirs: Socket | None = None
+        with supervisor.carry_over.taking("qemu") as carried:
+            if carried is None:
+                ours, theirs = held.enter_context(connected_pair("QMP"))
+                if plan.machine.passthrough.devices:
+                    # Imported here, because few guests have devices of their own.
+                    from runner.instance.parts.passthrough import group_nodes_owned_by_qemu
+
+                    lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
+                descriptors = _descriptors(theirs, endpoints)
+                process = spawn_qemu(supervisor, plan.machine, descriptors, memory_cgroup_fd)
+                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                if plan.machine.updatable:
+                    from runner.instance.parts.kept_fds import kept_fds  # here, because few instances ask for it
+
+                    machine.fds = held.enter_context(kept_fds(descriptors))
+            else:
+                ours = held.enter_context(adopted_socket(carried.monitor.socket.number))
+                process = supervisor.processes.adopt(carried.process)
+                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                machine.take_over(carried)
+                if carried.fds is not None:
+                    from runner.instance.parts.kept_fds import adopted_fds
+
+                    machine.fds = held.enter_context(adopted_fds(carried.fds))
+        machine.shares = endpoints.shares.daemons
+        supervisor.carry_over.offer("qemu", machine.carried)
+        supervisor.carry_over.not_now["qemu"] = lambda: machine.unfinished
+        try:
+            if theirs is not None:
+                theirs.close()
+                endpoints.close_our_copies()
+                meanwhile()
+                version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
+                lent.close()
+                log.info("QEMU is up pid=%d version=%s", process.pid, version)
+                if (reason := too_old(version)) is not None:
+                    raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
+            yield machine
+        finally:
+            bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
+            with supervisor.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
+                await machine.quit(plan.shutdown, supervisor)
+            machine.monitor.close()  # of a QEMU that has taken the place of the first
+
+
+async def started_within(seconds: float, step: Callable[[], Awaitable[T]]) -> T:
+    """Run one *step* of the start, which waits for QEMU. Raises :exc:`~runner.base.errors.HostError` after so many *seconds*."""
+    try:
+        with trio.fail_after(seconds):
+            return await step()
+    except trio.TooSlowError:
+        raise HostError(f"cannot start QEMU: it has said nothing on QMP for {seconds:g} s") from None
+
+
+def _descriptors(qmp: Socket, endpoints: QemuEndpoints) -> QemuFds:
+    assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
+    return QemuFds(
+        qmp=qmp.fileno(),
+        console=endpoints.console.fileno(),
+        ram=tuple(each.number for each in endpoints.ram),
+        files=dict(endpoints.opened.files),
+        wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
+        shares=tuple(connection.fileno() for connection in endpoints.shares.sockets),
+        devices=endpoints.opened.devices,
+        guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
+        vhost_vsock=endpoints.opened.vhost_vsock,
+    )
+
+
+def spawn_qemu(
+    supervisor: Supervisor,
+    plan: MachinePlan,
+    descriptors: QemuFds,
+    memory_cgroup_fd: int | None,
+    incoming: tuple[str, ...] = (),
+    more: tuple[int, ...] = (),
+) -> Process:
+    """Start QEMU with copies of all *descriptors*, and *more* of them, which the options *incoming* name."""
+    with ExitStack() as held:
+        if plan.lockable:
+            from runner.kernel.memory import lockable  # here, because few guests have locked memory
+
+            held.enter_context(lockable(plan.lockable))
+        argv = (*qemu_argv(plan, descriptors), *incoming)
+        command = Command("qemu", argv, (*descriptors.numbers(), *more), entering=memory_cgroup_fd)
+        return supervisor.processes.spawn(command.of_user(plan.user.user_id, plan.user.group_id, plan.user.groups))
+
+
+@contextmanager
+def _variables(plan: VariablesPlan) -> Iterator[int]:
+    """Hold the firmware's variable store, which is copied from its template if it is missing."""
+    if isinstance(plan, ForgottenVariables):
+        with files.copied(plan.template, write=True) as store:
+            yield store
+        return
+    if plan.template is not None:
+        files.copy_new(plan.template, plan.path)
+        log.info("made the firmware's variable store %s", plan.path)
+    with files.opened(plan.path, write=True, following=False) as store:
+        yield store

@@ -1,0 +1,39 @@
+"""The files of the state directory: those that others read as signs of a guest that runs, and what a killed runner has left."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PurePosixPath
+
+from runner.kernel.files import discard, discard_left, remove_tree
+
+READY = "ready"
+"""There while the guest runs."""
+
+RECEIPT = "receipt.json"
+"""Where every thread is, while the guest runs."""
+
+
+def discard_signs(path: PurePosixPath) -> None:
+    """Remove from the state directory *path* the signs that a killed runner has left, as far as it is ours."""
+    discard_left(path, (READY, RECEIPT))
+
+
+_LEFT_DIRECTORY, _LEFT_FILE = r"meeting-[0-9a-f]{16}", r"([0-9a-f]{16}\.sock|overlay\.[0-9a-f]{16})"
+"""What is there for a moment: :mod:`runner.kernel.meeting_point`, :func:`runner.kernel.sockets.listening_pair`,
+:func:`runner.kernel.disk_images.overlay`."""
+
+
+def discard_leftovers(fd: int, path: PurePosixPath) -> None:
+    """Remove what a runner that was killed has left in the state directory *path*, which is claimed and open as *fd*.
+
+    Raises :exc:`~runner.base.errors.HostError`.
+    """
+    for name in (READY, RECEIPT):
+        discard(path / name)
+    for name in os.listdir(fd):
+        if re.fullmatch(_LEFT_DIRECTORY, name, re.ASCII):
+            remove_tree(name, fd)
+        elif re.fullmatch(_LEFT_FILE, name, re.ASCII):
+            discard(path / name)

@@ -1,0 +1,485 @@
+"""vCPUs that are plugged and unplugged while the guest runs, and CPUs that the kubelet takes from the container or exchanges.
+
+To plug is all or nothing: what fails is undone. A vCPU that was plugged may be started by the guest at once, so the guest is
+stopped until each new thread is confined, pinned and read back. Only the guest can release a vCPU, and may not: it keeps it
+then, and the error says so. vCPU indexes have no gaps: the last one is unplugged first, and the first one never.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn
+
+import attrs
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
+from runner.base.values import frozen
+from runner.facts.hardware import Hardware
+from runner.facts.roots import Roots
+from runner.instance.parts.thread_placement import QemuThreads
+from runner.instance.watch.receipts import Receipts
+from runner.kernel.scheduler import pin, read_mask
+from runner.kernel.sysfs import read_hardware
+from runner.placement.backends import ControllerPlacement, Placement
+from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
+from runner.placement.threads import guarantee_of
+from runner.plan.machine import VcpuHotplugPlan
+from runner.protocol.qmp import BadReplyError, ExecuteError, QmpError, QmpEvent
+
+log = logging.getLogger(__name__)
+
+RELEASED_WITHIN = 15.0
+"""Seconds the guest may take to release a vCPU; Linux 6.1 took 0.8 s, emulated (measured)."""
+
+RUNS_WITHIN = 5.0
+"""Seconds in which QEMU must let the guest run again, whatever has failed."""
+
+LOOKED_EVERY = 0.5
+"""Seconds between two looks whether a vCPU is gone, in case its event came before it was waited for."""
+
+EMULATED_SINCE = (11, 1)
+"""The QEMU from which on a vCPU that is emulated may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
+
+_ORDER = ("node-id", "drawer-id", "book-id", "socket-id", "die-id", "cluster-id", "module-id", "core-id", "thread-id")
+"""The properties of a slot, from the largest unit to the smallest: QEMU numbers vCPUs in this order."""
+
+
+@frozen
+class VcpuSlot:
+    """A place for a vCPU (``query-hotpluggable-cpus``); its index is its place in the order of QEMU's vCPUs."""
+
+    driver: str
+    properties: Mapping[str, int]
+    path: str | None
+    """The QOM path of the vCPU in it, if there is one."""
+
+    @property
+    def plugged_later(self) -> bool:
+        """Whether its vCPU was plugged while the guest runs."""
+        return self.path is not None and self.path.startswith("/machine/peripheral")
+
+
+class GuestStoppedError(HostError):
+    """The guest was stopped for a change, and does not run on."""
+
+
+class Vcpus:
+    """The vCPUs of a running machine. One change is made at a time; a second one waits."""
+
+    def __init__(self, receipts: Receipts) -> None:
+        self.changing = trio.Lock()
+        """Held while the number of vCPUs or their CPUs change."""
+        self._receipts = receipts
+
+    @property
+    def _placement(self) -> Placement:
+        return self._receipts.active.placement
+
+    async def listed(self) -> dict[str, object]:
+        """Return each vCPU as JSON, and the CPUs of the container that no vCPU has."""
+        slots = await self._slots()
+        pins, threads = self._placement.pins, self._receipts.threads
+        vcpus = [
+            {
+                "vcpu": vcpu.index,
+                "thread": vcpu.tid,
+                "cpu": pins[vcpu.index],
+                "plugged_later": slots[vcpu.index].plugged_later,
+            }
+            for vcpu in threads.vcpus
+        ]
+        plan = self._receipts.plan.machine.vcpu_hotplug
+        unused = self._receipts.active.container_cpus() - CpuSet(pins)
+        return {"vcpus": vcpus, "unused": str(unused), "most": len(vcpus) if plan is None else plan.most}
+
+    async def set(self, count: int) -> dict[str, object]:
+        """Plug or unplug vCPUs until there are *count*; return what :meth:`listed` does, with the ``pause_ms`` of the guest.
+
+        Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then, unless the error says otherwise.
+        """
+        async with self.changing:
+            plan = self._allowed(count)
+            await self._drop_released()
+            await self._release_from(len(self._receipts.threads.vcpus))  # what an earlier change could not undo
+            before, pause = len(self._receipts.threads.vcpus), 0.0
+            if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
+                raise RefusedError(
+                    "cannot plug a vCPU: the guest has released one before, and without KVM QEMU crashes when another is plugged "
+                    "then; start the instance again"
+                )
+            if count > before:
+                pause = await self._grow(count, plan)
+                log.info(
+                    "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms",
+                    count,
+                    before,
+                    CpuSet(self._placement.pins),
+                    pause * 1000,
+                )
+            elif count < before:
+                await self._shrink(count)
+                log.info("vCPUs unplugged count=%d from=%d", count, before)
+            return {**await self.listed(), "pause_ms": round(pause * 1000, 1)}
+
+    def _allowed(self, count: int) -> VcpuHotplugPlan:
+        """Return what the plan says of other numbers of vCPUs. Raises :exc:`RefusedError` if *count* is none of them."""
+        plan, machine = self._receipts.plan.machine.vcpu_hotplug, self._receipts.machine
+        if plan is None:
+            raise RefusedError(
+                "cannot change the number of vCPUs: the machine was not started for it; set hotplug.cpus to the most that it "
+                "may have and start the instance again"
+            )
+        if not 1 <= count <= plan.most:
+            raise RefusedError(
+                f"cannot have {count} vCPUs: this machine has 1 to {plan.most}"
+                + ("; set hotplug.cpus to more and start the instance again" if count > plan.most else "")
+            )
+        if machine.ends:
+            raise RefusedError("cannot change the number of vCPUs: the guest ends")
+        if resizing := self._receipts.supervisor.guest_state.resizing:
+            raise RefusedError(f"cannot change the number of vCPUs now: {resizing}; ask again")
+        return plan
+
+    # -- more --------------------------------------------------------------------------------------------------------
+
+    async def _grow(self, count: int, plan: VcpuHotplugPlan) -> float:
+        """Plug vCPUs until there are *count*; return for how many seconds the guest did not run."""
+        receipts, before = self._receipts, self._placement
+        wanted = self._with_more(count, plan, read_hardware(Roots().sys.parent))
+        slots = await self._slots()
+        threads, first = receipts.threads, len(receipts.threads.vcpus)
+        await receipts.active.change(wanted)
+        failure: RunnerError | None = None
+        pause, placed = 0.0, list[int]()
+        try:
+            self._check_guarantee(wanted)
+            async with self._stopped() as stopped:
+                for index in range(first, count):
+                    await self._plug(index, slots[index])
+                await self._place(first, placed)
+            pause = stopped.seconds
+            receipts.publish()
+        except GuestStoppedError:  # the instance ends
+            raise
+        except RunnerError as error:
+            failure = error
+        if failure is not None:
+            await self._take_back(first, placed, threads, before, failure)
+            raise failure
+        _tell_if_shared(wanted, before)
+        return pause
+
+    def _with_more(self, count: int, plan: VcpuHotplugPlan, hardware: Hardware) -> Placement:
+        """Return the placement of *count* vCPUs. Raises :exc:`RefusedError` where the CPUs or the guest cannot have them."""
+        given, pins = self._receipts.active.container_cpus(), self._placement.pins
+        available = given & hardware.online
+        if lost := CpuSet(pins) - available:
+            why = "are offline" if lost <= given else "are the container's no longer"
+            raise RefusedError(f"cannot have {count} vCPUs: the CPUs '{lost}' of some vCPUs {why}")
+        if count > len(available):
+            raise RefusedError(
+                f"cannot have {count} vCPUs: the container has {len(available)} CPUs ('{available}'), and each vCPU has one of "
+                "its own; give the container more first (`kubectl patch pod … --subresource resize`)"
+            )
+        found = more_pins(pins, available, count, hardware)
+        if plan.alike and (others := unlike(found, hardware)):
+            raise RefusedError(
+                f"cannot have {count} vCPUs: the guest sees one L3 cache, and the CPUs '{others}' have another than CPU "
+                f'{found[0]}; set cpu.topology = "flat" and start the instance again'
+            )
+        return with_pins(self._placement, given, found)
+
+    def _check_guarantee(self, placement: Placement) -> None:
+        """Check that the kernel keeps all others off the CPUs of *placement*, if the spec demands it."""
+        if not isinstance(placement, ControllerPlacement) or not placement.enforced:
+            return
+        threads = self._receipts.read().threads
+        if guarantee_of(placement.backend, placement.cpus, threads) != "enforced":
+            raise PlacementError(
+                f"cannot keep all others off the CPUs '{placement.cpus}'",
+                remedy="the log of the node's controller says why",
+            )
+
+    @asynccontextmanager
+    async def _stopped(self) -> AsyncIterator[_Pause]:
+        """Have the guest not run in the block. Raises :exc:`RefusedError` if it does not run anyway.
+
+        Raises :exc:`GuestStoppedError` if it does not run afterwards: the instance is asked to stop then.
+        """
+        monitor = self._receipts.machine.monitor
+        reply: Any = await monitor.execute("query-status")
+        if not isinstance(reply, dict) or reply.get("running") is not True:
+            raise RefusedError("cannot plug a vCPU: the guest does not run")
+        pause, began = _Pause(), trio.current_time()
+        try:
+            await monitor.execute("stop")
+            yield pause
+        finally:
+            reason = f"QEMU has not answered within {RUNS_WITHIN:g} s"
+            with trio.move_on_after(RUNS_WITHIN, shield=True):
+                reason = await self._let_run()
+            pause.seconds = trio.current_time() - began
+            if reason:
+                self._give_up(reason)
+
+    async def _let_run(self) -> str:
+        """Have the guest run again; return why it does not, empty if it does."""
+        try:
+            await self._receipts.machine.monitor.execute("cont")
+        except QmpError as error:
+            return explain(error)
+        return ""
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """Have the instance end, whose guest does not run on. Raises :exc:`GuestStoppedError`."""
+        if not self._receipts.machine.ends:
+            log.error("the guest does not run on: %s", reason)
+            self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
+        raise GuestStoppedError(f"the guest does not run on: {reason}; the instance ends")
+
+    async def _plug(self, index: int, slot: VcpuSlot) -> None:
+        arguments = {"driver": slot.driver, "id": f"vcpu{index}", **slot.properties}
+        await self._receipts.machine.monitor.execute("device_add", arguments)
+
+    async def _place(self, first: int, placed: list[int]) -> None:
+        """Give the vCPUs from index *first* on their CPUs, and read every thread back; their tids are appended to *placed*."""
+        receipts = self._receipts
+        pins, vcpus = receipts.active.placement.pins, await receipts.machine.vcpu_threads()
+        if len(vcpus) != len(pins) or [vcpu.index for vcpu in vcpus] != list(range(len(pins))):
+            raise PlacementError(f"cannot pin the vCPUs: QEMU has {len(vcpus)} for the CPUs '{CpuSet(pins)}'")
+        # Confine first, pin second: a thread that enters a cgroup without the CPUs of its mask gets all of the cgroup's CPUs.
+        for vcpu in vcpus[first:]:
+            receipts.active.confine(vcpu.tid)
+            placed.append(vcpu.tid)
+        for vcpu in vcpus[first:]:
+            pin(vcpu.tid, CpuSet([pins[vcpu.index]]))
+        receipts.follow(attrs.evolve(receipts.threads, vcpus=vcpus))
+
+    async def _take_back(
+        self, first: int, placed: Sequence[int], threads: QemuThreads, before: Placement, failure: RunnerError
+    ) -> None:
+        """Unplug the vCPUs from index *first* on; if that fails, raise *failure* with the reason.
+
+        A vCPU that the guest keeps is in float then; the next change that is asked for begins with it.
+        """
+        receipts = self._receipts
+        left: RunnerError | None = None
+        try:
+            await self._release_from(first)
+        except RunnerError as error:
+            left = error
+            for tid in placed:
+                with suppress(HostError, PlacementError):  # it has ended, or never was there
+                    receipts.active.release(tid)
+        try:
+            for tid in placed:
+                receipts.active.forget(tid)
+            await receipts.active.change(before)
+            receipts.follow(threads)
+            receipts.publish()
+        except RunnerError as error:
+            left = left or error
+        if left is not None:
+            raise HostError(f"{explain(failure)}; and not all of it is undone: {explain(left)}") from None
+
+    async def _release_from(self, first: int) -> None:
+        """Have the guest release all vCPUs from index *first* on, also those that the receipt does not have."""
+        for index, slot in reversed(list(enumerate(await self._slots()))):
+            if index >= first and slot.path is not None:
+                await self._release(index, slot.path)
+                self._receipts.unplugged = True
+
+    # -- fewer -------------------------------------------------------------------------------------------------------
+
+    async def _shrink(self, count: int) -> None:
+        """Unplug vCPUs until there are *count*."""
+        available = self._held()  # before anything is unplugged, which cannot be undone
+        refusal: RunnerError | None = None
+        try:
+            await self._unplug(count)
+        except RunnerError as error:
+            refusal = error
+        try:
+            await self._follow_threads(available)  # those that were released stay so
+        except RunnerError as error:
+            raise HostError(f"{len(self._receipts.threads.vcpus)} vCPUs are left, but {explain(error)}") from refusal
+        if refusal is not None:
+            raise refusal
+
+    def _held(self) -> CpuSet:
+        """Return the CPUs that the placement in force divides: nothing is registered for fewer vCPUs."""
+        placement = self._placement
+        return placement.cpus if isinstance(placement, ControllerPlacement) else self._receipts.active.container_cpus()
+
+    async def _follow_threads(self, available: CpuSet) -> None:
+        """Have placement and receipt be of the vCPUs that are left."""
+        receipts, before = self._receipts, self._placement
+        await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
+        receipts.follow(receipts.threads)
+        receipts.publish()
+
+    async def _drop_released(self) -> None:
+        """Forget the vCPUs that the guest has released late, or unasked, as it may at any moment.
+
+        Raises :exc:`HostError` if it keeps others with higher indexes: indexes have no gaps.
+        """
+        receipts, slots = self._receipts, await self._slots()
+        vcpus = receipts.threads.vcpus
+        there = tuple(vcpu for vcpu in vcpus if slots[vcpu.index].path is not None)
+        if len(there) == len(vcpus):
+            return
+        if there != tuple(vcpus[: len(there)]):
+            missing = CpuSet(vcpu.index for vcpu in vcpus) - CpuSet(vcpu.index for vcpu in there)
+            raise HostError(
+                f"cannot change the vCPUs: the guest has released {missing} unasked, and keeps later ones; start the instance again"
+            )
+        available = self._held()
+        for vcpu in vcpus[len(there) :]:
+            receipts.active.forget(vcpu.tid)
+        receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=there), True
+        log.info("vCPUs released by the guest count=%d from=%d", len(there), len(vcpus))
+        await self._follow_threads(available)
+
+    async def _unplug(self, count: int) -> None:
+        """Have the guest release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
+        receipts, slots = self._receipts, await self._slots()
+        while len(vcpus := receipts.threads.vcpus) > count:
+            last = vcpus[-1]
+            if (path := slots[last.index].path) is not None:  # else it has been released meanwhile
+                await self._release(last.index, path)
+            receipts.active.forget(last.tid)
+            receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=vcpus[:-1]), True
+
+    async def _release(self, index: int, path: str) -> None:
+        """Have the guest release the vCPU *index* with the QOM *path*."""
+        machine = self._receipts.machine
+        if self._receipts.plan.machine.accel == "tcg" and _older(machine.monitor.version):
+            oldest = ".".join(map(str, EMULATED_SINCE))
+            raise RefusedError(
+                f"cannot unplug vCPU {index}: without KVM, QEMU {machine.monitor.version} crashes some time after it; use QEMU "
+                f"{oldest}"
+            )
+        gone = trio.Event()
+
+        def observe(event: QmpEvent) -> None:
+            if event.name == "DEVICE_DELETED" and event.data.get("path") == path:
+                gone.set()
+
+        asked = False
+        with machine.observed_by(observe), trio.move_on_after(RELEASED_WITHIN):
+            while not gone.is_set():
+                asked = asked or await self._ask_for(path)
+                with trio.move_on_after(LOOKED_EVERY):
+                    await gone.wait()
+                if (await self._slots())[index].path != path:
+                    gone.set()
+        if not gone.is_set():
+            reason = "has not released it" if asked else "could not be asked to release it"
+            later = ", and may release it later" if asked else ""
+            raise RefusedError(
+                f"cannot unplug vCPU {index}: the guest {reason} within {RELEASED_WITHIN:g} s, and keeps it{later}; a guest that is "
+                "still booting, or whose kernel cannot unplug CPUs, does not release any"
+            )
+
+    async def _ask_for(self, path: str) -> bool:
+        """Have QEMU ask the guest to release the vCPU with the QOM *path*; return whether it can be asked already."""
+        try:
+            await self._receipts.machine.monitor.execute("device_del", {"id": path})
+        except ExecuteError as error:
+            # Until the guest has switched to the hotplug registers that can unplug (piix4/ich9: "legacy" CPU hotplug).
+            if "not supported device type" in error.description:
+                return False
+            if error.kind != "DeviceNotFound" and "in the process of unplug" not in error.description:
+                raise RefusedError("cannot unplug a vCPU") from error
+        return True
+
+    # -- other CPUs --------------------------------------------------------------------------------------------------
+
+    async def fit(self, find: Callable[[], CpuSet | None]) -> None:
+        """Have the vCPUs run on the CPUs that *find* returns, all that the container has left, one on each.
+
+        *find* is called when no other change is under way; ``None``: nothing is to be done any more. The threads leave the
+        other CPUs at once; then as many vCPUs as are too many are unplugged. Raises :exc:`~runner.base.errors.RunnerError` if that
+        cannot be; no vCPU's thread may run on other CPUs than those then, either.
+        """
+        if (available := find()) is not None:
+            self._leave(available)  # now: a change under way may take long
+        async with self.changing:
+            if (available := find()) is None:
+                return
+            self._leave(available)
+            await self._drop_released()
+            receipts, before = self._receipts, self._placement
+            if len(before.pins) > len(available):
+                if receipts.plan.machine.vcpu_hotplug is None:
+                    raise RefusedError(
+                        "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)"
+                    )
+                await self._unplug(len(available))
+            found = moved_pins(before.pins[: len(receipts.threads.vcpus)], available)
+            wanted, done = with_pins(before, available, found), False
+            await receipts.active.follow(wanted)
+            try:
+                self._pin(found)
+                receipts.follow(receipts.threads)
+                done = True
+            finally:
+                if not done:  # the controller may be away, and has not given the CPUs that are new
+                    receipts.active.adopt(before)
+            receipts.publish()
+            if (more := receipts.supervisor.log_limit.due("vCPUs placed anew")) is not None:
+                log.info("vCPUs placed anew%s count=%d cpus=%s", more, len(found), CpuSet(found))
+            _tell_if_shared(wanted, before)
+
+    def _pin(self, pins: Sequence[int]) -> None:
+        """Put each vCPU thread on its one of *pins*. Raises :exc:`~runner.base.errors.PlacementError`."""
+        for vcpu in self._receipts.threads.vcpus:
+            own = CpuSet([pins[vcpu.index]])
+            try:
+                found = read_mask(vcpu.tid)
+            except ProcessLookupError as error:
+                raise PlacementError(f"cannot pin vCPU {vcpu.index}: its thread {vcpu.tid} has ended") from error
+            if found != own:
+                pin(vcpu.tid, own)
+
+    def _leave(self, available: CpuSet) -> None:
+        """Have no vCPU thread run on other CPUs than *available*; the controller has done so unless it is away."""
+        for vcpu in self._receipts.threads.vcpus:
+            with suppress(ProcessLookupError, PlacementError):  # it has ended, or the kernel gives it fewer
+                if not read_mask(vcpu.tid) <= available:
+                    pin(vcpu.tid, available)
+
+    async def _slots(self) -> Sequence[VcpuSlot]:
+        """Return the places for vCPUs by index."""
+        reply: Any = await self._receipts.machine.monitor.execute("query-hotpluggable-cpus")
+        try:
+            found = [
+                VcpuSlot(
+                    str(each["type"]), {name: int(value) for name, value in each["props"].items()}, each.get("qom-path")
+                )
+                for each in reply
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            sentence = f"cannot understand QEMU's list of slots for vCPUs: {reply!r}"
+            raise BadReplyError(sentence, received=reply) from error
+        return sorted(found, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
+
+
+def _older(version: str) -> bool:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal()) < EMULATED_SINCE
+
+
+@attrs.define
+class _Pause:
+    seconds: float = 0.0
+    """For how long the guest did not run; known after the block."""
+
+
+def _tell_if_shared(wanted: Placement, before: Placement) -> None:
+    """Log that no CPU is left for float, if there was one *before*."""
+    if wanted.shared and not before.shared:
+        log.warning("all CPUs of the container belong to vCPUs now, and all other threads share them")

@@ -1,0 +1,212 @@
+"""The CPUs of the container, looked at while the guest runs: the kubelet takes some of them, or exchanges them (resize in place).
+
+No event reports all of it. The kubelet writes its state first, by which the controller takes the CPUs from the instance's cgroup
+at once, and the container's ``cpuset.cpus`` up to 10 s later; where the controller is away it is the other way round. So both are
+read: what the vCPU threads may run on, and that file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import PurePosixPath
+
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, Status, explain
+from runner.base.values import frozen
+from runner.facts.roots import Roots
+from runner.instance.parts.qemu import GuestEnd
+from runner.instance.watch.receipts import Receipts
+from runner.kernel.files import read_text
+from runner.kernel.scheduler import pin, read_mask
+from runner.placement.backends import ControllerPlacement, Placement
+
+log = logging.getLogger(__name__)
+
+LOOKED_EVERY = 1.0
+"""Seconds between two looks; one takes 0.1 ms with 40 vCPUs (measured)."""
+
+DISPLACED_FOR = 3.0
+"""Seconds for which threads must be kept off their CPUs while the container's file still names these: another program may have
+changed the cgroup, which the controller puts right within 1 s."""
+
+Fit = Callable[[Callable[[], CpuSet | None]], Awaitable[None]]
+"""Has the vCPUs run on the CPUs that are found when no other change is under way (:meth:`runner.instance.parts.vcpus.Vcpus.fit`)."""
+
+
+@frozen
+class LostCpus:
+    """CPUs of vCPUs that the container has no longer."""
+
+    cpus: CpuSet
+    available: CpuSet
+    """Those that it has."""
+    sure: bool
+    """Whether its own cgroup says so; otherwise only the vCPU threads show it."""
+
+    def __str__(self) -> str:
+        return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
+
+
+async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
+    """Have *fit* put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    state = receipts.supervisor.guest_state
+    since, before = 0.0, None
+    while True:
+        await trio.sleep(LOOKED_EVERY)
+        await receipts.machine.decided()
+        _watch_offline(receipts)
+        lost = find_lost_cpus(receipts)
+        if lost != before:
+            since, before = trio.current_time(), lost
+        if lost is None:
+            await _restore(receipts, fit)
+            continue
+        if not state.resizing and (more := receipts.supervisor.log_limit.due("CPUs lost")) is not None:
+            log.warning("CPUs of vCPUs are lost%s: %s", more, lost)
+        state.set_resizing(str(lost))
+        if (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
+            return end
+
+
+def _watch_offline(receipts: Receipts) -> None:
+    """Log which CPUs of vCPUs went offline, and which are online again.
+
+    The container has them still, and nothing can be done about it: the kernel runs their vCPUs on the other CPUs of the
+    instance's cgroup (``Documentation/core-api/cpu_hotplug.rst``), and each on its own again when that is back.
+    """
+    state = receipts.supervisor.guest_state
+    offline = CpuSet(receipts.active.placement.pins) - _online()
+    if gone := offline - state.offline:
+        log.warning("CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus=%s", gone)
+    if back := state.offline - offline:
+        log.info("CPUs of vCPUs are online again cpus=%s", back)
+    state.set_offline(offline)
+
+
+async def _restore(receipts: Receipts, fit: Fit) -> None:
+    """Have each vCPU be on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost."""
+    state = receipts.supervisor.guest_state
+
+    def kept() -> CpuSet | None:
+        return _kept(receipts) if _unsettled(receipts) and find_lost_cpus(receipts) is None else None
+
+    if _unsettled(receipts):
+        with contextlib.suppress(RunnerError):  # found by the next look
+            await fit(kept)
+            state.set_resizing("")
+
+
+def _unsettled(receipts: Receipts) -> bool:
+    """Tell whether something is not as the placement in force says, while all vCPUs' CPUs are the container's.
+
+    A thread may have ended, or have another mask: Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have
+    changed. CPUs without a vCPU may be the instance's no longer.
+    """
+    placement = receipts.active.placement
+    placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in _masks(receipts))
+    return (
+        bool(receipts.supervisor.guest_state.resizing)
+        or placed != len(receipts.threads.vcpus)
+        or receipts.receipt.rules.pins != placement.pins
+        or bool(_divided(placement) - _kept(receipts))
+    )
+
+
+def _kept(receipts: Receipts) -> CpuSet:
+    """Return the CPUs that the container has, when it has all of the vCPUs'.
+
+    The controller takes those without a vCPU as it takes the others, and then they are in float, where this process is.
+    """
+    placement = receipts.active.placement
+    kept = _named_by_container(receipts) or _divided(placement)
+    if isinstance(placement, ControllerPlacement):
+        kept -= read_mask()
+    return kept | CpuSet(placement.pins)  # one that is offline is named by no effective cpuset
+
+
+def _divided(placement: Placement) -> CpuSet:
+    """Return the CPUs that *placement* divides among vCPUs and, where it has a say, float."""
+    return placement.cpus if isinstance(placement, ControllerPlacement) else placement.cpus | placement.float_cpus
+
+
+async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | None:
+    """Have *fit* put the vCPUs on the CPUs that are left; return the guest's end if they cannot all be there."""
+    supervisor = receipts.supervisor
+
+    def available() -> CpuSet | None:
+        now = find_lost_cpus(receipts)
+        return None if now is None else now.available
+
+    try:
+        await fit(available)
+    except RefusedError as error:
+        if receipts.machine.ends:
+            await trio.sleep_forever()  # that is the guest's end
+        if find_lost_cpus(receipts) != lost:
+            return None  # it has others now
+        detail = f"{lost}: {explain(error)}"
+        log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
+        return GuestEnd(Status.CPUS_LOST, detail)
+    except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
+        if (more := supervisor.log_limit.due("placed anew")) is not None:
+            log.warning("the vCPUs cannot be placed anew yet%s: %s", more, explain(error))
+    else:
+        supervisor.guest_state.set_resizing("")
+    return None
+
+
+def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
+    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all."""
+    own, named = CpuSet(receipts.active.placement.pins), _named_by_container(receipts)
+    shown = _shown_by_threads(receipts, named)
+    sure = bool(named) and not own <= named
+    available = named if sure else shown
+    if available is None:
+        return None
+    # One that is offline is still the container's: the kernel moves its threads, too.
+    lost = (own - available) & _online()
+    return LostCpus(lost, available, sure) if lost else None
+
+
+def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
+    """Return the CPUs of a thread that cannot run on its own CPU, which are all that its cgroup has; ``None`` if each can.
+
+    A thread that is not on its own CPU although its container has that may only have another mask.
+    """
+    pins = receipts.active.placement.pins
+    for vcpu, mask in _masks(receipts):
+        if pins[vcpu] not in mask and not (pins[vcpu] in named and _may_have(receipts, vcpu, pins[vcpu])):
+            return mask
+    return None
+
+
+def _may_have(receipts: Receipts, vcpu: int, cpu: int) -> bool:
+    """Put the thread of a vCPU on its own CPU, and return whether the kernel lets it be there."""
+    try:
+        pin(receipts.threads.vcpus[vcpu].tid, CpuSet([cpu]))
+    except PlacementError:
+        return False
+    return True
+
+
+def _masks(receipts: Receipts) -> Iterator[tuple[int, CpuSet]]:
+    """Yield each vCPU that has a CPU, and what its thread may run on."""
+    for vcpu in receipts.threads.vcpus[: len(receipts.active.placement.pins)]:
+        with contextlib.suppress(ProcessLookupError):  # it has been unplugged
+            yield vcpu.index, read_mask(vcpu.tid)
+
+
+def _named_by_container(receipts: Receipts) -> CpuSet:
+    """Return the CPUs that the container's cgroup names; empty where it cannot be seen."""
+    try:
+        return receipts.active.container_cpus()
+    except HostError:
+        return CpuSet()
+
+
+def _online() -> CpuSet:
+    return CpuSet.parse(read_text(PurePosixPath(Roots().sys / "devices/system/cpu/online")))

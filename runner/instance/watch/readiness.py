@@ -1,0 +1,333 @@
+"""Whether the guest is ready: it runs, it has given its sign if ``guest.ready`` names one, and nothing says that it is down.
+
+It is down while QEMU does not answer, while it is suspended or QEMU has stopped it, from a panic to the next reset, and while it
+is reset again and again. The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset
+begins anew. Nothing that a
+guest prints ends it: a line on the console is a claim that any program in the guest can make, and the pvpanic device, whose driver
+is the kernel's, is what ends an instance by a panic.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, assert_never
+
+import trio
+
+from runner.base.errors import HostError, explain
+from runner.instance.parts.qemu import Qemu
+from runner.instance.parts.state_directory import READY
+from runner.instance.supervisor import MINUTE, RESETS_OF_A_LOOP, Supervisor, kernel_time, loop_time
+from runner.instance.watch.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
+from runner.kernel import files
+from runner.plan.guest_devices import GuestPort
+from runner.plan.instance import InstancePlan
+from runner.protocol.qmp import QmpError, QmpEvent, SilentError
+from runner.spec.readiness import AgentSign, ConsoleSign
+
+if TYPE_CHECKING:
+    from runner.instance.renewal.carried import CarriedReadiness  # only a runner that is renewed carries any
+    from runner.placement.threads import Receipt
+
+log = logging.getLogger(__name__)
+
+AGENT_ANSWERS_WITHIN = 5.0
+"""Seconds an agent may take to answer, and until it is asked again: its guest boots."""
+
+CONNECTED_WITHIN = 5.0
+"""Seconds a connection to the guest's port may take."""
+
+QEMU_ANSWERS_WITHIN = 5.0
+"""Seconds that QEMU may take to answer before the guest is not ready; a main loop of an emulated guest may be busy for one."""
+
+HALTED = {
+    "suspended": "it is suspended; when the instance is to end, it is woken first",
+    "internal-error": "QEMU has stopped it, because its accelerator cannot execute it any more (internal-error)",
+    "io-error": "QEMU has stopped it after an error of a disk (io-error)",
+    "guest-panicked": "QEMU has stopped it after a panic of its kernel (guest-panicked)",
+    "watchdog": "QEMU has stopped it, because it fed its watchdog no more (watchdog)",
+}
+"""``RunState`` (``qapi/run-state.json``) → why the guest executes nothing. In the others it runs, or this program has stopped it."""
+
+NEEDED = {"agent": "runner.protocol.guest_agent", "console": "runner.kernel.bounded_search"}
+"""Kind of sign → the module that is imported for it alone."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
+"""Seconds between two attempts to connect; each pause is twice the one before, as a guest boots in a second or in minutes."""
+
+
+class Readiness:
+    """Whether the guest is ready, kept by what the console, QEMU's events, the agent and the guest's port say."""
+
+    def __init__(self, supervisor: Supervisor, plan: InstancePlan) -> None:
+        self._supervisor = supervisor
+        self._state = supervisor.guest_state
+        self._path = plan.state_directory / READY
+        self._sign = plan.machine.guest.ready
+        self._accel = plan.machine.accel
+        self._pattern = re.compile(self._sign.pattern) if isinstance(self._sign, ConsoleSign) else None
+        if self._sign is not None and self._sign.sign in NEEDED:  # now: later on, files may be short, and a guest runs
+            import_module(NEEDED[self._sign.sign])
+        self._shown = ExitStack()
+        self._running = False
+        self._events = 0
+        """Number of QEMU's events that were handled."""
+        self._state.changed = self._show
+        self._changed, self._asked = trio.Event(), trio.Event()
+        self.console = ConsoleWatch(self._panicked, self._signed, self._give_up)
+        self._begin()
+
+    @asynccontextmanager
+    async def kept(
+        self, machine: Qemu, read: Callable[[], Receipt], busiest: Callable[[], float | None]
+    ) -> AsyncIterator[None]:
+        """Show for as long as the block runs whether the guest is ready: by a file, and to probes, metrics and ``ctl``.
+
+        *read* reads back where every thread is; *busiest* returns the CPU time of the busiest vCPU in seconds. The guest
+        runs, and no stop was requested.
+        """
+        watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
+        with self._supervisor.carry_over.taking("readiness") as carried:
+            since = None if carried is None else loop_time(carried.since)
+            if carried is not None:
+                self._take_over(carried)
+        self._supervisor.carry_over.offer("readiness", self._carried)
+        with self._state.running(read, since), self._publishing(), machine.observed_by(self._handle):
+            async with AsyncExitStack() as held:
+                for each in (watch, partial(self._follow_qemu, machine), self._follow_resets):
+                    await held.enter_async_context(self._supervisor.background_task(each))
+                if (ask := self._asking(machine)) is not None:
+                    await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
+                yield
+
+    def _carried(self) -> CarriedReadiness:
+        from runner.instance.renewal.carried import CarriedReadiness
+
+        line, left = self.console.begun
+        return CarriedReadiness(
+            kernel_time(trio.current_time() if self._state.since is None else self._state.since),
+            self._state.waits_for,
+            self._state.panic,
+            self.console.pattern is not None,
+            left,
+            line,
+            self._state.signs_of_life.console_written.is_set(),
+            self._state.signs_of_life.silence,
+            self._state.halted,
+        )
+
+    def _take_over(self, carried: CarriedReadiness) -> None:
+        self._state.waits_for, self._state.panic = carried.waits_for, carried.panic
+        self._state.halted = carried.halted
+        self.console.pattern = self._pattern if carried.searching else None
+        self.console.take_over(carried.line, carried.searches_left)
+        self._state.signs_of_life.silence = carried.silence
+        if carried.console_written:
+            self._state.signs_of_life.console_written.set()
+
+    def _asking(self, machine: Qemu) -> Callable[[], Awaitable[bool]] | None:
+        """Return what waits for the sign and returns whether it was given; ``None`` for one that need not be asked for."""
+        match self._sign:
+            case AgentSign():
+                return partial(self._agent_answers, machine)
+            case GuestPort() as port:
+                return partial(self._accepts, port)
+            case None | ConsoleSign():
+                return None
+            case _ as never:
+                assert_never(never)
+
+    @contextmanager
+    def _publishing(self) -> Iterator[None]:
+        with self._shown:
+            self._running = True
+            try:
+                self._show()
+                yield
+            finally:
+                self._running = False
+
+    def _show(self) -> None:
+        """Have the file there while the guest is ready, and not otherwise."""
+        if not self._running:
+            return
+        self._shown.close()
+        if self._state.unready:
+            return
+        try:
+            files.publish(self._path, b"")
+        except HostError as error:  # no reason to end a guest that runs
+            log.warning("cannot show that the guest is ready: %s", explain(error))
+        else:
+            self._shown.callback(self._withdraw)
+
+    def _withdraw(self) -> None:
+        with self._supervisor.faults.recorded("remove the sign that the guest runs"):
+            files.remove(self._path)
+
+    def _begin(self) -> None:
+        """Wait for the sign of a guest that has just begun to run."""
+        self._state.panic = self._state.halted = ""
+        self._state.waits_for = "" if self._sign is None else f"the guest has not given its sign yet: {self._sign}"
+        self.console.pattern = self._pattern
+        self.console.forget()
+        self._change()
+
+    def _change(self) -> None:
+        self._wake()
+        self._show()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _handle(self, event: QmpEvent) -> None:
+        self._events += 1
+        match event.name:
+            case "RESET":
+                self._state.resets.append(trio.current_time())
+                self._supervisor.counters.resets += 1
+                self._begin()
+            case "VSERPORT_CHANGE":  # the agent may listen now
+                self._wake()
+            case "SUSPEND":
+                self._halt("suspended")
+            case "WAKEUP" | "RESUME":
+                self._halt("running")
+            case "STOP":  # why, only query-status says
+                self._ask_qemu()
+            case "GUEST_CRASHLOADED" if not self._state.panic:
+                self._state.panic = "it handles that itself, as kdump does"
+                if (more := self._supervisor.log_limit.due("guest crash loaded")) is not None:
+                    log.error("the guest's kernel has panicked and handles that itself, as kdump does%s", more)
+                self._change()
+
+    def _halt(self, run_state: str) -> None:
+        """Note the guest's ``RunState``."""
+        before, self._state.halted = self._state.halted, HALTED.get(run_state, "")
+        if self._state.halted == before:
+            return
+        kind = "guest halted" if self._state.halted else "guest runs again"
+        if (more := self._supervisor.log_limit.due(kind)) is not None:
+            if self._state.halted:
+                log.warning("the guest does not run%s: %s", more, self._state.halted)
+            else:
+                log.info("the guest runs again%s", more)
+        self._change()
+
+    def _ask_qemu(self) -> None:
+        self._asked.set()
+
+    async def _follow_qemu(self, machine: Qemu) -> None:
+        """Note, each time when it is asked for, whether QEMU answers and the guest runs; may be cancelled at any moment."""
+        self._state.ask_qemu = self._ask_qemu
+        while True:
+            await self._asked.wait()
+            self._asked = trio.Event()
+            monitor = machine.monitor
+            with suppress(QmpError):  # it has ended, or another QEMU has taken its place
+                try:
+                    events = self._events
+                    self._note(await monitor.answers_within(QEMU_ANSWERS_WITHIN), events)
+                except SilentError as error:
+                    self._state.qemu_silent = explain(error)
+                    if (more := self._supervisor.log_limit.due("QEMU silent")) is not None:
+                        log.warning("nothing is known of the guest%s: %s", more, self._state.qemu_silent)
+                    self._change()
+                    events = self._events
+                    self._note(await monitor.answers(), events)
+            if self._state.qemu_silent:
+                self._state.qemu_silent = ""
+                if (more := self._supervisor.log_limit.due("QEMU answers")) is not None:
+                    log.info("QEMU answers again%s", more)
+                self._change()
+
+    def _note(self, run_state: str, events: int) -> None:
+        """Note an answer to what was asked after so many *events*; one that came meanwhile is newer."""
+        if run_state and events == self._events:
+            self._halt(run_state)
+
+    async def _follow_resets(self) -> None:
+        """Show that a guest that was reset again and again has got up; may be cancelled at any moment."""
+        while True:
+            while self._state.resets_lately() < RESETS_OF_A_LOOP:
+                await self._changed.wait()
+            if (more := self._supervisor.log_limit.due("guest reset loop")) is not None:
+                log.warning(
+                    "the guest does not get up%s: %d resets in the last minute",
+                    more,
+                    self._state.resets_lately(),
+                )
+            await trio.sleep_until(self._state.resets[-RESETS_OF_A_LOOP] + MINUTE)
+            self._change()
+
+    def _signed(self) -> None:
+        self._state.waits_for = ""
+        if (more := self._supervisor.log_limit.due("guest ready")) is not None:
+            log.info("the guest is ready%s sign=%s", more, self._sign)
+        self._change()
+
+    def _panicked(self, line: str) -> None:
+        if self._state.panic:
+            return
+        self._state.panic = line
+        if (more := self._supervisor.log_limit.due("guest panic")) is not None:
+            log.error(
+                "the guest's kernel has panicked, by its console; it is not ready until it is reset%s line=%s",
+                more,
+                line,
+            )
+        self._change()
+
+    def _give_up(self) -> None:
+        self._state.waits_for = (
+            f"the pattern of guest.ready takes more than {SEARCHED_WITHIN:g} s for some lines, or more than "
+            f"{SEARCHED_SHARE:.0%} of the time for all; simplify it"
+        )
+        if (more := self._supervisor.log_limit.due("guest.ready too slow")) is not None:
+            log.error("the guest cannot become ready%s: %s", more, self._state.waits_for)
+        self._change()
+
+    async def _ask(self, ask: Callable[[], Awaitable[bool]]) -> None:
+        """Wait for the guest's sign by *ask* after each reset; may be cancelled at any moment."""
+        while True:
+            while not self._state.waits_for:
+                await self._changed.wait()
+            if await ask():
+                self._signed()
+
+    async def _agent_answers(self, machine: Qemu) -> bool:
+        """Wait until the agent listens, and return whether it answers; return later if it does not."""
+        while not machine.agent_listens:
+            await self._changed.wait()
+        changed = self._changed
+        with trio.move_on_after(AGENT_ANSWERS_WITHIN):
+            if await machine.agent_answers():
+                return not changed.is_set()
+            await trio.sleep_forever()
+        return False
+
+    async def _accepts(self, port: GuestPort) -> bool:
+        """Wait until the guest accepts a connection; return ``False`` if it may have been reset meanwhile."""
+        pause, changed = FIRST_PAUSE, self._changed
+        while not changed.is_set():
+            with trio.move_on_after(CONNECTED_WITHIN):
+                if await _connects(port):
+                    return not changed.is_set()
+            await trio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return False
+
+
+async def _connects(port: GuestPort) -> bool:
+    try:
+        with trio.socket.socket() as connection:
+            await connection.connect((str(port.address), port.port))
+    except OSError:  # nothing listens there yet, the guest has not this address yet, or descriptors are short
+        return False
+    return True

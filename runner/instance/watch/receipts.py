@@ -1,0 +1,195 @@
+"""The receipt in the state directory: written when every thread is in its place, and anew after each change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from runner.base.errors import HostError, PlacementError, RunnerError, explain
+from runner.base.table import aligned
+from runner.instance.parts.cgroups.active import ActivePlacement
+from runner.instance.parts.qemu import Qemu
+from runner.instance.parts.state_directory import RECEIPT
+from runner.instance.parts.thread_placement import QemuThreads, read_back, read_threads, verified
+from runner.instance.supervisor import Supervisor
+from runner.kernel import files
+from runner.placement.backends import ControllerPlacement
+from runner.placement.threads import Receipt, sentences
+from runner.plan.instance import InstancePlan
+from runner.protocol.logs import LogTable
+
+if TYPE_CHECKING:
+    from runner.instance.renewal.carried import CarriedThreads  # only a runner that is renewed carries any
+
+log = logging.getLogger(__name__)
+
+VERIFIED_AGAIN = (0.1, 0.5, 1.0)
+"""Seconds between readings of the threads after a change: a stray on the vCPUs' CPUs is swept meanwhile."""
+
+
+async def query_threads(machine: Qemu, plan: InstancePlan) -> QemuThreads:
+    """Ask QEMU which of its threads are vCPUs and iothreads; the latter only where a disk has one."""
+    vcpus = await machine.vcpu_threads()
+    has_iothreads = any(disk.iothread for disk in plan.machine.disks)
+    return QemuThreads(machine.process, vcpus, await machine.iothreads() if has_iothreads else ())
+
+
+def receipt_table(receipt: Receipt) -> LogTable:
+    """Return *receipt* for the log; a vCPU has not run yet where it is pinned, so that it is on no CPU.
+
+    A line of JSON that runtimes do not cut (16 KiB, ``maxLogLineSize`` of the CRI) has room for some 130 threads:
+    ``receipt.json`` has the rest of what is known of each.
+    """
+    lines = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
+    rows: list[dict[str, object]] = []
+    for each in receipt.threads:
+        thread = each.thread
+        running_on = thread.running_on if thread.has_run_there else None
+        shown = "-" if running_on is None else str(running_on)
+        lines.append((each.title, str(thread.tid), thread.name, str(thread.cpus), shown))
+        row = {"role": each.role.value, "vcpu": each.vcpu, "tid": thread.tid, "name": thread.name}
+        rows.append({**row, "allowed_cpus": str(thread.cpus), "running_on": running_on})
+    return LogTable("threads", rows, tuple(aligned(lines)))
+
+
+@attrs.define
+class Receipts:
+    """The receipt of a running QEMU, kept up to date."""
+
+    supervisor: Supervisor
+    plan: InstancePlan
+    machine: Qemu
+    threads: QemuThreads
+    active: ActivePlacement
+    receipt: Receipt
+    unplugged: bool = False
+    """Whether the guest has released a vCPU."""
+
+    def read(self) -> Receipt:
+        """Return where the kernel says every thread is now.
+
+        Threads that a vCPU thread has started since the last time are released to float first: not every placement
+        sweeps.
+        """
+        found = self._read_once()
+        strays = [each.thread for each in found.threads if found.rules.is_child_of_vcpu(each)]
+        for thread in strays:
+            with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
+                self.active.release(thread.tid)
+                self.supervisor.counters.swept += 1
+                if (more := self.supervisor.log_limit.due("thread of a vCPU")) is not None:
+                    log.info("moved to float, as a vCPU had started it%s tid=%d name=%s", more, thread.tid, thread.name)
+        return self._read_once() if strays else found
+
+    def _read_once(self) -> Receipt:
+        threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.active, self.threads)
+        return attrs.evolve(self.receipt, threads=threads)
+
+    def confirm(self, reason: str) -> None:
+        """Read every thread back now that the CPUs are sealed, or are not because of *reason*; log and publish the receipt.
+
+        Raises :exc:`~runner.base.errors.PlacementError` when a thread is misplaced, or the plan demands sealed CPUs.
+        """
+        self.receipt = verified(attrs.evolve(self.read(), guarantee_reason=reason))
+        log.info("placement: %s", receipt_table(self.receipt))
+        if self.receipt.guarantee == "enforced":
+            log.info("guarantee enforced cpus=%s", self.receipt.rules.cpus)
+        else:
+            reason = reason or "the kernel lets other processes of the pod run there"
+            if isinstance(self.plan.placement, ControllerPlacement) and self.plan.placement.enforced:
+                raise PlacementError(
+                    f"cannot keep all others off the vCPUs' CPUs: {reason}",
+                    remedy='set cpu.exclusive = "auto" to start without that guarantee',
+                )
+            log.warning("guarantee arranged (%s)", reason)
+        self.publish()
+
+    def follow(self, threads: QemuThreads) -> None:
+        """Have the receipt be of QEMU's *threads* and of the placement in force, now that these have changed.
+
+        Raises :exc:`~runner.base.errors.RunnerError`, and the receipt is as before, when a thread is not in its place.
+        """
+        supervisor, active = self.supervisor, self.active
+        found = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
+        self.threads = threads
+        self.receipt = attrs.evolve(found, guarantee_reason=self.receipt.guarantee_reason)
+        if supervisor.guest_state.placed is not None:
+            supervisor.guest_state.placed(self.receipt)
+
+    def publish(self) -> None:
+        """Write the receipt to the state directory, with the names of the instance and of its pod."""
+        carry_over = self.supervisor.carry_over
+        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json(), "generation": carry_over.generation}
+        if self.machine.updates:
+            names["qemu_generation"] = self.machine.updates
+        content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
+        files.publish(self.plan.state_directory / RECEIPT, content)
+
+    def carried(self) -> CarriedThreads:
+        """Return what the program that renews this one must know of them."""
+        from runner.instance.renewal.carried import CarriedThreads
+
+        placement = self.active.placement
+        return CarriedThreads(
+            tuple(self.threads.vcpus),
+            frozenset(self.threads.iothreads),
+            self.receipt,
+            None if placement == self.plan.placement else placement,
+            self.unplugged,
+        )
+
+    def misplaced(self) -> str:
+        """Return which threads are not where the receipt has them, empty if all are."""
+        if self.supervisor.guest_state.resizing:
+            return self.supervisor.guest_state.resizing
+        try:
+            return "; ".join(sentences(self.read().violations()))
+        except HostError as error:
+            return explain(error)
+
+    def busiest_vcpu(self) -> float | None:
+        """Return the CPU time of the vCPU that had most, in seconds; ``None`` if the kernel does not tell."""
+        pid = self.threads.process.pid
+        try:
+            times = [self.supervisor.procfs.times(pid, each.tid) for each in self.threads.vcpus]
+        except HostError:
+            return None
+        return max((each.ran for each in times if each is not None and each.ran is not None), default=None)
+
+    async def verify(self) -> None:
+        """Read every thread back once more, and publish the receipt.
+
+        Raises :exc:`~runner.base.errors.PlacementError` when a thread is still misplaced after 1.6 s.
+        """
+        self.threads = attrs.evolve(self.threads, iothreads=await self.machine.iothreads())
+        await self._publish_settled()
+
+    async def follow_restarts(self) -> None:
+        """Publish the receipt anew after each restart of a child; may be cancelled at any moment."""
+        happened = self.supervisor.restarted.next
+        while True:
+            await happened.wait()
+            happened = self.supervisor.restarted.next  # before the threads are read: one meanwhile is not missed
+            await trio.sleep(VERIFIED_AGAIN[0])  # the new process may still have to become its program
+            try:
+                await self._publish_settled()
+            except RunnerError as error:
+                log.warning("the receipt is that of before a restart: %s", explain(error))
+
+    async def _publish_settled(self) -> None:
+        for pause in VERIFIED_AGAIN:
+            with contextlib.suppress(PlacementError):
+                self.publish_verified()
+                return
+            await trio.sleep(pause)
+        self.publish_verified()
+
+    def publish_verified(self) -> None:
+        """Read every thread back, and publish the receipt. Raises :exc:`~runner.base.errors.RunnerError`."""
+        self.receipt = verified(self.read())
+        self.publish()
