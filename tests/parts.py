@@ -92,6 +92,6 @@ PARTS = (
         "tests/benchmarks/run --quick",
         "machine",
     ),
-    Part("the attacks", "soak", "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component"),
+    Part("the attacks", "soak", "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component tests/machine"),
     Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
 )

@@ -275,6 +275,10 @@ _MISSING = -1
 """Placeholder for a wrong number; :meth:`_RecordReader.finish` raises before a :class:`Hardware` is built with it."""
 
 
+LARGEST = (1 << 63) - 1
+"""The largest number of a record: bytes and kHz as the kernel counts them are far below."""
+
+
 class _RecordReader:
     """Converts JSON values to the classes of this module, and collects problems on the way."""
 
@@ -306,10 +310,10 @@ class _RecordReader:
             return []
         return [(item, f"{path}[{index}]") for index, item in enumerate(value)]
 
-    def number(self, value: Any, path: str, highest: int | None = None) -> int:
-        if type(value) is not int or value < 0 or (highest is not None and value > highest):
-            limit = "" if highest is None else f" up to {highest}"
-            found = "nothing" if value is None else repr(value)
+    def number(self, value: Any, path: str, highest: int = LARGEST) -> int:
+        if type(value) is not int or not 0 <= value <= highest:
+            limit = f" up to {highest}" if highest != LARGEST or (type(value) is int and value > 0) else ""
+            found = "nothing" if value is None else repr(value)[:40]
             self.complain(path, f"must be a whole number from 0{limit}, found {found}")
             return _MISSING
         return value

@@ -99,6 +99,7 @@ properties = { x-nv-gpudirect-clique = 0, x-msix-relocation = "bar2" }
 [[device]]
 address = "0000:41:00.0"
 rom = true
+topology = "numa"
 [[device]]
 claim = "gpus"
 request = "gpu"
