@@ -19,6 +19,8 @@ from runner.kernel.processes import become_subreaper
 from tests.support.fake_host import FakeHost
 
 CLONE_NEWNET = 0x40000000
+VOLUME = os.environ.get("RUNNER_VOLUME")
+"""The size, as tmpfs(5) takes it, of a volume that each test's directory is then; the caller has a mount namespace of its own."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +32,18 @@ def own_namespace() -> None:
         pytest.exit(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}", returncode=1)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     become_subreaper()
+
+
+@pytest.fixture(autouse=True)
+def volume(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have the test's directory, with the state directory in it, be a volume of the size :data:`VOLUME`."""
+    if VOLUME is None:
+        yield
+        return
+    directory = request.getfixturevalue("tmp_path")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={VOLUME},mode=755", "volume", directory], check=True)
+    yield
+    subprocess.run(["umount", "--lazy", directory], check=True)
 
 
 @pytest.fixture
