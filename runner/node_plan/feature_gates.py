@@ -2,8 +2,8 @@
 
 A gate is locked when its feature is stable, and some releases later it is removed. Its kubelet then refuses a file that
 still names it, so a configuration that was right for years stops the node at an upgrade (``component-base/featuregate``,
-``SetFromMap``). Known here are the gates that the lists of Kubernetes 1.34 (``versioned_feature_list.yaml``) and of removed gates
-have; others are left to the kubelet.
+``SetFromMap``). The locked gates are those of the list of Kubernetes 1.34 (``versioned_feature_list.yaml``); the gates that are
+gone were collected by hand from its releases and are not compared with a list. Any other gate is left to the kubelet.
 """
 
 from __future__ import annotations
