@@ -121,12 +121,12 @@ def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, 
     found = [each[1] for each in contents if each is not None]
     if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):
         return
-    first = repr(str(disks[0].path))
+    listed = " or ".join(repr(str(disk.path)) for disk in disks)
     if spec.boot.firmware is None and not any(each.bios for each in found):
         esp = next((str(disk.path) for disk, content in zip(disks, found, strict=True) if content.esp), None)
         if esp is None:
             problems.remark(
-                f"the guest boots nothing: no disk has a boot sector with code, not {first} either",
+                f"the guest boots nothing: there is no boot sector with code on {listed}",
                 "see whether the image was written whole, or name a boot.kernel",
             )
         else:
@@ -138,7 +138,7 @@ def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, 
     if isinstance(spec.boot.firmware, str) and not any(each.efi for each in found):
         for_bios = any(each.bios for each in found)
         problems.remark(
-            f"the guest boots nothing: no disk has an EFI system partition, not {first} either",
+            f"the guest boots nothing: there is no EFI system partition on {listed}",
             "leave boot.firmware out for a disk with boot code for a BIOS" if for_bios else "",
         )
 

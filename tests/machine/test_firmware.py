@@ -39,7 +39,7 @@ def test_a_bios_and_its_boot_loaders_speak_on_the_console(start: ProgramStarter,
     (tmp_path / "disk").write_bytes(bytes(1 << 20))
     run = start(DISK.format(tmp_path), boot=False)
     run.until("No bootable device", lambda: run.console)
-    assert f"the guest boots nothing: no disk has a boot sector with code, not '{tmp_path}/disk' either" in run.log
+    assert f"the guest boots nothing: there is no boot sector with code on '{tmp_path}/disk'" in run.log
     assert run.stop() == 13
 
 

@@ -126,7 +126,7 @@ UEFI = '[boot]\nfirmware = "uefi"\n'
             "",
             "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one; '/1' has",
         ),
-        ([EMPTY], "", "the guest boots nothing: no disk has a boot sector with code, not '/0' either"),
+        ([EMPTY], "", "the guest boots nothing: there is no boot sector with code on '/0'"),
         ([EFI, None], "", None),
         ([EFI], KERNEL, None),
         ([EFI], UEFI, None),
@@ -134,7 +134,7 @@ UEFI = '[boot]\nfirmware = "uefi"\n'
         (
             [BIOS],
             UEFI,
-            "the guest boots nothing: no disk has an EFI system partition, not '/0' either; leave boot.firmware out",
+            "the guest boots nothing: there is no EFI system partition on '/0'; leave boot.firmware out",
         ),
         ([BIOS], f'[boot]\nfirmware = "{CODE}"\n', None),
     ],
