@@ -214,10 +214,11 @@ class Process:
 
     def _log_line(self, line: bytes) -> None:
         if text := _text(line):
-            self.last_lines.append(text)
             log.log(self._level, "%s: %s", self.role, text)
             if self._up and self._up in text:
-                self._up_or_ended.set()
+                self._up_or_ended.set()  # and no line that could say why it ends
+            else:
+                self.last_lines.append(text)
 
     def _log_dropped(self) -> None:
         if self._dropped:

@@ -133,7 +133,7 @@ def test_many_renewals_lose_nothing_and_grow_nothing(start: RenewableStarter, ma
 
 
 def spoil_owner(program: ProgramDirectory) -> None:
-    (program.path / "runner" / "errors.py").chmod(0o666)
+    (program.path / "runner" / "base" / "errors.py").chmod(0o666)
 
 
 def spoil_directory(program: ProgramDirectory) -> None:
@@ -193,8 +193,10 @@ def test_a_program_that_cannot_go_on_is_refused_and_nothing_is_executed(
 
 @pytest.mark.parametrize("path", ["", "/runner", "/.."])
 def test_a_program_that_the_guest_may_change_is_refused(
-    start: RenewableStarter, program: ProgramDirectory, path: str
+    start: RenewableStarter, program: ProgramDirectory, tmp_path: Path, path: str
 ) -> None:
+    (tmp_path / "programs").mkdir()  # the share may not have the state directory, too
+    program = ProgramDirectory(program.path.rename(tmp_path / "programs" / "program"))
     run = start(f'[[share]]\ntag = "share"\npath = "{program.path}{path}"\n')
     ended = run.upgrade(program)
     assert ended.returncode == 4

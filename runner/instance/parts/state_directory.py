@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import PurePosixPath
 
+from runner.base.errors import HostError
 from runner.kernel.files import discard, discard_left, remove_tree
 
 READY = "ready"
@@ -32,7 +33,11 @@ def discard_leftovers(fd: int, path: PurePosixPath) -> None:
     """
     for name in (READY, RECEIPT):
         discard(path / name)
-    for name in os.listdir(fd):
+    try:
+        names = os.listdir(fd)
+    except OSError as error:
+        raise HostError(f"cannot list the state directory {str(path)!r}") from error
+    for name in names:
         if re.fullmatch(_LEFT_DIRECTORY, name, re.ASCII):
             remove_tree(name, fd)
         elif re.fullmatch(_LEFT_FILE, name, re.ASCII):
