@@ -36,8 +36,8 @@ def own_namespace() -> None:
 
 @pytest.fixture(autouse=True)
 def volume(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have the test's directory, with the state directory in it, be a volume of the size :data:`VOLUME`."""
-    if VOLUME is None:
+    """Have the directory of a test that starts an instance, with the state directory in it, be a volume of the size :data:`VOLUME`."""
+    if VOLUME is None or not {"fake_host", "start"} & set(request.fixturenames):
         yield
         return
     directory = request.getfixturevalue("tmp_path")

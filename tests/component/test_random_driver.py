@@ -102,7 +102,8 @@ class Driver:
 
     async def attach(self) -> None:
         path = self.fake_host.root / f"disk{self.source.randrange(8)}"
-        path.write_bytes(bytes(MIB))
+        path.touch()
+        os.truncate(path, MIB)
         params: dict[str, object] = {"path": str(path)}
         if self.source.random() < 0.3:
             params["iothread"] = True

@@ -44,9 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> ProgramDirectory:
 
 
 @pytest.fixture
-def program(made: ProgramDirectory, tmp_path: Path) -> ProgramDirectory:
+def program(made: ProgramDirectory, tmp_path_factory: pytest.TempPathFactory) -> ProgramDirectory:
     """Return a program of one's own, which may be changed."""
-    path = tmp_path / "program"
+    path = tmp_path_factory.mktemp("program") / "program"
     shutil.copytree(made.path, path)
     subprocess.run(["chmod", "-R", "go-w", path], check=True)
     return ProgramDirectory(path)
@@ -193,10 +193,8 @@ def test_a_program_that_cannot_go_on_is_refused_and_nothing_is_executed(
 
 @pytest.mark.parametrize("path", ["", "/runner", "/.."])
 def test_a_program_that_the_guest_may_change_is_refused(
-    start: RenewableStarter, program: ProgramDirectory, tmp_path: Path, path: str
+    start: RenewableStarter, program: ProgramDirectory, path: str
 ) -> None:
-    (tmp_path / "programs").mkdir()  # the share may not have the state directory, too
-    program = ProgramDirectory(program.path.rename(tmp_path / "programs" / "program"))
     run = start(f'[[share]]\ntag = "share"\npath = "{program.path}{path}"\n')
     ended = run.upgrade(program)
     assert ended.returncode == 4

@@ -290,7 +290,7 @@ def test_a_program_is_missing(start: ProgramStarter, blank: str) -> None:
     [
         pytest.param("[cpuu]\n", "cpuu: unknown key; did you mean 'cpu'?", marks=pytest.mark.heart),
         ('[[disk]]\npath = "/nowhere"\n', "disk[0].path: '/nowhere' does not exist"),
-        ('[memory]\nsize = "100TiB"\n', "of overhead (QEMU, page tables, this program) do not fit"),
+        ('[memory]\nsize = "900GiB"\n', "of overhead (QEMU, page tables, this program) do not fit"),
     ],
 )
 def test_bad_input_is_one_line_a_problem_and_no_traceback(start: ProgramStarter, text: str, sentence: str) -> None:
