@@ -19,7 +19,7 @@ BEGUN_AGAIN = 1.0
 async def restarted(name: str, task: Callable[[], Awaitable[None]], counters: ControllerCounters) -> None:
     """Run *task* until cancelled: when it fails, log and count that, and begin it again.
 
-    A task that finds nothing but the kernel short of something gets so far only where it has no better answer.
+    A task that knows what to do while the kernel is short of something does that itself, and does not end.
     """
     while True:
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import attrs
-
 from runner.base.values import frozen
 from runner.facts.file_formats import FileFormat, identify
 
@@ -29,9 +27,9 @@ class DiskContent:
     """Whether a BIOS finds a boot sector with code."""
     esp: bool = False
     """Whether there is an EFI system partition."""
-    efi: bool = attrs.field(default=False)
+    efi: bool = False
     """Whether a UEFI firmware finds a file system that it can read: such a partition, FAT or a CD image."""
-    sector: int | None = attrs.field(default=None)
+    sector: int | None = None
     """Bytes of a sector to the program that made the GUID partition table; ``None`` without one."""
 
 

@@ -47,21 +47,21 @@ class SharedDirectories:
     def lies_below(self, path: PurePosixPath) -> bool:
         """Tell whether one of the directories lies below *path*."""
         real = PurePosixPath(os.path.realpath(path))
-        return any(_within(PurePosixPath(os.path.realpath(each)), real) for each in self.paths)
+        return any(PurePosixPath(os.path.realpath(each)).is_relative_to(real) for each in self.paths)
 
     def _is_below(self, directory: PurePosixPath, shared: PurePosixPath) -> bool:
         """Tell whether the real path *directory* is *shared* or below it, at this place or at another mount of it."""
         real = PurePosixPath(os.path.realpath(shared))
-        if _within(directory, real):
+        if directory.is_relative_to(real):
             return True
         device, place = self._in_file_system(directory)
         tops = [self._in_file_system(real)]
-        tops += [(mount.device, mount.top) for mount in self.mounts if _within(mount.point, real)]
-        return any(device == each and _within(place, top) for each, top in tops)
+        tops += [(mount.device, mount.top) for mount in self.mounts if mount.point.is_relative_to(real)]
+        return any(device == each and place.is_relative_to(top) for each, top in tops)
 
     def _in_file_system(self, directory: PurePosixPath) -> tuple[str, PurePosixPath]:
         """Return the device of the real path *directory*, and its path from the root of that file system."""
-        over = [mount for mount in self.mounts if _within(directory, mount.point)]
+        over = [mount for mount in self.mounts if directory.is_relative_to(mount.point)]
         if not over:
             return "", directory
         deepest = max(len(mount.point.parts) for mount in over)
@@ -83,10 +83,6 @@ def _parse_mount(line: str) -> _Mount:
 
 def _unescaped(text: str) -> PurePosixPath:
     return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text))
-
-
-def _within(path: PurePosixPath, directory: PurePosixPath) -> bool:
-    return path == directory or directory in path.parents
 
 
 def _visited(path: PurePosixPath) -> Iterator[PurePosixPath]:

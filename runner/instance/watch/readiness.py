@@ -2,9 +2,8 @@
 
 It is down while QEMU does not answer, while it is suspended or QEMU has stopped it, from a panic to the next reset, and while it
 is reset again and again. The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset
-begins anew. Nothing that a
-guest prints ends it: a line on the console is a claim that any program in the guest can make, and the pvpanic device, whose driver
-is the kernel's, is what ends an instance by a panic.
+begins anew. Nothing that a guest prints ends it: a line on the console is a claim that any program in the guest can make, and the
+pvpanic device, whose driver is the kernel's, is what ends an instance by a panic.
 """
 
 from __future__ import annotations

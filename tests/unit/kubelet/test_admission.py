@@ -121,7 +121,7 @@ def pod(uid: str, containers: list[tuple[int, int, int, ContainerKind]]) -> Pod:
     ),
     st.lists(st.tuples(st.lists(CONTAINERS, min_size=1, max_size=3), st.booleans()), max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_allocations_of_a_node_add_up_after_every_step(
     hardware: Hardware,
     policy: str,
@@ -201,7 +201,7 @@ def test_memory_is_lost_where_one_numa_node_of_a_group_is_booked_alone() -> None
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), max_size=6), st.integers(1, 7), st.integers(0, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_one_numa_node_is_found_exactly_when_there_is_one(before: list[tuple[int, int]], cpus: int, gib: int) -> None:
     current = node(host(2, 2, 3), topology_manager_policy="single-numa-node")
     for number, (some_cpus, some_gib) in enumerate(before):

@@ -151,7 +151,7 @@ def changed(changes: list[tuple[tuple[int, Path], Any]]) -> list[Any]:
 @example([((0, ("numa_nodes", 1, "memory")), 10**400)], False, 33)
 @example([((2, ("spec", "containers", 0, "resources", "limits", "cpu")), "9" * 400)], False, 36)
 @given(CHANGES, st.booleans(), st.sampled_from([33, 34, 36]))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 def test_any_input_is_planned_or_refused_in_words(
     changes: list[tuple[tuple[int, Path], Any]],
     with_states: bool,  # noqa: FBT001

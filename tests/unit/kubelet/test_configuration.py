@@ -509,7 +509,7 @@ NOISE = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*STRING_KEYS, *TABLE_KEYS, *OTHER_KEYS]), NOISE))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_noise_gives_a_spec_error_or_a_configuration(keys: dict[str, Any]) -> None:
     with contextlib.suppress(SpecError, RefusedError):
         Kubelet.configured(HARDWARE, read(**keys))

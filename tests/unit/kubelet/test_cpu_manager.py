@@ -91,7 +91,7 @@ def test_every_small_host_gives_the_cpus_asked_for_or_an_error(topology: CpuTopo
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_order_that_cpus_are_listed_in_decides_nothing(data: st.DataObject) -> None:
     topology = data.draw(st.sampled_from([regular(2, 2, 3, 2, 3), regular(1, 4, 2, 2), regular(4, 1, 2, 1)]))
     free = CpuSet(data.draw(st.sets(st.sampled_from(sorted(topology.all)))))

@@ -304,7 +304,7 @@ def used_over_time(containers: Sequence[tuple[ContainerKind, int, int, int]], pl
 
 
 @given(PODS_OF_A_DAY, NODES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_random_pods_are_admitted_as_by_an_account_of_each_resource(
     pods: list[tuple[list[tuple[ContainerKind, int, int, int]], dict[str, int], dict[str, int]]],
     capacities: tuple[int, int, int, int],

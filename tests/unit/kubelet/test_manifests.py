@@ -403,7 +403,7 @@ NOISE = st.recursive(
 
 
 @given(NOISE, NOISE)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_noise_gives_a_spec_error_or_a_pod(document: object, resources: object) -> None:
     for each in (
         document,

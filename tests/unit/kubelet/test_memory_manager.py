@@ -72,7 +72,7 @@ AMOUNTS = st.tuples(st.integers(0, 14), st.sampled_from([0, 0, 1, 3]))
 
 
 @given(st.lists(AMOUNTS, max_size=8), AMOUNTS, st.sampled_from([(8, 8, 8, 8), (12, 6, 6), (4, 20)]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_hints_equal_those_found_mask_by_mask(
     pods: list[tuple[int, int]], asked: tuple[int, int], memory: tuple[int, ...]
 ) -> None:

@@ -791,7 +791,7 @@ def _places(element: ET.Element, x: int, y: int) -> Iterator[tuple[float, float,
 
 
 @given(st.lists(st.tuples(st.integers(1, 80), st.sampled_from(["1Gi", "20Gi", "300Gi"])), max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_all_cpus_are_accounted_for_after_any_pods(asked: list[tuple[int, str]]) -> None:
     plan = planned(EPYC, *(pod(f"p{number}", *each) for number, each in enumerate(asked)), **STATIC)
     given_away = [container.cpus for each in plan.pods for container in each.containers]

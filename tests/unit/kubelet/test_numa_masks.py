@@ -77,7 +77,7 @@ def test_the_narrowest_and_the_lowest(family: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_all_ands_equal_those_of_all_pairs(data: st.DataObject) -> None:
     places = data.draw(st.integers(0, 7))
     one, other = (data.draw(st.integers(0, everything(places))) for _ in range(2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
@@ -372,13 +372,11 @@ STATES = st.fixed_dictionaries(
 
 
 @given(DOCUMENTS | STATES)
-@settings(deadline=None)
 def test_any_json_is_a_state_or_the_one_error(value: object) -> None:
     for text in (json.dumps(value), json.dumps({"data": json.dumps(value)})):
         no_other_exception(text.encode())
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60), st.integers(min_value=0), st.integers(min_value=0, max_value=3))
 def test_any_bytes_are_a_state_or_the_one_error(noise: bytes, place: int, removed: int) -> None:
     no_other_exception(noise)

@@ -102,7 +102,7 @@ DISTANCES = st.fixed_dictionaries(
     st.sampled_from([Policy.BEST_EFFORT, Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE]),
     st.none() | DISTANCES,
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_exact_merge_equals_the_enumeration(
     resources: list[HintList | None], policy: Policy, distances: dict[int, list[int]] | None
 ) -> None:

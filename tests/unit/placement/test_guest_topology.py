@@ -167,7 +167,7 @@ def test_a_flat_guest_keeps_its_memory_near() -> None:
 
 @pytest.mark.parametrize("hardware", EVERY_HOST)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_guest_never_sees_cpus_as_neighbours_that_are_not(hardware: Hardware, data: st.DataObject) -> None:
     online = list(hardware.online)
     if data.draw(st.booleans(), "chosen by us"):

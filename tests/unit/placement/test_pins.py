@@ -96,7 +96,7 @@ def test_no_placement_has_two_vcpus_on_one_cpu_or_none() -> None:
 
 @pytest.mark.parametrize("hardware", EVERY_HOST)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_vcpu_has_one_cpu_of_its_own(hardware: Hardware, data: st.DataObject) -> None:
     cpus = data.draw(st.sets(st.sampled_from(list(hardware.online)), min_size=1, max_size=40))
     vcpus = data.draw(st.integers(1, len(cpus)))
@@ -152,7 +152,7 @@ SMALL = Hardware(
 
 
 @given(st.sets(st.integers(0, 15), min_size=1), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_other_set_is_better_aligned_or_breaks_fewer_cores(allowed: set[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(allowed)))
     chosen = choose_cpus(SMALL, CpuSet(allowed), count)

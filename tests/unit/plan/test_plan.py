@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
@@ -541,7 +541,6 @@ def test_everything_that_does_not_fit_is_reported_at_once() -> None:
 
 
 @given(st.frozensets(st.integers(0, 63), min_size=1, max_size=16), st.integers(1, 16))
-@settings(deadline=None)
 def test_every_vcpu_has_a_cpu_of_its_own_or_there_is_no_plan(allowed: frozenset[int], count: int) -> None:
     facts = attrs.evolve(EPYC, allowed_cpus=CpuSet(allowed))
     text = f"{KERNEL}[cpu]\ncount = {count}\n"

@@ -6,7 +6,7 @@ from ipaddress import IPv4Network
 from pathlib import PurePosixPath
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
@@ -489,7 +489,6 @@ json_values = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["instance", "cpu", "memory", "boot", "disk", "network", "share", "console", "shutdown", "x"]),

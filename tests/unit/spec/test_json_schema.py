@@ -180,7 +180,7 @@ DOCUMENTS = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], deadline=None, max_examples=300)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=300)
 @given(DOCUMENTS)
 def test_what_the_parser_accepts_the_schema_accepts(document: dict[str, Any]) -> None:
     try:
