@@ -31,6 +31,12 @@ because coverage.py doubled the time of the unit tests with Python 3.11."""
 SMALL = "RUNNER_VOLUME=8m unshare --mount prlimit --nofile=1024:"
 """With the soft limit with which containerd 2 starts containers, and state directories in a small volume."""
 
+LOWEST = (
+    "uv venv -q --clear .cache/lowest && export VIRTUAL_ENV=$PWD/.cache/lowest PATH=$PWD/.cache/lowest/bin:$PATH &&"
+    " uv pip install -q --resolution lowest-direct -e . --group dev &&"
+)
+"""With the oldest packages that pyproject.toml allows; all other parts have those of uv.lock."""
+
 PARTS = (
     # A node takes longest, so it begins; what follows is ordered so that no long part begins last.
     Part(
@@ -40,9 +46,9 @@ PARTS = (
         "node",
     ),
     Part(
-        "unit and component tests, and the lines of runner/ that they run",
+        "unit and component tests with the oldest packages and small limits, and the lines of runner/ that they run",
         "all",
-        f"{SMALL} python -m slipcover --skip-covered --fail-under {LINES_RUN} -m pytest -q tests/unit tests/component",
+        f"{LOWEST} {SMALL} python -m slipcover --skip-covered --fail-under {LINES_RUN} -m pytest -q tests/unit tests/component",
     ),
     Part(
         "the rest of the component tests",
