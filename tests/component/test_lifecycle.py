@@ -355,7 +355,7 @@ async def test_a_stop_request_while_qemu_starts(fake_host: FakeHost) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 async def test_qemu_hangs_in_the_middle_of_the_start(fake_host: FakeHost, command: str, asked: bool) -> None:  # noqa: FBT001
     plan = attrs.evolve(
-        fake_host.plan(fake_host.share(), qemu={"deaf_to": command}, grace=1), start_timeout=20 if asked else 0.5
+        fake_host.plan(fake_host.share(), qemu={"deaf_to": command}, grace=1), start_timeout=20 if asked else 2
     )
 
     async def stop(_host: Supervisor) -> None:
