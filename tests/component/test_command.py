@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
@@ -71,6 +72,33 @@ def test_a_wrong_command_line_names_what_was_meant(words: str, sentence: str) ->
     ended = subprocess.run([*PROGRAM, *words.split()], check=False, capture_output=True, text=True)
     assert ended.returncode == 2
     assert sentence in ended.stderr
+
+
+INTERRUPTED = """
+import importlib.machinery, os, signal, sys
+name = os.path.splitext(os.path.basename(__file__))[0]
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules[name]
+os.kill(os.getpid(), signal.SIGINT)
+"""
+"""A module that comes before the library's of its name, and at whose import the program is interrupted."""
+
+
+@pytest.mark.parametrize("imported", ["argparse", "attrs", "trio"])
+@pytest.mark.parametrize("words", ["instance-runner plan none.toml", "instance-cgroup-controller"])
+def test_an_interrupt_while_it_is_imported_ends_it_as_any_other_program(
+    tmp_path: Path, words: str, imported: str
+) -> None:
+    (tmp_path / f"{imported}.py").write_text(INTERRUPTED)
+    program, *arguments = words.split()
+    done = subprocess.run(
+        (Path(sys.executable).with_name(program), *arguments),
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) in {(-signal.SIGINT, ""), (128 + signal.SIGINT, "")}
 
 
 def test_pid_1_writes_from_the_background_of_a_terminal() -> None:
