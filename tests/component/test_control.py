@@ -81,6 +81,18 @@ async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
     assert "disk.path: is missing" in refusals[2]
 
 
+async def test_a_disk_that_the_guest_may_change_is_refused_with_its_own_remedy(fake_host: FakeHost) -> None:
+    plan = fake_host.plan(fake_host.share())
+    disk = fake_host.root / "share" / "disk"
+
+    async def act() -> None:
+        with pytest.raises(RunnerError) as refused:
+            await ask_instance(plan.state_directory, "disk.attach", {"path": str(disk)})
+        assert explain(refused.value).endswith(f"the guest may change '{disk}' by the share 'share'; keep it elsewhere")
+
+    await while_a_guest_runs(fake_host, plan, act)
+
+
 @contextlib.contextmanager
 def small_state_directory(plan: InstancePlan) -> Iterator[Path]:
     """Mount a file system of 256 KiB where *plan* has its state."""

@@ -29,6 +29,7 @@ REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
 NOT_ALLOWED = -32001
 """The error code for a client that may not ask."""
+PROGRAM_ELSEWHERE = "put the program elsewhere"
 LIMITS = SocketLimits(connections=8, newcomers=0, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
 """A client of this socket is a person's command or a script: few, and patient."""
 
@@ -117,7 +118,7 @@ async def _called_for_disks(status: StatusReader, method: str, params: Mapping[s
         case "disk.attach":
             disk = _disk(params)
             for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
-                _refuse_shared(status, path, "cannot attach the disk")
+                _refuse_shared(status, path, "cannot attach the disk", "keep it elsewhere")
             return await disks.attach(disk)
         case "disk.detach":
             await disks.detach(_name(params, "name"))
@@ -131,11 +132,11 @@ async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoRetu
     from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
 
     directory, digest = _real_path(params, "from"), _digest(params)
-    _refuse_shared(status, directory, "cannot renew the runner")
+    _refuse_shared(status, directory, "cannot renew the runner", PROGRAM_ELSEWHERE)
     await upgrade(status.supervisor, directory, digest)
 
 
-def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None:
+def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy: str) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*, or below it."""
     from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
 
@@ -144,7 +145,7 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str) -> None
             directories = shared_directories((share.path,), Roots())
             if directories.holding(path) is not None or directories.lies_below(path):
                 raise RefusedError(
-                    f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}; put the program elsewhere"
+                    f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}", remedy=remedy
                 )
 
 
@@ -154,7 +155,7 @@ async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, on
     program = None if params.get("qemu") is None else _real_path(params, "qemu")  # None: that of the plan
     started = (program or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
     for each in started:
-        _refuse_shared(status, each, "cannot update QEMU")
+        _refuse_shared(status, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
     no_way_back = params.get("no_way_back") is True
     return await (check if only_check else update)(status, program, no_way_back=no_way_back)
 
