@@ -14,7 +14,7 @@ from runner.check import programs
 from runner.check.finding import Check, Finding
 from runner.check.programs import Program
 from runner.host.discover import SYSTEM_DIRECTORIES, find_virtiofsd
-from runner.kernel.files import find_program
+from runner.kernel.files import find_program, read_os_release
 from runner.kernel.processes import Command, Processes
 from runner.plan.argv.qemu import SANDBOX
 
@@ -25,23 +25,24 @@ TIMEOUT = 20.0
 async def try_programs(processes: Processes) -> list[Finding]:
     """Return the findings about all programs, which run at the same time."""
     findings: list[Finding] = []
+    os_release = read_os_release()
 
-    async def judged(check: Check, name: str, package: str, trial: Callable[[], Awaitable[Program]]) -> None:
-        findings.append(programs.judge_program(check, name, package, await trial()))
+    async def judged(check: Check, name: str, trial: Callable[[], Awaitable[Program]]) -> None:
+        findings.append(programs.judge_program(check, name, await trial(), os_release))
 
     async def virtiofsd() -> None:
         try:
             found, reason = await find_virtiofsd(processes)
         except HostError as error:
             found, reason = None, explain(error)
-        findings.append(programs.judge_virtiofsd(found, reason))
+        findings.append(programs.judge_virtiofsd(found, reason, os_release))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", "qemu-system-x86", partial(_qemu, processes))
-        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", "dnsmasq-base", partial(_dnsmasq, processes))
+        nursery.start_soon(judged, programs.QEMU, "qemu-system-x86_64", partial(_qemu, processes))
+        nursery.start_soon(judged, programs.DNSMASQ, "dnsmasq", partial(_dnsmasq, processes))
         nursery.start_soon(virtiofsd)
     sleep = find_program("sleep", SYSTEM_DIRECTORIES)
-    findings.append(programs.judge_program(programs.SLEEP, "sleep", "coreutils", Program(sleep)))
+    findings.append(programs.judge_program(programs.SLEEP, "sleep", Program(sleep), os_release))
     return sorted(findings, key=lambda finding: finding.check)
 
 

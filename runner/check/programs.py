@@ -10,6 +10,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.check.finding import Check, Finding, Place
 from runner.facts.host import Virtiofsd
+from runner.facts.packages import install
 from runner.kernel.kubelet_files import OTHER_ROOT, Frozen
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import too_old
@@ -66,22 +67,22 @@ def dnsmasq_error(output: str) -> str | None:
     return "it was built without DHCP" if re.search(r"\bno-DHCP\b", output) else None
 
 
-def judge_program(check: Check, name: str, package: str, program: Program) -> Finding:
-    """Judge a program that was looked for as *name* and comes in *package*."""
+def judge_program(check: Check, name: str, program: Program, os_release: str) -> Finding:
+    """Judge a program that was looked for as *name*; *os_release* is the text of os-release(5)."""
     bad = check.fatal if check in {QEMU, SLEEP} else check.warning
-    install = f"apt-get install {package}"
+    remedy = install(name, os_release)
     if program.path is None:
-        return bad(f"cannot find the program {name!r} in PATH", install)
+        return bad(f"cannot find the program {name!r} in PATH", remedy)
     if program.error is not None:
-        return bad(f"{program.path}: {program.error}", install)
+        return bad(f"{program.path}: {program.error}", remedy)
     version = re.search(r"version (\S+)", program.output)
     return check.ok(f"{program.path} {version[1]}" if version else str(program.path))
 
 
-def judge_virtiofsd(found: Virtiofsd | None, reason: str) -> Finding:
+def judge_virtiofsd(found: Virtiofsd | None, reason: str, os_release: str) -> Finding:
     """Judge the virtiofsd that a share would get; *reason* is why there is none."""
     if found is None:
-        return VIRTIOFSD.warning(f"cannot use virtiofsd: {reason}", "apt-get install virtiofsd")
+        return VIRTIOFSD.warning(f"cannot use virtiofsd: {reason}", install("virtiofsd", os_release))
     version = ".".join(map(str, found.version))
     kind = "in Rust" if found.rust else "in C"
     return VIRTIOFSD.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
@@ -95,9 +96,7 @@ def judge_trial_guest(accel: str, error: str | None, seconds: float) -> Finding:
         return TRIAL_GUEST.fatal(
             f"KVM runs no guest here: {error}", 'set cpu.accel = "tcg", or "tried" for KVM where it works'
         )
-    return TRIAL_GUEST.fatal(
-        f"QEMU emulates no guest here: {error}", "apt-get install --reinstall qemu-system-x86 seabios"
-    )
+    return TRIAL_GUEST.fatal(f"QEMU emulates no guest here: {error}", "install the packages of QEMU and SeaBIOS again")
 
 
 def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver: bool = False) -> Finding:

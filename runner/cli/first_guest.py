@@ -23,7 +23,9 @@ import trio
 from runner.base.errors import RefusedError, Status
 from runner.base.tasks import first_of
 from runner.cli.outcomes import KILLED, explain_status
+from runner.facts.packages import install
 from runner.facts.roots import Roots
+from runner.kernel.files import read_os_release
 from runner.kernel.privileges import CAP_SYS_ADMIN
 from runner.kernel.processes import dying_with_us
 from runner.kernel.procfs import Procfs
@@ -87,7 +89,7 @@ def _refuse_what_cannot_work(guest: Path) -> None:
         )
     for name in PROGRAMS:
         if shutil.which(name) is None:
-            raise RefusedError(f"cannot find the program {name!r} in PATH", remedy="install the package util-linux")
+            raise RefusedError(f"cannot find the program {name!r} in PATH", remedy=install(name, read_os_release()))
     for name in ("vmlinuz", "initrd"):
         if not (guest / name).is_file():
             raise RefusedError(

@@ -231,6 +231,8 @@ class HostFacts:
     """Whether this process is in a user namespace other than the machine's first: its root is not the machine's."""
     machines_network: bool = False
     """Whether this process is in the machine's first network namespace: its interfaces are the machine's, not a container's."""
+    os_release: str = ""
+    """The text of os-release(5), by which messages name packages (:func:`runner.facts.packages.install`)."""
     machine_id: str = ""
     """The machine's id (machine-id(5), else its SMBIOS UUID); empty where neither can be read."""
     tun: bool = True

@@ -34,6 +34,7 @@ from runner.kernel.files import (
     memory_limits,
     probe_file,
     read_document,
+    read_os_release,
     read_text,
     why_not_appended,
 )
@@ -117,6 +118,7 @@ async def read_host_facts(
         kvm=await _kvm(spec, roots.dev / "kvm", processes, qemu),
         user_namespace=procfs.in_user_namespace(),
         machines_network=procfs.in_first_network_namespace(),
+        os_release=read_os_release(),
         machine_id=_machine_id(roots),
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),

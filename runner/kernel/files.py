@@ -450,6 +450,11 @@ def read_text(path: PurePosixPath) -> str:
         return ""
 
 
+def read_os_release() -> str:
+    """Return the text of os-release(5), empty where there is none."""
+    return read_text(PurePosixPath("/etc/os-release")) or read_text(PurePosixPath("/usr/lib/os-release"))
+
+
 class Descriptor:
     """An owned descriptor; closing it again does nothing."""
 

@@ -11,17 +11,22 @@ from runner.facts.disk import MISSING
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import FORMATS, unusable
 from runner.facts.host import HostFacts
+from runner.facts.packages import install
 from runner.plan.disks import DiskPlan, content_of, remark_lockless
 from runner.plan.problems import Problems
 from runner.spec.instance import BootSpec, FirmwareBuild, InstanceSpec
 
 OVMF = PurePosixPath("/usr/share/OVMF")
 EDK2 = PurePosixPath("/usr/share/edk2/ovmf")
+ARCH = PurePosixPath("/usr/share/edk2/x64")
+SUSE = PurePosixPath("/usr/share/qemu")
 BUILDS: dict[FirmwareBuild, tuple[tuple[PurePosixPath, PurePosixPath], ...]] = {
     "uefi": (
         (OVMF / "OVMF_CODE_4M.fd", OVMF / "OVMF_VARS_4M.fd"),
         (OVMF / "OVMF_CODE.fd", OVMF / "OVMF_VARS.fd"),
         (EDK2 / "OVMF_CODE.fd", EDK2 / "OVMF_VARS.fd"),
+        (ARCH / "OVMF_CODE.4m.fd", ARCH / "OVMF_VARS.4m.fd"),
+        (SUSE / "ovmf-x86_64-code.bin", SUSE / "ovmf-x86_64-vars.bin"),
     ),
     "uefi-secure": (
         (OVMF / "OVMF_CODE_4M.secboot.fd", OVMF / "OVMF_VARS_4M.ms.fd"),
@@ -29,7 +34,8 @@ BUILDS: dict[FirmwareBuild, tuple[tuple[PurePosixPath, PurePosixPath], ...]] = {
         (EDK2 / "OVMF_CODE.secboot.fd", EDK2 / "OVMF_VARS.secboot.fd"),
     ),
 }
-"""The paths of a firmware and its empty variable store (with Microsoft's keys for the secure one) on Debian, Ubuntu, Fedora."""
+"""The paths of a firmware and its empty variable store (with Microsoft's keys for the secure one) on Debian, Ubuntu, Alpine, Fedora,
+Arch and openSUSE."""
 
 
 @frozen
@@ -91,7 +97,7 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
                 "boot.firmware",
                 f"cannot find the firmware {boot.firmware!r} as one of {', '.join(str(code) for code, _ in pairs)}, each with its "
                 "variable store",
-                "install the package ovmf, or name the files",
+                f"{install('ovmf', facts.os_release)}, or name the files",
             )
             return Firmware(None)
         code, template = pair

@@ -14,6 +14,7 @@ from runner.facts.disk import MISSING, FileFact
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import FORMATS, unusable
 from runner.facts.host import ROOT, HostFacts, User
+from runner.facts.packages import install
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import DiskPlan
 from runner.plan.firmware import VariablesPlan
@@ -222,10 +223,12 @@ def choose_idle(asked: IdleChoice, accel: Accel, problems: Problems) -> IdleChoi
     return asked
 
 
-def require_program(path: PurePosixPath | None, name: str, package: str, problems: Problems) -> PurePosixPath | None:
+def require_program(
+    path: PurePosixPath | None, name: str, facts: HostFacts, problems: Problems
+) -> PurePosixPath | None:
     """Return *path*; refuse the document where the program was not found."""
     if path is None:
-        problems.refuse("", f"cannot find the program {name!r} in PATH", f"install the package {package}")
+        problems.refuse("", f"cannot find the program {name!r} in PATH", install(name, facts.os_release))
     return path
 
 

@@ -12,6 +12,7 @@ from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
+from runner.facts.packages import install
 from runner.plan.descriptor_claims import Claims
 from runner.plan.dhcp import (
     GuestResolver,
@@ -411,7 +412,9 @@ class _NetworkPlanner:
     def _passt(self, index: int, network: NetworkSpec) -> PasstPlan | None:
         if self._facts.passt is None:
             self._refuse(
-                f"network[{index}].mode", "cannot find the program 'passt' in PATH", "install the package passt"
+                f"network[{index}].mode",
+                "cannot find the program 'passt' in PATH",
+                install("passt", self._facts.os_release),
             )
             return None
         for other in self._spec.network:
@@ -497,7 +500,9 @@ def plan_dhcp(networks: Iterable[NetworkPlan], facts: HostFacts, problems: Probl
             continue
         if facts.dnsmasq is None:
             problems.refuse(
-                f"network[{index}]", "cannot find the program 'dnsmasq' in PATH", "install the package dnsmasq-base"
+                f"network[{index}]",
+                "cannot find the program 'dnsmasq' in PATH",
+                install("dnsmasq", facts.os_release),
             )
         else:
             yield DhcpPlan(facts.dnsmasq, user, network)

@@ -10,6 +10,7 @@ import attrs
 from runner.base.values import frozen
 from runner.facts.disk import MISSING
 from runner.facts.host import HostFacts, Virtiofsd
+from runner.facts.packages import install
 from runner.plan.disks import within
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, ShareSpec
@@ -36,7 +37,7 @@ def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Ite
             problems.refuse(
                 where,
                 f"cannot use virtiofsd: {facts.virtiofsd_error}",
-                "install the package virtiofsd (Debian 12: qemu-system-common)",
+                install("virtiofsd", facts.os_release),
             )
             continue
         if share.read_only and not program.read_only:

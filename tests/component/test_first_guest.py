@@ -49,7 +49,7 @@ def test_without_a_program_that_it_needs_it_is_refused(guest: Path, tmp_path: Pa
     (tmp_path / "bin").mkdir()
     done = attempt(RUNNER, "try", "--guest", guest, PATH=str(tmp_path / "bin"))
     assert done.returncode == Status.REFUSED
-    assert done.stderr == "instance-runner: cannot find the program 'setpriv' in PATH; install the package util-linux\n"
+    assert done.stderr == "instance-runner: cannot find the program 'setpriv' in PATH; apt-get install util-linux\n"
 
 
 def test_a_start_that_is_refused_ends_with_its_status_explained(guest: Path) -> None:

@@ -282,7 +282,7 @@ def test_a_program_is_missing(start: ProgramStarter, blank: str) -> None:
     hidden = ("unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /usr/bin/qemu-system-x86_64 && exec "$@"', "sh")
     run = start(blank, boot=False, around=(*hidden, "unshare", "--fork", "--pid", "--mount-proc", "--kill-child"))
     assert run.wait() == 30
-    assert "cannot find the program 'qemu-system-x86_64' in PATH; install the package qemu-system-x86" in run.log
+    assert "cannot find the program 'qemu-system-x86_64' in PATH; apt-get install qemu-system-x86" in run.log
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def controller(answer: object, place: Place = POD, placement: str = "auto") -> F
 
 def program(check: Check, path: str | None, output: str = "", reason: str | None = None) -> Finding:
     found = Program(None if path is None else PurePosixPath(path), output, reason)
-    return programs.judge_program(check, "name", "package", found)
+    return programs.judge_program(check, "name", found, "ID=debian")
 
 
 V1 = {"cpuset": "/sys/fs/cgroup/cpuset"}
@@ -191,9 +191,9 @@ CASES: list[tuple[Finding, Level, str]] = [
     (program(programs.DNSMASQ, "/d", "", "it was built without DHCP"), WARNING, "/d: it was built without DHCP"),
     (program(programs.SLEEP, "/bin/sleep"), OK, "/bin/sleep"),
     (program(programs.SLEEP, None), FATAL, "cannot find"),
-    (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)), ""), OK, "/v 1.13 (in Rust)"),
-    (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2)), ""), OK, "cannot share read-only"),
-    (programs.judge_virtiofsd(None, "not found"), WARNING, "not found"),
+    (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=True, version=(1, 13)), "", "ID=debian"), OK, "/v 1.13 (in Rust)"),
+    (programs.judge_virtiofsd(Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2)), "", "ID=debian"), OK, "cannot share read-only"),
+    (programs.judge_virtiofsd(None, "not found", "ID=debian"), WARNING, "not found"),
     (programs.judge_cpu_manager("/s", STATIC, ""), OK, "static; shared pool '0-1', exclusive '2-3'"),
     (programs.judge_cpu_manager("/s", CpuState("static", CpuSet([0])), ""), WARNING, "the shared pool is '0'"),
     (programs.judge_cpu_manager("/s", CpuState("none", CpuSet()), ""), FATAL, "policy is 'none'"),

@@ -156,8 +156,11 @@ def test_what_the_firmware_cannot_boot_is_said(
 
 
 def test_without_any_firmware_the_searched_directories_are_named() -> None:
-    [problem] = problems(f'[boot]\nfirmware = "uefi"\n{DISK}')
+    text = f'[boot]\nfirmware = "uefi"\n{DISK}'
+    [problem] = problems(text)
     assert problem.startswith(
         "boot.firmware: cannot find the firmware 'uefi' as one of /usr/share/OVMF/OVMF_CODE_4M.fd, "
     )
-    assert problem.endswith("install the package ovmf, or name the files")
+    assert problem.endswith("; install ovmf, or name the files")
+    [problem] = problems(text, attrs.evolve(FACTS, os_release="ID=fedora"))
+    assert problem.endswith("; dnf install edk2-ovmf, or name the files")
