@@ -22,7 +22,7 @@ COMMANDS = {
     "ctl": "ask a running instance, from inside its container: its state, disks that come, go and grow, QMP",
     "schema": "print the JSON Schema of a spec, for editors and other tools",
     "completion": "print what makes a shell complete this command and the controller's",
-    "manual": "print a manual page, in the language of man",
+    "manual": "print the reference of the spec's keys or of the log's events",
     "console": "attach this terminal to the serial console of the instance in this container",
     "logs": "print what the guest has written to its serial console",
 }

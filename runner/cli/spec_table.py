@@ -14,7 +14,7 @@ A spec is TOML for people and JSON of the same shape for machines. A key that is
 are errors. `required` stands for a key without which its table is an error, `-` for one that is not set by default.
 
 This file is generated: `instance-runner manual instance-runner-spec.md > examples/SPEC.md` writes it from the schema in
-`runner/spec/instance.py`. `instance-runner manual instance-runner-spec.5 | man -l -` shows the same as a manual page.
+`runner/spec/instance.py`.
 [README.md](README.md) explains the keys by topic, with examples.
 """
 

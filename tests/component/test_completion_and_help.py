@@ -1,4 +1,4 @@
-"""Completions and manual pages, tested with the shells and groff themselves."""
+"""Completions, tested with the shells themselves, and the texts of ``--help``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from runner.cli.commands import program_parser
-from runner.cli.parsers import commands_of
 from runner.controller.main import command_line
-from runner.spec.instance import reference
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the subcommands' parsers by name, in their order; empty for a program without any."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
 
 PROGRAM = (sys.executable, "-m", "runner")
 COMMANDS = [*commands_of(program_parser())]
-PAGES = ("instance-runner.1", "instance-runner-spec.5", "instance-cgroup-controller.8")
 
 BASH = (
     'source "$1"; cd "$2"; complete -p "${3%% *}" >/dev/null || exit 1; COMP_LINE=$3 COMP_POINT=${#3} COMP_TYPE=9; '
@@ -97,28 +103,6 @@ def test_a_shell_completes(shell: str, typed: str, offered: set[str], tmp_path: 
     done = subprocess.run(argv, capture_output=True, text=True, check=True, env=programs)
     found = {line.partition("\t")[0].replace("\\ ", " ").strip() for line in done.stdout.splitlines()} - {""}
     assert ({word.removeprefix("--log-format=") for word in found}, done.stderr) == (offered, "")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_man_accepts_a_manual_page(page: str) -> None:
-    if shutil.which("groff") is None:
-        pytest.skip("groff is missing: install the package groff-base")
-    argv = ["groff", "-man", "-Tutf8", "-ww", "-P-cbou"]
-    done = subprocess.run(argv, input=output_of("manual", page), capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    shown = " ".join(done.stdout.replace("\u2010\n", "").split())
-    name, section = page.split(".")
-    assert f"{name.upper()}({section})" in done.stdout.splitlines()[0]
-    keys = {name.rpartition(".")[2] for name, *_ in reference()}
-    wanted = {
-        "1": {
-            *(str(parser.prog) for parser in parsers(program_parser()) if not commands_of(parser)),
-            *("--log-format {text,json}", "13 forced_off", "instance-runner ctl disk grow disk1 20GiB"),
-        },
-        "5": keys | {"[[disk]]", "default: 30"},
-        "8": {"--metrics ADDRESS:PORT", "(default: /sys/fs/cgroup/stelia)"},
-    }
-    assert [word for word in sorted(wanted[section]) if word not in shown] == []
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
