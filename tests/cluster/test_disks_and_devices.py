@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import json
 import re
@@ -63,13 +64,23 @@ def disk(given: Given, kubectl: Kubectl, node: JoinedNode, cluster: Path, image_
         for each in yaml.safe_load((cluster / "images/kustomization.yaml").read_text())["images"]
         if each["name"] == "gpu-instance"
     ]
-    fetched = f"python3 -c 'import shutil, sys, urllib.request as r; shutil.copyfileobj(r.urlopen(\"{image_url}\"), sys.stdout.buffer)' |"
     job = yaml.safe_load((cluster / "disks/fill.yaml").read_text())
     [container] = job["spec"]["template"]["spec"]["containers"]
     container["image"] = f"{image['newName']}:{image['newTag']}"
+    fetch = "import shutil, sys, urllib.request as r; shutil.copyfileobj(r.urlopen(sys.argv[1]), sys.stdout.buffer)"
     [script] = container["args"]
-    script, downloads = re.subn(r"apt-get update.*curl [^|]*\|", lambda _: fetched, script, flags=re.DOTALL)
+    script, downloads = re.subn(
+        r"apt-get update.*curl >/dev/null\n",
+        lambda _: f"curl() {{ python3 -c '{fetch}' \"$2\"; }}\n",
+        script,
+        flags=re.DOTALL,
+    )
     assert downloads == 1
+    with Path(str(given["server-disk"])).open("rb") as image:
+        container["env"] = [
+            {"name": "IMAGE", "value": image_url},
+            {"name": "SHA512", "value": hashlib.file_digest(image, "sha512").hexdigest()},
+        ]
     container["args"] = [script]
     kubectl("apply", "-k", str(cluster / "disks/local"))
     try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
@@ -144,6 +148,35 @@ def test_the_job_that_fills_a_disk_fills_that_of_the_pod(name: str) -> None:
     booted = patch(name)
     assert filled["volumes"] == [each for each in booted["volumes"] if each["name"] == "disk"]
     assert filled["containers"][0]["volumeDevices"] == booted["containers"][0]["volumeDevices"]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("listed", ["right", "wrong", "missing"])
+def test_the_job_that_fills_a_disk_leaves_nothing_that_its_publisher_does_not_list(
+    tmp_path: Path, listed: str, *, pinned: bool
+) -> None:
+    content = b"image" * 300_000
+    summed = hashlib.sha512(content).hexdigest() if listed == "right" else "0" * 128 if listed == "wrong" else ""
+    (tmp_path / "disk.raw").write_bytes(content)
+    (tmp_path / "SHA512SUMS").write_text(f"{'1' * 128}  other.raw\n" + f"{summed}  disk.raw\n" * bool(summed))
+    for name, does in {"apt-get": ":", "curl": 'cat "${2#https://host}"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    [job] = pod_specs([yaml.safe_load((EXAMPLES / "disks/fill.yaml").read_text())])
+    [script] = job["containers"][0]["args"]
+    device = tmp_path / "device"
+    script = script.replace("/tmp/", f"{tmp_path}/").replace("/dev/vm-disk", str(device))  # noqa: S108
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "IMAGE": f"https://host{tmp_path}/disk.raw"}
+    environment["SHA512"] = summed if pinned else ""
+    ran = subprocess.run(
+        [*job["containers"][0]["command"], script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode == 0) is (listed == "right"), ran.stderr
+    if listed == "right":
+        assert device.read_bytes() == content
+    else:
+        assert not any(device.read_bytes()[: 1 << 20])
+        assert "the disk is wiped" in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["instance", "job"])
