@@ -34,6 +34,12 @@ IMAGES = {
 DEPLOYED = ("gpu-instance", "controller")
 """The images that the manifests name. The others are only built, looked into and started with their demo guest."""
 TOOLS = {"podman": "podman", "buildah": "buildah", "runc": "runc", "mkfs.erofs": "erofs-utils"}
+LABELS = {
+    "SOURCE": "https://example.org/instance-runner",
+    "REVISION": "0123456789abcdef0123456789abcdef01234567",
+    "CREATED": "2026-01-02T03:04:05Z",
+}
+"""What a build of ours says of itself: always the same, so that the layers of a commit are those of the one before."""
 UNPACKED_SECONDS = 24 * 3600
 """Seconds that an image's root file system is kept: every change of the code makes another."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -75,9 +81,21 @@ def built(name: str, image: Image, base: str) -> str:
     # The certificates that this machine trusts; where a proxy intercepts TLS they are not Debian's.
     bundle = os.environ.get("SSL_CERT_FILE", CERTIFICATES)
     secret = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
-    arguments = [f"--build-arg={key}={value}" for key, value in {"BASE": base, **image.arguments}.items()]
+    arguments = [f"--build-arg={key}={value}" for key, value in {"BASE": base, **LABELS, **image.arguments}.items()]
     argv = [
-        *("buildah", *storage(), "build", "--isolation", "chroot", "--network", "host", "--layers", *secret),
+        *(
+            "buildah",
+            *storage(),
+            "build",
+            "--format",
+            "docker",
+            "--isolation",
+            "chroot",
+            "--network",
+            "host",
+            "--layers",
+            *secret,
+        ),
         *(*arguments, "--file", f"images/{image.directory}/Containerfile", "--iidfile", str(identity), "."),
     ]
     log = directory() / f"{name}.log"

@@ -67,7 +67,19 @@ def run(tmp_path: Path) -> Iterator[Run]:
     def start(image: str, *options: str, command: tuple[str, ...] = ()) -> Container:
         name = f"instance-runner-{os.getpid()}-{len(containers)}"
         log = tmp_path / f"{name}.log"
-        argv = [*PODMAN, "run", "--rm", "--name", name, "--net=none", *LIMITS, *options, image, *command]
+        argv = [
+            *PODMAN,
+            "run",
+            "--rm",
+            "--name",
+            name,
+            "--net=none",
+            "--no-healthcheck",
+            *LIMITS,
+            *options,
+            image,
+            *command,
+        ]
         with log.open("wb") as output:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         containers.append(Container(name, process, log))

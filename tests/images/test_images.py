@@ -10,12 +10,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.images.built import PROJECT
+from tests.images.built import LABELS, PROJECT
 from tests.images.conftest import NO_KVM, PODMAN, Run
 
 Files = Callable[[str], AbstractContextManager[Path]]
@@ -60,6 +61,11 @@ def test_a_bare_run_boots_the_demo_guest_and_stops_it_in_order(run: Run, gpu_ins
     assert "guest: address 192.168.77.2/24" in container.output
     assert "guest: wrote hello into the share" in container.output
     assert (share / "word").read_text() == "hello\n"
+    shell, healthy = json.loads(inspect(gpu_instance, "{{json .HealthCheck.Test}}"))
+    assert shell == "CMD-SHELL"
+    container.execute("sh", "-c", healthy)
+    with pytest.raises(subprocess.CalledProcessError):
+        container.execute("env", "INSTANCE_RUNNER_STATE_DIR=/tmp", "sh", "-c", healthy)
     users = container.execute("sh", "-c", "stat -c %U /proc/$(cat /proc/*/stat | grep qemu-system | cut -d' ' -f1)")
     assert users.strip() == "qemu"
     assert container.stop() == 0, container.output
@@ -171,12 +177,45 @@ def test_the_controllers_image_runs_its_program(run: Run, controller: str) -> No
     assert "cannot listen at /run/instance-cgroup-controller/controller.sock" in bare.output
 
 
+def components(document: Path) -> dict[str, set[str]]:
+    """Return the names of what a software bill of materials lists, by the type in their package URLs."""
+    read = json.loads(document.read_text())
+    assert (read["bomFormat"], read["specVersion"]) == ("CycloneDX", "1.5")
+    found: dict[str, set[str]] = {}
+    for each in read["components"]:
+        assert each["purl"].partition("?")[0].endswith(f"@{quote(each['version'])}")
+        found.setdefault(each["purl"].removeprefix("pkg:").partition("/")[0], set()).add(each["name"])
+    return found
+
+
+def installed(status: Path) -> set[str]:
+    """Return the names of the packages that dpkg has installed, by its own file."""
+    stanzas = (stanza for stanza in status.read_text().split("\n\n") if "\nStatus: install ok installed\n" in stanza)
+    return {stanza.partition("\n")[0].removeprefix("Package: ") for stanza in stanzas}
+
+
+@pytest.mark.parametrize("entry_point", ["instance-runner", "instance-cgroup-controller"])
+def test_an_image_imports_nothing_that_the_pod_puts_in_its_way(
+    run: Run, request: pytest.FixtureRequest, tmp_path: Path, entry_point: str
+) -> None:
+    fixture = {"instance-runner": "gpu_instance", "instance-cgroup-controller": "controller"}[entry_point]
+    (tmp_path / "runner").mkdir()
+    (tmp_path / "runner/__init__.py").write_text("raise SystemExit('another runner')\n")
+    elsewhere = ("--volume", f"{tmp_path}:/elsewhere:ro", "--workdir", "/elsewhere", "--env", "PYTHONPATH=/elsewhere")
+    container = run(request.getfixturevalue(fixture), *elsewhere, command=("--help",))
+    assert container.wait() == 0, container.output
+    assert f"usage: {entry_point}" in container.output
+
+
 @pytest.mark.parametrize("name", list(MEGABYTES))
 def test_what_is_in_an_image_and_what_is_not(name: str, request: pytest.FixtureRequest, files: Files) -> None:
     image = request.getfixturevalue(name)
     size = int(inspect(image, "{{.Size}}")) / 1e6
     assert size < MEGABYTES[name], f"{name} has {size:.0f} MB"
-    assert inspect(image, '{{index .Labels "org.opencontainers.image.version"}}') == metadata.version("instance-runner")
+    labels = json.loads(inspect(image, "{{json .Labels}}"))
+    assert labels["org.opencontainers.image.version"] == metadata.version("instance-runner")
+    assert labels["org.opencontainers.image.base.name"].startswith("localhost/base:")
+    assert {name: labels[f"org.opencontainers.image.{name.lower()}"] for name in LABELS} == LABELS
     with files(image) as root:
         programs = {
             path.name
@@ -188,6 +227,12 @@ def test_what_is_in_an_image_and_what_is_not(name: str, request: pytest.FixtureR
         packages = root / "opt/instance-runner/lib/python3.13/site-packages"
         found = {path.name.split("-")[0].replace("_", "-") for path in packages.glob("*.dist-info")}
         assert found == required("instance-runner")
+        listed = components(root / "opt/instance-runner/sbom.cdx.json")
+        assert listed["pypi"] == required("instance-runner") - {"instance-runner"}
+        assert listed["deb"] == installed(root / "var/lib/dpkg/status")
+        assert not [
+            path for path in (root / "usr").rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o6000
+        ]
         sources = list(packages.rglob("*.py"))
         assert sources
         assert [path for path in sources if not list(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))] == []
