@@ -10,6 +10,21 @@ import attrs
 
 from runner.base.values import frozen
 
+DISPLAY, ACCELERATOR, NETWORK = 0x03, 0x12, 0x02
+"""PCI base classes."""
+BRIDGE = 0x0604
+"""The class with subclass of bridges to other PCI buses; an NVSwitch is another kind of bridge."""
+
+
+def is_gpu(device_class: int) -> bool:
+    """Tell whether a device of *device_class* (with subclass and programming interface) is a GPU or another accelerator."""
+    return device_class >> 16 in {DISPLAY, ACCELERATOR}
+
+
+def is_network(device_class: int) -> bool:
+    """Tell whether a device of *device_class* (with subclass and programming interface) is a NIC."""
+    return device_class >> 16 == NETWORK
+
 
 @frozen
 class DeviceNode:
@@ -141,6 +156,14 @@ class PciFact:
         """Its address without the function: functions of one device have the same."""
         return self.address.rpartition(".")[0]
 
+    def begins_switch(self, index: int) -> bool:
+        """Tell whether the bridge at *index* of its way is an upstream port, where a switch begins.
+
+        Where a bridge's kind cannot be read its place says it: a root port is first, and each switch has two ports on the way.
+        """
+        kind = self.bridges[index].kind
+        return index % 2 == 1 if kind is None else kind == "upstream port"
+
 
 @frozen
 class ClaimedDevice:
@@ -183,6 +206,3 @@ class VfioFacts:
     """The files about the devices of each resource claim that the spec names; none where the container has no such files."""
     container: DeviceNode = DeviceNode(PurePosixPath("/dev/vfio/vfio"), "not looked for")
     iommufd: DeviceNode = DeviceNode(PurePosixPath("/dev/iommu"), "not looked for")
-    qemu_version: str = ""
-    address_bits: int = 0
-    """Bits of a physical address on this host; 0 where the kernel does not report them."""

@@ -86,8 +86,6 @@ async def read_host_facts(
     limits = _memory_limits(spec, procfs, roots, cgroup)
     mask = read_mask()
     allowed_cpus = read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots)
-    qemu_version = await _qemu_version(spec, allowed_cpus, processes, qemu)
-    address_bits = procfs.address_bits()
     facts = HostFacts(
         allowed_cpus=allowed_cpus,
         masked_cpus=read_cpuset() - mask,
@@ -110,8 +108,8 @@ async def read_host_facts(
         in_shares=dict(_in_shares(spec, state_directory, roots)),
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
-        qemu_version=qemu_version,
-        address_bits=address_bits,
+        qemu_version=await _qemu_version(spec, allowed_cpus, processes, qemu),
+        address_bits=procfs.address_bits(),
         free_space=free_space(state_directory) if any(disk.ephemeral for disk in spec.disk) else None,
         io_uring_error=_io_uring_error(spec.disk),
         aio_free=procfs.aio_free() if spec.disk else None,
@@ -129,7 +127,7 @@ async def read_host_facts(
         interfaces=_interfaces(spec),
         addresses=_addresses(spec),
         resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
-        vfio=_vfio(spec, roots, qemu_version, address_bits) if spec.device else None,
+        vfio=_vfio(spec, roots) if spec.device else None,
     )
     return _with_pod(facts, spec, procfs, roots, cgroup)
 
@@ -244,24 +242,21 @@ async def _qemu_version(spec: InstanceSpec, allowed: CpuSet, processes: Processe
     return "" if version is None else version[1]
 
 
-def _vfio(spec: InstanceSpec, roots: Roots, qemu_version: str, address_bits: int) -> VfioFacts:
+def _vfio(spec: InstanceSpec, roots: Roots) -> VfioFacts:
     # Here, because few guests have devices.
     from runner.facts.pci import VfioFacts
     from runner.host.device_claims import read_claim
-    from runner.kernel.pci import read_pci_device
+    from runner.kernel.pci import read_pci_facts
     from runner.kernel.vfio import probe_node
     from runner.plan.passthrough import given_addresses
 
     claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
-    found = (read_pci_device(each, roots) for each in given_addresses(spec.device, os.environ, claims))
     return VfioFacts(
-        devices={fact.address: fact for fact in found if fact is not None},
+        devices=read_pci_facts(given_addresses(spec.device, os.environ, claims), roots),
         environment=os.environ,
         claims=claims,
         container=probe_node(PurePosixPath(roots.dev / "vfio/vfio")),
         iommufd=probe_node(PurePosixPath(roots.dev / "iommu")),
-        qemu_version=qemu_version,
-        address_bits=address_bits,
     )
 
 

@@ -7,17 +7,16 @@ CAP_SYS_ADMIN reads the first 64 bytes only (``pci_read_config``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from runner.base.errors import HostError
-from runner.facts.pci import Acs, Bar, BridgeKind, GroupMember, PciBridge, PciFact, PciLink
+from runner.facts.pci import BRIDGE, Acs, Bar, BridgeKind, GroupMember, PciBridge, PciFact, PciLink, is_gpu
 from runner.facts.roots import Roots
 from runner.kernel.vfio import probe_node
 
-_BRIDGE = 0x0604
-"""The class of bridges to other buses, which VFIO accepts in a group. An NVSwitch is another kind of bridge."""
-_NVIDIA, _NVSWITCH_CLASS, _GPU_CLASS = 0x10DE, 0x068000, 0x03
+_NVIDIA, _NVSWITCH_CLASS = 0x10DE, 0x068000
 _STANDARD_HEADER = 64
 """Bytes of configuration space that every user may read."""
 _BARS = 6
@@ -36,55 +35,79 @@ _REDIRECTS, _DIRECT_TRANSLATED = 0x0C, 0x40
 _ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 
 
-def read_pci_device(address: str, roots: Roots) -> PciFact | None:
-    """Return the device at *address*, ``None`` if there is none.
+def read_pci_facts(addresses: Iterable[str], roots: Roots) -> dict[str, PciFact]:
+    """Return the devices at *addresses*, by address; those that are not there are left out.
 
-    Raises :exc:`~runner.base.errors.HostError` if it is there and cannot be read.
+    Raises :exc:`~runner.base.errors.HostError` if one is there and cannot be read.
     """
-    path = roots.sys / "bus/pci/devices" / address
-    if not path.exists():
-        return None
-    nodes = PurePosixPath(roots.dev) / "vfio"
-    driver = _target_name(path / "driver")
-    group = _target_name(path / "iommu_group")
-    character_device = next(iter(_names(path / "vfio-dev")), None)  # such as "vfio3"
-    has_vfio_driver = driver == "vfio-pci" or character_device is not None
-    vendor, device_class = _hex(path / "vendor"), _hex(path / "class")
-    root, bridges = _way(path)
-    is_nvidias = vendor == _NVIDIA and device_class >> 16 == _GPU_CLASS
-    return PciFact(
-        address=address,
-        sysfs=PurePosixPath(path),
-        name=f"{vendor:04x}:{_hex(path / 'device'):04x}",
-        driver=driver,
-        vfio=has_vfio_driver,
-        numa_node=int(_line(path / "numa_node") or -1),
-        group=group,
-        members=tuple(_members(roots.sys, group, address)) if group is not None else (),
-        bars=tuple(_bars(path)),
-        silent=is_silent(path),
-        link=_link(path),
-        resets=_line(path / "reset_method"),
-        group_node=probe_node(nodes / group) if has_vfio_driver and group else None,
-        device_node=probe_node(nodes / "devices" / character_device) if character_device else None,
-        device_class=device_class,
-        root=root,
-        bridges=bridges,
-        physical_function=_target_name(path / "physfn") or "",
-        ats=_has_ats(_configuration(path)),
-        d3cold=_line(path / "d3cold_allowed") == "1",
-        nvswitches=tuple(_nvswitches(path.parent)) if is_nvidias else (),
-    )
+    reader = _Reader(roots)
+    return {fact.address: fact for fact in map(reader.device, addresses) if fact is not None}
 
 
-def _way(path: Path) -> tuple[str, tuple[PciBridge, ...]]:
-    """Return the host bridge above the device with the directory *path*, and the bridges between, from above."""
-    bridges: list[PciBridge] = []
-    for above in path.resolve().parents:
-        if _ADDRESS.fullmatch(above.name) is None:
-            return (above.name if above.name.startswith("pci") else "", tuple(reversed(bridges)))
-        bridges.append(_bridge(above))
-    return "", ()
+class _Reader:
+    """Reads what several devices share once: the bridges above them, and the host's NVSwitches."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self._devices = roots.sys / "bus/pci/devices"
+        self._bridges: dict[Path, PciBridge] = {}
+
+    def device(self, address: str) -> PciFact | None:
+        """Return the device at *address*, ``None`` if there is none."""
+        path = self._devices / address
+        if not path.exists():
+            return None
+        nodes = PurePosixPath(self._roots.dev) / "vfio"
+        driver = _target_name(path / "driver")
+        group = _target_name(path / "iommu_group")
+        character_device = next(iter(_names(path / "vfio-dev")), None)  # such as "vfio3"
+        has_vfio_driver = driver == "vfio-pci" or character_device is not None
+        vendor, device_class = _hex(path / "vendor"), _hex(path / "class")
+        root, bridges = self._way(path)
+        return PciFact(
+            address=address,
+            sysfs=PurePosixPath(path),
+            name=f"{vendor:04x}:{_hex(path / 'device'):04x}",
+            driver=driver,
+            vfio=has_vfio_driver,
+            numa_node=int(_line(path / "numa_node") or -1),
+            group=group,
+            members=tuple(_members(self._roots.sys, group, address)) if group is not None else (),
+            bars=tuple(_bars(path)),
+            silent=is_silent(path),
+            link=_link(path),
+            resets=_line(path / "reset_method"),
+            group_node=probe_node(nodes / group) if has_vfio_driver and group else None,
+            device_node=probe_node(nodes / "devices" / character_device) if character_device else None,
+            device_class=device_class,
+            root=root,
+            bridges=bridges,
+            physical_function=_target_name(path / "physfn") or "",
+            ats=_has_ats(_configuration(path)),
+            d3cold=_line(path / "d3cold_allowed") == "1",
+            nvswitches=self._nvswitches if vendor == _NVIDIA and is_gpu(device_class) else (),
+        )
+
+    def _way(self, path: Path) -> tuple[str, tuple[PciBridge, ...]]:
+        """Return the host bridge above the device with the directory *path*, and the bridges between, from above."""
+        bridges: list[PciBridge] = []
+        for above in path.resolve().parents:
+            if _ADDRESS.fullmatch(above.name) is None:
+                return (above.name if above.name.startswith("pci") else "", tuple(reversed(bridges)))
+            if above not in self._bridges:
+                self._bridges[above] = _bridge(above)
+            bridges.append(self._bridges[above])
+        return "", ()
+
+    @cached_property
+    def _nvswitches(self) -> tuple[str, ...]:
+        """The addresses of the NVSwitches among all devices of the host."""
+        return tuple(
+            name
+            for name in _names(self._devices)
+            if _hex(self._devices / name / "class") == _NVSWITCH_CLASS
+            and _hex(self._devices / name / "vendor") == _NVIDIA
+        )
 
 
 def _bridge(path: Path) -> PciBridge:
@@ -102,13 +125,6 @@ def _bridge(path: Path) -> PciBridge:
         link=_link(path),
         acs=None if acs is None else Acs(bool(control & _REDIRECTS), bool(control & _DIRECT_TRANSLATED)),
     )
-
-
-def _nvswitches(devices: Path) -> Iterator[str]:
-    """Yield the addresses of the NVSwitches among all *devices* of the host."""
-    for name in _names(devices):
-        if _hex(devices / name / "class") == _NVSWITCH_CLASS and _hex(devices / name / "vendor") == _NVIDIA:
-            yield name
 
 
 def _configuration(path: Path) -> bytes:
@@ -187,7 +203,7 @@ def _members(sys: Path, group: str, address: str) -> Iterator[GroupMember]:
             driver = driver_of(path)
             # VFIO's own and pci-stub leave the device alone (drivers/vfio, vfio_dev_driver_allowed).
             is_harmless = driver in {"vfio-pci", "pci-stub"} or bool(_names(path / "vfio-dev"))
-            yield GroupMember(name, None if is_harmless else driver, _hex(path / "class") >> 8 == _BRIDGE)
+            yield GroupMember(name, None if is_harmless else driver, _hex(path / "class") >> 8 == BRIDGE)
 
 
 def _bars(path: Path) -> Iterator[Bar]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from xml.sax.saxutils import quoteattr
 
 from runner.base.cpuset import CpuSet
+from runner.facts.pci import BRIDGE, is_gpu, is_network
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.machine import MachinePlan
 from runner.plan.passthrough_plan import DevicePlan, LinkSpeed, PassthroughPlan
 
-GPU_CLASSES, NETWORK_CLASS, BRIDGE_CLASS = (0x03, 0x12), 0x02, 0x060400
 AMD = "1002"
 PATH = "/etc/nccl-topology.xml"
 """Where the guest's file is."""
@@ -27,7 +27,7 @@ def nccl_topology(machine: MachinePlan) -> str:
     """
     passthrough = machine.passthrough
     used = [device for device in passthrough.devices if device.guest_address and _is_used(device)]
-    gpus = [device for device in used if device.device_class >> 16 in GPU_CLASSES]
+    gpus = [device for device in used if is_gpu(device.device_class)]
     if not gpus or len(used) == 1:
         return ""
     version = 2 if all(device.name.startswith(f"{AMD}:") for device in gpus) else 1
@@ -49,7 +49,7 @@ grep -qs ^NCCL_TOPO_FILE= /etc/nccl.conf || echo NCCL_TOPO_FILE={PATH} >>/etc/nc
 
 
 def _is_used(device: DevicePlan) -> bool:
-    return device.device_class >> 16 in {*GPU_CLASSES, NETWORK_CLASS}
+    return is_gpu(device.device_class) or is_network(device.device_class)
 
 
 def _cpus(topology: GuestTopology, passthrough: PassthroughPlan, used: list[DevicePlan]) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _cpus(topology: GuestTopology, passthrough: PassthroughPlan, used: list[Devi
     numbers = sorted({_node(device, several=several) for device in used})
     for number in numbers:
         vcpus = nodes[number].vcpus if number >= 0 else CpuSet(vcpu for each in nodes for vcpu in each.vcpus)
-        yield f' <cpu numaid="{number}" affinity="{_mask(vcpus)}" arch="x86_64">'
+        yield f' <cpu numaid="{number}" affinity="{vcpus.mask()}" arch="x86_64">'
         near = [device for device in used if _node(device, several=several) == number]
         for bus in dict.fromkeys(device.bus for device in near):
             yield from _below(passthrough, bus, near, 2)
@@ -81,7 +81,7 @@ def _below(passthrough: PassthroughPlan, bus: str, used: list[DevicePlan], depth
                 yield " " * depth + _pci(device.guest_address, device.device_class, device.link, device.name) + "/>"
         below = list(_below(passthrough, port.name, used, depth + (port.kind == "upstream")))
         if port.kind == "upstream" and below:
-            yield " " * depth + _pci(port.address, BRIDGE_CLASS, port.link, *port.host_name.split()) + ">"
+            yield " " * depth + _pci(port.address, BRIDGE << 8, port.link, *port.host_name.split()) + ">"
             yield from below
             yield " " * depth + "</pci>"
         else:
@@ -97,13 +97,3 @@ def _pci(address: str, device_class: int, link: LinkSpeed | None, name: str = ""
     if link is not None:
         values |= {"link_speed": link.speed, "link_width": str(link.width)}
     return "<pci " + " ".join(f"{key}={quoteattr(value)}" for key, value in values.items())
-
-
-def _mask(vcpus: CpuSet) -> str:
-    """Return *vcpus* as Linux writes a mask: groups of 32 bits in hexadecimal, separated by commas."""
-    number = sum(1 << vcpu for vcpu in vcpus)
-    groups: list[str] = []
-    while number or not groups:
-        groups.append(f"{number & 0xFFFFFFFF:08x}")
-        number >>= 32
-    return ",".join(reversed(groups))

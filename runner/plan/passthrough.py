@@ -23,6 +23,7 @@ from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, 
 from runner.plan.pci_judgements import device_remarks, some
 from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
 from runner.plan.problems import Problems
+from runner.plan.qemu_limits import GIB, HOLE, HYPERTRANSPORT, LOW_RAM, parse_version
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 
@@ -37,17 +38,10 @@ CLIQUE = "x-nv-gpudirect-clique"
 """The property that declares which GPUs can access each other's memory. Only a legacy VFIO container maps device memory:
 iommufd maps only RAM (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
 
-GIB = 1 << 30
 PORT_GRAIN = 1 << 20
 """Bytes; the window of a PCI bridge is a multiple of it."""
 OTHERS = 256 * MIB
 """Bytes of the window for the machine's other devices: 16 KiB for a virtio device, 2 MiB for a port that takes disks later."""
-DEFAULT_WINDOW = 32 * GIB
-"""``pci-hole64-size`` of QEMU's q35, and the 64-bit aperture of OVMF."""
-LOW_RAM = 2 * GIB
-"""The least RAM that q35 has below 4 GiB when it has more than that."""
-HYPERTRANSPORT = 1012 * GIB
-"""AMD's CPUs reserve the 12 GiB below 1 TiB; QEMU puts RAM that would reach it above (``hw/i386/pc.c``)."""
 EMULATED_BITS = 40
 """Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
 LEGACY_BITS, PSE36_BITS = 32, 36
@@ -297,7 +291,7 @@ class _DevicePlanner:
                     placed.append(Placed(fact, plan.guest_numa_node, each.device.topology))
         self._problems.remarks += device_remarks([each.fact for each in placed])
         self._remark_hidden(placed)
-        tree = guest_tree(placed, len(self._topology.numa_nodes), self._vfio.qemu_version, self._problems)
+        tree = guest_tree(placed, len(self._topology.numa_nodes), self._facts.qemu_version, self._problems)
         devices = tuple(_in_place(plan, tree.places[address]) for address, plan in plans.items())
         used = any(plan.vfio_backend == "iommufd" for plan in devices)
         iommufd = self._vfio.iommufd.path if used else None
@@ -327,14 +321,14 @@ class _DevicePlanner:
         cliques = any(name == CLIQUE for each in self._asked for name, _ in each.device.properties)
         legacy = "legacy" in named or cliques
         if not named and not legacy:
-            legacy = any(iommufd_error(fact, self._vfio) is not None for fact in facts)
+            legacy = any(iommufd_error(fact, self._vfio, self._facts.qemu_version) is not None for fact in facts)
         return ("legacy", "iommufd") if legacy else ("iommufd", "legacy")
 
     def _device(
         self, where: str, asked: Asked, fact: PciFact, preferred: tuple[VfioBackend, VfioBackend]
     ) -> DevicePlan | None:
         backends = preferred if asked.device.iommu == "auto" else (asked.device.iommu,)
-        errors = {backend: backend_error(backend, fact, self._vfio) for backend in backends}
+        errors = {backend: backend_error(backend, fact, self._vfio, self._facts.qemu_version) for backend in backends}
         backend = next((backend for backend, error in errors.items() if error is None), None)
         if backend is None:
             why = "; ".join(f"not by {backend!r}: {error}" for backend, error in errors.items())
@@ -401,11 +395,11 @@ class _DevicePlanner:
         for address, place in tree.places.items():
             bars.setdefault(place.port, []).extend(self._vfio.devices[address].bars)
         window = tree_window(tree.ports, bars)
-        if window <= DEFAULT_WINDOW:
+        if window <= HOLE:
             return None
         size = sum(each.memory for each in self._topology.numa_nodes)
         top = top_of_addresses(size, window, amd=self._facts.cpu_vendor == "AuthenticAMD")
-        bits = guest_address_bits(accel, self._spec.cpu.model, self._vfio.address_bits)
+        bits = guest_address_bits(accel, self._spec.cpu.model, self._facts.address_bits)
         if bits and top > 1 << bits:
             self._problems.refuse(
                 "device",
@@ -460,13 +454,13 @@ def _node_error(node: DeviceNode | None, what: str) -> str | None:
     return f"{node.path}: {node.error}; {LET_IN if node.error == DENIED else GIVE.format(node.path)}"
 
 
-def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts) -> str | None:
+def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts, qemu_version: str) -> str | None:
     """Return why *backend* cannot pass the device through; ``None`` if it can."""
     match backend:
         case "legacy":
             return legacy_error(fact, vfio)
         case "iommufd":
-            return iommufd_error(fact, vfio)
+            return iommufd_error(fact, vfio, qemu_version)
         case other:
             assert_never(other)
 
@@ -478,11 +472,11 @@ def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
     )
 
 
-def iommufd_error(fact: PciFact, vfio: VfioFacts) -> str | None:
+def iommufd_error(fact: PciFact, vfio: VfioFacts, qemu_version: str) -> str | None:
     """Return why the device cannot be passed through by iommufd; ``None`` if it can."""
-    version = re.match(r"([0-9]+)\.([0-9]+)", vfio.qemu_version, re.ASCII)
-    if version is None or (int(version[1]), int(version[2])) < IOMMUFD_SINCE:
-        return f"QEMU {vfio.qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
+    version = parse_version(qemu_version)
+    if version is None or version < IOMMUFD_SINCE:
+        return f"QEMU {qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
     return _node_error(vfio.iommufd, "/dev/iommu (CONFIG_IOMMUFD)") or _node_error(
         fact.device_node, "nodes of VFIO devices (CONFIG_VFIO_DEVICE_CDEV)"
     )

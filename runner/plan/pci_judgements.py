@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 
-from runner.facts.pci import PciBridge, PciFact, PciLink
+from runner.facts.pci import PciFact, PciLink, is_gpu, is_network
 from runner.plan.pci_tree import gigatransfers
 from runner.plan.problems import Remark
 from runner.spec.rules import format_size
 
-DISPLAY, ACCELERATOR, NETWORK = 0x03, 0x12, 0x02
-"""PCI base classes."""
 SHOWN = 4
 """Addresses that a remark names; of others it says the number."""
 
@@ -27,7 +25,7 @@ def device_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
     yield from _companions(facts)
     yield from _nvlink(facts)
     yield from _small_regions(facts)
-    cold = [fact.address for fact in facts if fact.d3cold and _is_gpu(fact)]
+    cold = [fact.address for fact in facts if fact.d3cold and is_gpu(fact.device_class)]
     if cold:
         yield Remark(
             f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold); a GPU that does not wake "
@@ -41,10 +39,6 @@ def some(addresses: Iterable[str]) -> str:
     listed = list(dict.fromkeys(addresses))
     left = len(listed) - SHOWN
     return ", ".join(listed[:SHOWN]) + (f" and {left} more" if left > 0 else "")
-
-
-def _is_gpu(fact: PciFact) -> bool:
-    return fact.device_class >> 16 in {DISPLAY, ACCELERATOR}
 
 
 def _named(fact: PciFact) -> str:
@@ -84,7 +78,7 @@ def _own_link(fact: PciFact) -> Iterator[Remark]:
             f"{fact.bridges[-1].address}, is slower",
             "put it into a faster slot, or look at the slot's speed in the firmware's settings",
         )
-    elif link.speed != link.best_speed and not _is_gpu(fact) and not _accompanies(fact):
+    elif link.speed != link.best_speed and not is_gpu(fact.device_class) and not _accompanies(fact):
         yield Remark(
             f"{_named(fact)}: its PCI Express link is {now}, its best is {best}",
             "seat it anew, and look for PCIe errors in the kernel's log and for the slot's speed in the firmware's settings",
@@ -104,7 +98,7 @@ def _idle(facts: Sequence[PciFact]) -> Iterator[Remark]:
     idle = [
         (fact.address, fact.link)
         for fact in facts
-        if _is_gpu(fact)
+        if is_gpu(fact.device_class)
         and fact.link is not None
         and 0 < gigatransfers(fact.link.speed) < gigatransfers(fact.link.best_speed)
     ]
@@ -120,8 +114,9 @@ def _uplinks(facts: Sequence[PciFact]) -> Iterator[Remark]:
     """Yield switches whose own link has fewer lanes, or is slower, than both of its ends can do."""
     seen: set[str] = set()
     for fact in facts:
-        for above, below in pairwise(fact.bridges):
-            if below.address in seen or below.link is None or above.link is None or not _is_switch(fact, below):
+        for index in range(1, len(fact.bridges)):
+            above, below = fact.bridges[index - 1 : index + 1]
+            if below.address in seen or below.link is None or above.link is None or not fact.begins_switch(index):
                 continue
             seen.add(below.address)
             best = min(below.link.best_speed, above.link.best_speed, key=_known)
@@ -138,13 +133,6 @@ def _link(link: PciLink) -> str:
     return f"{link.speed} x{link.width}"
 
 
-def _is_switch(fact: PciFact, bridge: PciBridge) -> bool:
-    """Tell whether *bridge* is where a switch begins: by its kind, or where that cannot be read by its place on the way."""
-    if bridge.kind is not None:
-        return bridge.kind == "upstream port"
-    return fact.bridges.index(bridge) % 2 == 1
-
-
 def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Remark]:
     """Yield what sends traffic between devices behind one switch to the root complex, and NICs that cannot avoid it.
 
@@ -158,7 +146,7 @@ def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Remark]:
         ports += redirecting
         if redirecting:
             untranslated += [
-                fact.address for fact in (one, other) if fact.ats is False and fact.device_class >> 16 == NETWORK
+                fact.address for fact in (one, other) if fact.ats is False and is_network(fact.device_class)
             ]
     if not ports:
         return
@@ -178,17 +166,15 @@ def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Remark]:
 
 def _redirecting(one: PciFact, other: PciFact) -> Iterator[str]:
     """Yield the ports between two devices behind one switch that redirect what goes from one to the other."""
-    common = [
-        first for first, second in zip(one.bridges, other.bridges, strict=False) if first.address == second.address
-    ]
-    if not any(_is_switch(one, bridge) for bridge in common) or one.slot == other.slot:
+    common = sum(first.address == second.address for first, second in zip(one.bridges, other.bridges, strict=False))
+    if not any(map(one.begins_switch, range(common))) or one.slot == other.slot:
         return
     for fact, peer in ((one, other), (other, one)):
-        for bridge in fact.bridges[len(common) :]:
+        for index, bridge in enumerate(fact.bridges[common:], common):
             if bridge.acs is not None:
                 if bridge.acs.redirects and not (bridge.acs.direct_translated and fact.ats):
                     yield bridge.address
-            elif bridge.kind is None and not _is_switch(fact, bridge) and fact.group != peer.group:
+            elif bridge.kind is None and not fact.begins_switch(index) and fact.group != peer.group:
                 yield bridge.address
 
 
@@ -226,7 +212,7 @@ def _nvlink(facts: Sequence[PciFact]) -> Iterator[Remark]:
 def _small_regions(facts: Sequence[PciFact]) -> Iterator[Remark]:
     for fact in facts:
         for bar in fact.bars:
-            if _is_gpu(fact) and 0 < bar.size < bar.largest:
+            if is_gpu(fact.device_class) and 0 < bar.size < bar.largest:
                 yield Remark(
                     f"{_named(fact)}: the CPU and other devices reach {format_size(bar.size)} of its memory at a time, where "
                     f"its region can have {format_size(bar.largest)}",

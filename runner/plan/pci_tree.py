@@ -15,6 +15,7 @@ from runner.base.values import frozen
 from runner.facts.pci import PciBridge, PciFact, PciLink
 from runner.plan.passthrough_plan import FIRST_BRIDGE, LAST_BUS, ROOT_BUS, LinkSpeed, PciHostBridge, PciPort, PortKind
 from runner.plan.problems import Problems
+from runner.plan.qemu_limits import parse_version
 from runner.spec.instance import DeviceTopology
 
 SLOTS = 32
@@ -169,9 +170,8 @@ class _Builder:
     """Numbers ports and buses in the order in which firmware does: depth first, by device number."""
 
     def __init__(self, qemu_version: str) -> None:
-        version = re.match(r"([0-9]+)\.([0-9]+)", qemu_version, re.ASCII)
-        known = (0, 0) if version is None else (int(version[1]), int(version[2]))
-        self._fastest = max(SPEEDS) if known >= FASTER_SINCE else SLOWER_FASTEST
+        version = parse_version(qemu_version)
+        self._fastest = max(SPEEDS) if version is not None and version >= FASTER_SINCE else SLOWER_FASTEST
         self.ports: list[PciPort] = []
         self.places: dict[str, DevicePlace] = {}
         self.chassis = self._switches = 0
@@ -241,8 +241,7 @@ def _add(top: _Switch, slot: _Slot) -> None:
     """Add *slot* below *top*, under each switch on its way on the host."""
     way, at = slot.bridges, top
     for index, bridge in enumerate(way):
-        is_root = index == 0
-        if is_root or (bridge.kind or ("upstream port" if index % 2 else "downstream port")) == "upstream port":
+        if index == 0 or slot.devices[0].fact.begins_switch(index):
             at = at.below(bridge, way[:index])
     at.items[slot.devices[0].fact.address] = slot
 

@@ -32,7 +32,8 @@ ASKED_FROM = 100
 
 GIB = 1 << 30
 LOW_RAM, HOLE = 2 * GIB, 32 * GIB
-"""Bytes of RAM below 4 GiB in a guest with more, and of the window for 64-bit devices above its RAM (``q35.c``)."""
+"""Bytes of RAM below 4 GiB in a guest with more, and of the window for 64-bit devices above its RAM (``q35.c``), which OVMF's
+aperture is as well."""
 HYPERTRANSPORT = 1012 * GIB
 """The first address that devices of an AMD machine cannot reach; QEMU moves all RAM above 4 GiB to 1 TiB for it (``pc.c``)."""
 _AMD_MODELS = re.compile(r"max\b|qemu64\b|EPYC|Opteron|phenom\b|athlon\b")

@@ -137,7 +137,7 @@ def test_firmware_numbers_buses_and_places_regions_as_planned(
         {**record, "bars": [[0, SMALL_BARS, "0x14220c"]]} if record["driver"] == "vfio-pci" else record
         for record in recorded_pci(recorded)
     ]
-    facts = attrs.evolve(EPYC, vfio=vfio_facts(tmp_path, small, qemu_version="7.2.22"))
+    facts = attrs.evolve(EPYC, vfio=vfio_facts(tmp_path, small), qemu_version="7.2.22")
     on_both = '[cpu]\ncount = 4\ncpus = "1,65,33,97"\n' if recorded != "workstation" else ""
     passthrough = plan_of(f'{KERNEL}{on_both}[[device]]\nvariable = "ALL"\n', facts).machine.passthrough
     machine = planned("epyc-7543-2s-nps1", "1,65,33,97" if on_both else "1,65")

@@ -11,7 +11,7 @@ import attrs
 
 from runner.facts.pci import DeviceNode, VfioFacts
 from runner.facts.roots import Roots
-from runner.kernel.pci import read_pci_device
+from runner.kernel.pci import read_pci_facts
 from runner.plan.instance import InstancePlan
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan, VfioBackend
 
@@ -65,14 +65,11 @@ def fake_pci_tree(root: Path, records: Sequence[Record]) -> Path:
 def vfio_facts(root: Path, records: Sequence[Record], **values: Any) -> VfioFacts:
     """Return the facts of a host with *records* below *root*, on which all of VFIO can be used; *values* replace some."""
     fake_pci_tree(root, records)
-    found = [read_pci_device(record["address"], Roots.below(root)) for record in records]
     facts = VfioFacts(
-        devices={fact.address: fact for fact in found if fact is not None},
+        devices=read_pci_facts((record["address"] for record in records), Roots.below(root)),
         environment={"ALL": ",".join(record["address"] for record in records if record["driver"] == "vfio-pci")},
         container=DeviceNode(PurePosixPath("/dev/vfio/vfio"), None, everyone=True),
         iommufd=DeviceNode(PurePosixPath("/dev/iommu")),
-        qemu_version="10.0.2",
-        address_bits=52,
     )
     return attrs.evolve(facts, **values)
 
@@ -81,10 +78,9 @@ def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend) -> Inst
     """Return *plan* with a fake device for each of *backends*; QEMU runs as the user with the number 65534."""
     records = [record for record in recorded_pci("hgx-h100") if record["driver"] == "vfio-pci"][: len(backends)]
     fake_pci_tree(root, records)
+    facts = read_pci_facts((record["address"] for record in records), Roots.below(root))
     devices = []
-    for record, backend in zip(records, backends, strict=True):
-        fact = read_pci_device(record["address"], Roots.below(root))
-        assert fact is not None
+    for fact, backend in zip(facts.values(), backends, strict=True):
         assert fact.group_node is not None
         assert fact.device_node is not None
         devices.append(

@@ -9,7 +9,7 @@ import pytest
 from runner.base.errors import HostError
 from runner.facts.pci import Acs, Bar, DeviceNode, GroupMember, PciLink
 from runner.facts.roots import Roots
-from runner.kernel.pci import driver_of, has_lost_link, is_silent, read_pci_device
+from runner.kernel.pci import driver_of, has_lost_link, is_silent, read_pci_facts
 from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -22,8 +22,7 @@ def changed(address: str, **values: object) -> list[Record]:
 
 
 def test_every_attribute_of_a_gpu_is_read(tmp_path: Path) -> None:
-    found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, HGX)))
-    assert found is not None
+    found = read_pci_facts([GPU], Roots.below(fake_pci_tree(tmp_path, HGX)))[GPU]
     assert (found.name, found.driver, found.vfio, found.numa_node, found.group) == (
         "10de:2330",
         "vfio-pci",
@@ -42,17 +41,15 @@ def test_every_attribute_of_a_gpu_is_read(tmp_path: Path) -> None:
 
 def test_absent_files_read_as_none(tmp_path: Path) -> None:
     roots = Roots.below(fake_pci_tree(tmp_path, changed(GPU, group=None, driver="", link=[], numa_node=-1)))
-    assert read_pci_device("0000:ff:00.0", roots) is None
-    found = read_pci_device(GPU, roots)
-    assert found is not None
+    assert read_pci_facts(["0000:ff:00.0"], roots) == {}
+    found = read_pci_facts([GPU], roots)[GPU]
     assert (found.group, found.driver, found.vfio, found.link, found.numa_node) == (None, None, False, None, -1)
     assert (found.group_node, found.device_node) == (None, None)
 
 
 def test_low_memory_and_port_regions_are_distinguished(tmp_path: Path) -> None:
     bars = [[0, 4096, "0x040200"], [2, 32, "0x040101"], [4, GIB, "0x140204"]]
-    found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, changed(GPU, bars=bars))))
-    assert found is not None
+    found = read_pci_facts([GPU], Roots.below(fake_pci_tree(tmp_path, changed(GPU, bars=bars))))[GPU]
     assert found.bars == (Bar(4096, False), Bar(GIB, False)), "ports are no memory; without prefetch it stays low"
 
 
@@ -72,8 +69,7 @@ def test_drivers_that_do_not_use_the_device_are_omitted(tmp_path: Path) -> None:
         {**HGX[0], "address": f"0000:f{number}:00.0", "group": "30", "driver": driver}
         for number, driver in enumerate(("snd_hda_intel", "vfio-pci", "pci-stub", ""))
     ]
-    found = read_pci_device(GPU, Roots.below(fake_pci_tree(tmp_path, [*HGX, *others])))
-    assert found is not None
+    found = read_pci_facts([GPU], Roots.below(fake_pci_tree(tmp_path, [*HGX, *others])))[GPU]
     assert [(each.address, each.driver) for each in found.members if not each.bridge] == [
         ("0000:f0:00.0", "snd_hda_intel"),
         ("0000:f1:00.0", None),
@@ -83,8 +79,9 @@ def test_drivers_that_do_not_use_the_device_are_omitted(tmp_path: Path) -> None:
 
 
 def test_the_way_to_a_device_is_read(tmp_path: Path) -> None:
-    found = read_pci_device("0000:18:00.0", Roots.below(fake_pci_tree(tmp_path, recorded_pci("hgx-h200"))))
-    assert found is not None
+    found = read_pci_facts(["0000:18:00.0"], Roots.below(fake_pci_tree(tmp_path, recorded_pci("hgx-h200"))))[
+        "0000:18:00.0"
+    ]
     assert (found.root, found.device_class, found.ats, found.d3cold) == ("pci0000:15", 0x030200, False, True)
     assert [(each.address, each.name, each.kind, each.acs) for each in found.bridges] == [
         ("0000:15:01.0", "8086:352a", "root port", Acs(redirects=True, direct_translated=False)),
@@ -98,9 +95,7 @@ def test_the_way_to_a_device_is_read(tmp_path: Path) -> None:
 def test_sizes_of_a_resizable_region_and_the_physical_function_are_read(tmp_path: Path) -> None:
     virtual = {**recorded_pci("workstation")[-1], "address": "0000:c1:00.2", "physfn": "0000:c1:00.0"}
     roots = Roots.below(fake_pci_tree(tmp_path, [*recorded_pci("workstation"), virtual]))
-    gpu, function = (read_pci_device(address, roots) for address in ("0000:41:00.0", "0000:c1:00.2"))
-    assert gpu is not None
-    assert function is not None
+    gpu, function = read_pci_facts(["0000:41:00.0", "0000:c1:00.2"], roots).values()
     assert [bar.largest for bar in gpu.bars] == [0, 32 * GIB, 0]
     assert (gpu.physical_function, function.physical_function) == ("", "0000:c1:00.0")
     assert (gpu.ats, function.d3cold) == (None, False)

@@ -14,10 +14,10 @@ import pytest
 from runner.base.errors import SpecError
 from runner.facts.host import HostFacts, User
 from runner.facts.memory import MemoryLimits
-from runner.facts.pci import Bar, DeviceNode, PciFact, VfioFacts
+from runner.facts.pci import Bar, DeviceNode, VfioFacts
 from runner.facts.roots import Roots
 from runner.host.device_claims import read_claim
-from runner.kernel.pci import read_pci_device
+from runner.kernel.pci import read_pci_facts
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace
 from runner.plan.machine import Accel
@@ -68,7 +68,9 @@ def vfio_of(facts: HostFacts) -> VfioFacts:
 
 
 def with_vfio(facts: HostFacts, **values: object) -> HostFacts:
-    return attrs.evolve(facts, vfio=attrs.evolve(vfio_of(facts), **values))  # type: ignore[arg-type]
+    """Return *facts* with other *values* of VFIO's, or of the host's own."""
+    own = {name: values.pop(name) for name in values.keys() - attrs.fields_dict(VfioFacts).keys()}
+    return attrs.evolve(facts, vfio=attrs.evolve(vfio_of(facts), **values), **own)  # type: ignore[arg-type]
 
 
 def with_gpu(facts: HostFacts, **values: object) -> HostFacts:
@@ -695,10 +697,8 @@ def test_the_time_to_release_devices_shortens_the_guests() -> None:
 
 def test_facts_of_devices_are_asked_for_by_address(tmp_path: Path) -> None:
     fake_pci_tree(tmp_path, HGX)
-    found = read_pci_device(GPU, Roots.below(tmp_path))
-    assert isinstance(found, PciFact)
+    [found] = read_pci_facts([GPU, "0000:ff:00.0"], Roots.below(tmp_path)).values()
     assert found.group_node == DeviceNode(PurePosixPath(tmp_path / "dev/vfio/30"), None, busy=False, everyone=False)
-    assert read_pci_device("0000:ff:00.0", Roots.below(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ ALL = '[[device]]\nvariable = "ALL"\n'
 TREES = ["hgx-h200", "l40s-box", "mi300x", "workstation"]
 
 
-def host(root: Path, records: list[Record], **values: object) -> HostFacts:
-    return attrs.evolve(EPYC, vfio=vfio_facts(root, records, **values))
+def host(root: Path, records: list[Record], qemu_version: str = "10.0.2", **values: object) -> HostFacts:
+    return attrs.evolve(EPYC, vfio=vfio_facts(root, records, **values), qemu_version=qemu_version)
 
 
 def facts_of(facts: HostFacts) -> dict[str, PciFact]:

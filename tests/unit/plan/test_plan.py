@@ -128,6 +128,8 @@ EPYC = attrs.evolve(
     memory_nodes=CpuSet([0, 1]),
     memory=256 * GIB,
     cpu_vendor="AuthenticAMD",
+    qemu_version="10.0.2",
+    address_bits=52,
 )
 
 
