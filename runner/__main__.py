@@ -72,7 +72,12 @@ def _run_command(command: str, words: Sequence[str]) -> int:
         arguments = program_parser({command}).parse_args(words)
     except SystemExit as ended:  # --help, --version, a wrong command line
         return int(ended.code or 0)
-    status: int = import_module(f"runner.cli.{arguments.command}").main(arguments)
+    try:
+        status: int = import_module(f"runner.cli.{arguments.command}").main(arguments)
+    except RunnerError as error:
+        if getattr(arguments, "json", False):
+            import_module("runner.cli.refusal").print_refusal(error, arguments)
+        raise
     return status
 
 

@@ -17,7 +17,7 @@ a bug of this program: it keeps its traceback and is reported as a bug.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from runner.base.values import frozen
 
@@ -148,13 +148,26 @@ def explain(error: BaseException) -> str:
     An ``OSError`` contributes its reason only: the sentence before it has named the object already. The words of a guest or
     another program in it can neither begin a line of their own nor control a terminal.
     """
-    parts = []
-    cause: BaseException | None = error
+    return ": ".join([_sentence(error, str(error)), *_causes(error)])
+
+
+def problems_of(error: RunnerError) -> tuple[Problem, ...]:
+    """Return what *error* says, with its chain of causes, as problems: those of a document, or one that is in none."""
+    if isinstance(error, SpecError):
+        return error.problems
+    return (Problem("", ": ".join([_sentence(error, error.message), *_causes(error)]), error.remedy),)
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    cause = error.__cause__
     while cause is not None:
-        text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause) or type(cause).__name__
-        parts.append(text if isinstance(cause, SpecError) else escaped(text))
+        yield _sentence(cause, str(cause))
         cause = cause.__cause__
-    return ": ".join(parts)
+
+
+def _sentence(error: BaseException, says: str) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else says or type(error).__name__
+    return text if isinstance(error, SpecError) else escaped(text)
 
 
 def escaped(text: str) -> str:

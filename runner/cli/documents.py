@@ -5,36 +5,71 @@ Only ``plan`` imports it: PID 1 does not pay for YAML, and cloud-init in the gue
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
-from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain
+from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain, problems_of
+from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
+from runner.cli.refusal import FORMAT, problem_json
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
+from runner.spec.rules import parse_document
 from runner.spec.yaml import parse_yaml
 
 CLOUD_CONFIG = b"#cloud-config"
 
 
-def check(paths: Iterable[str]) -> int:
-    """Print a line for each document that is right, and every problem of the others; return the highest exit status."""
-    status = 0
+@frozen
+class _Judged:
+    """A document, its spec if it is right and no variable that is not set decides about a key, and the names of those."""
+
+    source: str
+    written: Mapping[str, object]
+    spec: InstanceSpec | None = None
+    unset: tuple[str, ...] = ()
+    error: RunnerError | None = None
+
+
+def check(paths: Iterable[str], *, as_json: bool) -> int:
+    """Print what is to be said of each document, a line for one that is right; return the highest exit status."""
+    judged = list[_Judged]()
     for path in paths:
-        source = source_of(path)
-        try:
-            spec, unset = _checked(source, read_spec(path))
-        except RunnerError as error:
-            sys.stdout.flush()
-            print("\n".join(f"instance-runner: {line}" for line in explain(error).splitlines()), file=sys.stderr)
-            status = max(status, error.status)
-            continue
-        about = "right" if spec is None else f"right, {_summary(spec)}"
-        unknown = f"; without the values of {', '.join(unset)}, which are not set here" if unset else ""
-        print(escaped(f"{source}: {about}{unknown}"))
-    return status
+        judged.append(_judge(path))
+        if not as_json:
+            _print(judged[-1])
+    if as_json:
+        print(json.dumps({"version": FORMAT, "documents": [_as_json(each) for each in judged]}, indent=1))
+    return max((each.error.status for each in judged if each.error is not None), default=0)
+
+
+def _judge(path: str) -> _Judged:
+    source, written = source_of(path), dict[str, object]()
+    try:
+        data = read_spec(path)
+        written = parse_document(source, data)
+        return _Judged(source, written, *_checked(source, data))
+    except RunnerError as error:
+        return _Judged(source, written, error=error)
+
+
+def _print(judged: _Judged) -> None:
+    if judged.error is not None:
+        sys.stdout.flush()
+        print("\n".join(f"instance-runner: {line}" for line in explain(judged.error).splitlines()), file=sys.stderr)
+        return
+    about = "right" if judged.spec is None else f"right, {_summary(judged.spec)}"
+    unknown = f"; without the values of {', '.join(judged.unset)}, which are not set here" if judged.unset else ""
+    print(escaped(f"{judged.source}: {about}{unknown}"))
+
+
+def _as_json(judged: _Judged) -> dict[str, object]:
+    found = () if judged.error is None else problems_of(judged.error)
+    problems = [problem_json(judged.source, each, judged.written) for each in found]
+    return {"document": judged.source, "right": not problems, "unset": judged.unset, "problems": problems}
 
 
 def _checked(source: str, data: bytes) -> tuple[InstanceSpec | None, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import trio
 
-from runner.base.errors import RunnerError, Status, explain
+from runner.base.errors import RunnerError, Status
 from runner.instance.init import ExitReport, Streams, failed_system_call
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
@@ -87,7 +87,7 @@ def _run(act: Callable[[], Awaitable[ExitReport]]) -> ExitReport:
     try:
         return trio.run(act)
     except RunnerError as error:
-        return ExitReport(error.status, error.status.name.lower(), explain(error))
+        return ExitReport.of(error)
     except Exception as error:
         report = failed_system_call(error)
         if report is not None:

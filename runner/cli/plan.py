@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         from runner.cli import documents
 
         _refuse_without_document(arguments)
-        return documents.check(arguments.spec)
+        return documents.check(arguments.spec, as_json=arguments.json)
     _refuse_contradictions(arguments)
     if arguments.record or arguments.node:
         from runner.cli import plan_node
@@ -129,9 +129,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _refuse_without_document(arguments: argparse.Namespace) -> None:
     """Raise :exc:`~runner.base.errors.UsageError` for what ``--document-only`` does not take."""
-    others = (*NODE_OPTIONS, "record", "node", "json", "show_argv", "nccl")
+    others = (*NODE_OPTIONS, "record", "node", "show_argv", "nccl")
     if any(getattr(arguments, name) for name in others):
-        raise UsageError("cannot use other options with --document-only: it takes SPECs alone")
+        raise UsageError("cannot use other options with --document-only: it takes SPECs and --json")
     if not arguments.spec:
         raise UsageError("cannot check nothing: name SPECs with --document-only")
     if arguments.spec.count("-") > 1:

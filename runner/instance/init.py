@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import accumulate, takewhile
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import attrs
 import trio
 
-from runner.base.errors import HostError, RefusedError, RunnerError, Status, explain
+from runner.base.errors import HostError, Problem, RefusedError, RunnerError, Status, explain, problems_of
 from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.facts.roots import Roots
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that mean: end the instance. They must be blocked when Python starts and are unblocked here."""
 
+LONGEST_TERMINATION_LOG = 4096
+"""Bytes that Kubernetes keeps of a termination log (``MaxContainerTerminationMessageLength``)."""
 _MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
 """Errors of a system call that say nothing of the host."""
 
@@ -49,16 +53,32 @@ class ExitReport:
     outcome: str
     detail: str
     faults: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    """Why it was refused, or why its start failed; those of the spec with the key that they are about."""
+
+    @classmethod
+    def of(cls, error: RunnerError) -> Self:
+        """Return the report of an instance that *error* ends."""
+        return cls(error.status, error.status.name.lower(), explain(error), problems=problems_of(error))
 
     def to_json(self) -> dict[str, object]:
         """Return it as written to the termination log."""
-        # Kubernetes keeps 4096 bytes of it: both fields are cut so that what it keeps is JSON.
+        # Kubernetes keeps 4096 bytes of it: all fields are cut so that what it keeps is JSON.
         faults = [_cut(fault, 300) for fault in self.faults[:5]]
-        return {"status": self.status, "outcome": self.outcome, "detail": _cut(self.detail, 1500), "faults": faults}
+        document = {"status": self.status, "outcome": self.outcome, "detail": _cut(self.detail, 1500), "faults": faults}
+        problems = [{"path": each.path, "message": each.message, "remedy": each.remedy} for each in self.problems]
+        while problems and len(json.dumps(document | {"problems": problems})) >= LONGEST_TERMINATION_LOG:
+            problems.pop()
+        return document | {"problems": problems}
 
 
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+def _cut(text: str, most: int) -> str:
+    """Return *text*, shortened where it would take more than *most* bytes in JSON."""
+    if len(json.dumps(text)) <= most:
+        return text
+    room = most - len(json.dumps("…"))
+    sizes = accumulate(len(json.dumps(character)) - len('""') for character in text)
+    return text[: sum(1 for _ in takewhile(lambda size: size <= room, sizes))] + "…"
 
 
 @frozen
@@ -97,7 +117,7 @@ async def run_as_init(
             become_subreaper()
         spec = parse_instance(source, data, os.environ)
     except RunnerError as error:
-        return _refused(error)
+        return ExitReport.of(error)
 
     async def run(supervisor: Supervisor) -> ExitReport:
         return await _run(source, spec, supervisor, state_directory, streams, pid1=pid1)
@@ -280,7 +300,7 @@ async def _reported_as_start(run: Callable[[], Awaitable[ExitReport]]) -> ExitRe
     except StopRequestedError:
         return ExitReport(Status.STOPPED, "stopped", "asked to stop before anything was started")
     except RunnerError as error:
-        return _refused(error)
+        return ExitReport.of(error)
 
 
 @asynccontextmanager
@@ -337,7 +357,7 @@ def failed_system_call(error: BaseException) -> ExitReport | None:
     named = f"cannot use {os.fsdecode(failed.filename)!r}" if isinstance(failed.filename, (str, bytes)) else ""
     host = HostError(named or "cannot run the instance")
     host.__cause__ = failed
-    return _refused(host)
+    return ExitReport.of(host)
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -352,10 +372,6 @@ def _os_error(error: BaseException | None) -> OSError | None:
         found = [_os_error(each) for each in error.exceptions]
         return None if None in found else found[0]
     return error if isinstance(error, OSError) and error.errno not in _MISTAKES else None
-
-
-def _refused(error: RunnerError) -> ExitReport:
-    return ExitReport(error.status, error.status.name.lower(), explain(error))
 
 
 async def _obey(signals: AsyncIterator[int], stop: StopRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -109,6 +110,30 @@ def test_a_document_that_cannot_be_read_does_not_keep_the_others_from_being_judg
     assert second == f"instance-runner: cannot read the spec {str(tmp_path)!r}: it is not a file"
     assert all(line.startswith(f"instance-runner: {tmp_path}/wrong.toml: ") for line in others)
     assert plan("--document-only", EXAMPLES[2], missing).returncode == 2
+
+
+def test_problems_are_data_for_a_program_and_sentences_for_a_reader(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('[cpu]\ncount = "four"\n[[disk]]\npath = [1]\npaht = "/d"\n')
+    expected = [
+        ("cpu.count", "four", 'found the string "four"'),
+        ("disk[0].paht", "/d", "unknown key"),
+        ("disk[0].path", [1], "found an array"),
+    ]
+    refused, judged = plan("--json", wrong), plan("--document-only", "--json", wrong, EXAMPLES[2], tmp_path)
+    assert (refused.returncode, judged.returncode) == (30, 30)
+    assert refused.stderr.count(f"instance-runner: {wrong}: ") == len(expected)
+    assert not judged.stderr
+    [first, right, unreadable] = json.loads(judged.stdout)["documents"]
+    assert json.loads(refused.stdout) == {"version": 1, "problems": first["problems"]}
+    found = sorted((each["path"], each["found"], each["message"]) for each in first["problems"])
+    assert [(path, value) for path, value, _ in found] == [(path, value) for path, value, _ in expected]
+    assert all(message.startswith(begins) for (_, _, message), (_, _, begins) in zip(found, expected, strict=True))
+    assert all(each["document"] == str(wrong) and each["remedy"] for each in first["problems"])
+    assert (right["right"], right["problems"]) == (True, [])
+    assert [each["message"] for each in unreadable["problems"]] == [
+        f"cannot read the spec {str(tmp_path)!r}: it is not a file"
+    ]
 
 
 def test_what_depends_on_variables_that_are_not_set_is_left_open() -> None:

@@ -345,7 +345,11 @@ TWICE = "cannot read standard input twice: name a file for the SPEC, for --pod o
         ),
         (("a", "b"), 2, "cannot plan several instances at once: name one SPEC, or check them by --document-only"),
         (("--document-only",), 2, "cannot check nothing: name SPECs with --document-only"),
-        (("--document-only", "a", "--json"), 2, "cannot use other options with --document-only: it takes SPECs alone"),
+        (
+            ("--document-only", "a", "--nccl"),
+            2,
+            "cannot use other options with --document-only: it takes SPECs and --json",
+        ),
         ((*NODE, "-", "--pod", "-"), 2, TWICE),
         ((*NODE, "--pod", "-", "--running", "-"), 2, TWICE),
         (("--document-only", "-", "-"), 2, "cannot read standard input twice: name a file for a SPEC"),
@@ -420,4 +424,6 @@ def test_wrong_command_lines_are_refused(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["plan", *arguments]) == status
-    assert capsys.readouterr() == ("", f"instance-runner: {sentence}\n")
+    printed = capsys.readouterr()
+    assert printed.err == f"instance-runner: {sentence}\n"
+    assert (printed.out == "") is ("--json" not in arguments)

@@ -357,6 +357,7 @@ def test_a_stop_requested_while_a_program_takes_over(
         "outcome": "stopped",
         "detail": "the guest powered down when asked to",
         "faults": [],
+        "problems": [],
     }
 
 

@@ -62,6 +62,7 @@ def test_boot_dhcp_share_sigterm(start: ProgramStarter, tmp_path: Path) -> None:
         "outcome": "stopped",
         "detail": "the guest powered down when asked to",
         "faults": [],
+        "problems": [],
     }
     assert [path.name for path in run.state.iterdir()] == ["console.log"]
     assert (run.state / "console.log").read_text() == run.console
