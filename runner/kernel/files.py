@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import stat
@@ -255,7 +254,6 @@ def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
                 yield copied_fd
 
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
@@ -340,43 +338,6 @@ def discard_left(path: PurePosixPath, names: Sequence[str]) -> None:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=fd)
-
-
-MOST_REMOVED = 100_000
-"""Entries of a tree that are removed: a process that may write there could make more for as long as they are."""
-
-
-def remove_tree(name: str, at: int, most: int = MOST_REMOVED) -> None:
-    """Remove the directory *name* in the directory *at* (a descriptor) with all that others have made in it.
-
-    No link is followed, and however deep it is nested, two descriptors suffice: what is in a directory below is moved up
-    first. Others than this process's user make nothing in it any more. Raises :class:`~runner.base.errors.HostError`.
-    """
-    try:
-        with closing(os.open(name, _DIRECTORY, dir_fd=at)) as top:
-            os.fchmod(top, 0o700)
-            numbers = itertools.count()
-            while names := os.listdir(top):  # noqa: PTH208 - a descriptor
-                for each in names:
-                    if next(numbers) >= most:
-                        raise HostError(f"cannot remove {name!r}: it has more than {most} entries")
-                    if stat.S_ISDIR(os.lstat(each, dir_fd=top).st_mode):
-                        _lift_entries(each, top, numbers)
-                        os.rmdir(each, dir_fd=top)
-                    else:
-                        os.unlink(each, dir_fd=top)
-        os.rmdir(name, dir_fd=at)
-    except OSError as error:
-        raise HostError(f"cannot remove {name!r}") from error
-
-
-def _lift_entries(name: str, top: int, numbers: Iterator[int]) -> None:
-    """Move what is in the directory *name* in *top* to *top*, under names that nothing has there."""
-    prefix = os.urandom(8).hex()
-    with closing(os.open(name, _DIRECTORY, dir_fd=top)) as below:
-        os.fchmod(below, 0o700)
-        for inner in os.listdir(below):  # noqa: PTH208 - a descriptor
-            os.rename(inner, f"{prefix}.{next(numbers)}", src_dir_fd=below, dst_dir_fd=top)
 
 
 def remove_directory_if_empty(path: PurePosixPath) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -10,49 +11,71 @@ from pathlib import PurePath
 
 from runner.base.errors import HostError
 from runner.base.values import frozen
-from runner.kernel.files import closing, remove_tree
+from runner.kernel.files import closing
 
 PREFIX = "meeting-"
 """The beginning of the directory's name; 16 hexadecimal digits follow."""
-LISTENING = "listening.sock"
-"""The socket that is there already."""
+CPR_SOCKET, MAIN_SOCKET = "cpr.sock", "main.sock"
+"""The sockets in it."""
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # not O_PATH: QEMU ends on a descriptor that takes no F_SETFL
 
 
 @frozen
 class MeetingPoint:
-    """A *directory* (a descriptor) for sockets, and a socket in it, :data:`LISTENING`, that already listens."""
+    """A *directory* (a descriptor), and the sockets in it, which listen."""
 
     directory: int
-    listener: socket.socket
+    cpr: socket.socket
+    main: socket.socket
 
 
 @contextmanager
 def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextManager[None]]) -> Iterator[MeetingPoint]:
-    """Hold a directory below *above*, which only this process's user may enter.
+    """Hold a directory with two sockets below *above*, which only this process's user may enter.
 
-    Another user that has got its descriptor may connect to sockets in it, and make others, by ``/proc/self/fd/N/…``; also
-    directories and files, with which it is removed in a block of *recorded*, which takes the error if that fails.
+    Another user that has got the directory's descriptor may connect to the sockets, by ``/proc/self/fd/N/NAME``, and change
+    nothing. At the end they are removed in a block of *recorded*, which takes the error if that fails.
     """
-    directory = f"{above}/{PREFIX}{os.urandom(8).hex()}"
+    name = f"{PREFIX}{os.urandom(8).hex()}"
     with ExitStack() as held:
         try:
-            os.mkdir(directory, 0o700)  # noqa: PTH102 - a pure path
-            held.callback(_remove, above, PurePath(directory).name, recorded)
-            number = held.enter_context(closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)))
-            listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            path = f"/proc/self/fd/{number}/{LISTENING}"
-            listener.bind(path)
-            os.chmod(path, 0o666)  # noqa: PTH101, S103 - see above
-            os.fchmod(number, 0o733)
-            listener.listen(1)
+            at = held.enter_context(closing(os.open(above, _DIRECTORY)))
+            os.mkdir(name, 0o700, dir_fd=at)
+            held.callback(_remove, name, at, recorded)
+            directory = held.enter_context(closing(os.open(name, _DIRECTORY, dir_fd=at)))
+            cpr, main = (held.enter_context(_listening(directory, each)) for each in (CPR_SOCKET, MAIN_SOCKET))
+            os.fchmod(directory, 0o711)
         except OSError as error:
-            raise HostError(f"cannot make a socket in {str(above)!r}") from error
-        yield MeetingPoint(number, listener)
+            raise HostError(f"cannot make sockets in {str(above)!r}") from error
+        yield MeetingPoint(directory, cpr, main)
 
 
-def _remove(above: PurePath, name: str, recorded: Callable[[str], AbstractContextManager[None]]) -> None:
-    with (
-        recorded("remove the directory in which two QEMUs met"),
-        closing(os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as at,
-    ):
-        remove_tree(name, at)
+@contextmanager
+def _listening(directory: int, name: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        path = f"/proc/self/fd/{directory}/{name}"
+        listener.bind(path)
+        os.chmod(path, 0o666)  # noqa: PTH101, S103 - for the user of another program: see above
+        listener.listen(1)
+        yield listener
+
+
+def _remove(name: str, at: int, recorded: Callable[[str], AbstractContextManager[None]]) -> None:
+    with recorded("remove the directory in which two QEMUs met"):
+        discard_meeting_point(name, at)
+
+
+def discard_meeting_point(name: str, at: int) -> None:
+    """Remove the directory *name* of sockets in the directory *at* (a descriptor).
+
+    Raises :exc:`~runner.base.errors.HostError`.
+    """
+    try:
+        with closing(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=at)) as directory:
+            for each in (CPR_SOCKET, MAIN_SOCKET):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each, dir_fd=directory)
+        os.rmdir(name, dir_fd=at)
+    except OSError as error:
+        raise HostError(f"cannot remove {name!r}") from error

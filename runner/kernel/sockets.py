@@ -10,13 +10,15 @@ import socket
 import stat
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePath
 
 import attrs
 import trio
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, explain
+from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.peers import boot_time
 from runner.kernel.waiting import SHORT, persistently, shortages
 
@@ -213,6 +215,29 @@ class WaitingConnections:
         """Close those that wait."""
         for connection, _ in chain.from_iterable(self._waiting.values()):
             connection.close()
+
+
+_COPIED = 1 << 16
+"""Bytes that are copied at once."""
+
+
+async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketType) -> None:
+    """Send to each of two connections what the other one sends, until both have sent all, or one is lost."""
+
+    async def copy(source: trio.socket.SocketType, target: trio.socket.SocketType) -> None:
+        while data := await persistently(partial(source.recv, _COPIED)):
+            await send_with_fds(target, data)
+        target.shutdown(socket.SHUT_WR)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(copy, one, other)
+            nursery.start_soon(copy, other, one)
+    except* OSError as lost:
+        log.debug("a connection is lost reason=%r", explain(lost.exceptions[0]))
+    finally:
+        one.close()
+        other.close()
 
 
 async def hung_up(connection: trio.socket.SocketType) -> None:

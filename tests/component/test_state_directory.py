@@ -1,19 +1,18 @@
-"""What a runner that was killed leaves in its state directory, and what QEMU may put there."""
+"""What a runner that was killed leaves in its state directory, and what QEMU may do there."""
 
 from __future__ import annotations
 
 import os
-import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.base.errors import HostError
 from runner.instance.parts.state_directory import discard_leftovers
 from runner.instance.supervisor import Faults
-from runner.kernel import files
 from runner.kernel.meeting_point import meeting_point
 
 
@@ -30,52 +29,47 @@ def test_what_a_killed_runner_has_left_is_removed_and_nothing_else(tmp_path: Pat
     for name in ("ready", "receipt.json", "0123456789abcdef.sock", "overlay.0123456789abcdef", "console.log", "x.sock"):
         (tmp_path / name).write_text("")
     (tmp_path / "meeting-0123456789abcdef").mkdir()
-    (tmp_path / "meeting-0123456789abcdef/listening.sock").write_text("")
+    (tmp_path / "meeting-0123456789abcdef/cpr.sock").write_text("")
     (tmp_path / "meeting-notes").mkdir()
     with opened(tmp_path) as fd:
         discard_leftovers(fd, PurePosixPath(tmp_path))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["console.log", "meeting-notes", "x.sock"]
 
 
-def test_a_tree_of_any_depth_is_removed_without_following_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    top, other = tmp_path / "top", tmp_path / "other"
-    other.mkdir(mode=0o755)
-    (other / "kept").write_text("x")
-    top.mkdir()
-    (top / "link").symlink_to(other)
-    monkeypatch.chdir(top)
-    for _ in range(2000):  # deeper than a path may be long, or a recursion deep
-        Path("d" * 200).mkdir()
-        os.chdir("d" * 200)
-        Path("link").symlink_to("..")
-    os.chdir(tmp_path)
-    with opened(tmp_path) as fd:
-        files.remove_tree("top", fd)
-    assert [each.name for each in tmp_path.iterdir()] == ["other"]
-    assert (other / "kept").read_text() == "x"
-    assert stat.S_IMODE(other.stat().st_mode) == 0o755
-
-
-def test_what_two_qemus_put_where_they_meet_goes_with_it(tmp_path: Path) -> None:
+def test_where_two_qemus_meet_another_user_connects_and_changes_nothing(tmp_path: Path) -> None:
     faults = Faults()
+    tmp_path.chmod(0o700)  # as the state directory is
     with meeting_point(tmp_path, faults.recorded) as point:
-        os.mkdir("directory", dir_fd=point.directory)
-        os.mkdir("directory/below", dir_fd=point.directory)
+        tried = subprocess.run(
+            [sys.executable, "-I", "-c", _AS_ANOTHER_USER, str(point.directory)],
+            pass_fds=(point.directory,),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert tried.stdout.split() == ["connected", "connected", *["EACCES"] * 4]
+        for each in (point.cpr, point.main):
+            each.accept()[0].close()
     assert list(tmp_path.iterdir()) == []
     assert faults.sentences == []
 
 
-def test_a_tree_that_grows_while_it_is_removed_is_left(tmp_path: Path) -> None:
-    (tmp_path / "top").mkdir()
-    for number in range(4):
-        (tmp_path / f"top/{number}").mkdir()
-    with opened(tmp_path) as fd:
-        with pytest.raises(HostError, match="cannot remove 'top': it has more than 3 entries"):
-            files.remove_tree("top", fd, most=3)
-        files.remove_tree("top", fd)
-    assert list(tmp_path.iterdir()) == []
+_AS_ANOTHER_USER = """
+import errno, os, socket, sys
+os.setgroups([]), os.setgid(64055), os.setuid(64055)
+place = f"/proc/self/fd/{sys.argv[1]}/"
+def bind(path):
+    socket.socket(socket.AF_UNIX).bind(path)
+for name in ("cpr.sock", "main.sock"):
+    socket.socket(socket.AF_UNIX).connect(place + name)
+    print("connected")
+for act, path in ((bind, "more.sock"), (os.mkdir, "directory"), (os.unlink, "main.sock"), (os.mknod, "file")):
+    try:
+        act(place + path)
+        print("done")
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+"""
 
 
 def test_where_they_met_is_a_fault_with_its_reason_if_it_cannot_be_removed(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import trio
@@ -41,10 +41,10 @@ from runner.instance.parts.thread_placement import QemuThreads, enter_places, re
 from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
-from runner.kernel.meeting_point import LISTENING, meeting_point
+from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, meeting_point
 from runner.kernel.processes import Process, stop_bound
 from runner.kernel.program_directory import check_owners
-from runner.kernel.sockets import Socket, connected_pair
+from runner.kernel.sockets import Socket, accepted, connected_pair, copy_between
 from runner.kernel.tap_queues import attach_queue, detach_queue
 from runner.plan.argv.qemu import QemuFds
 from runner.plan.machine import Accel, MachinePlan
@@ -335,22 +335,28 @@ class _Move:
 
     async def _transferred(self, plan: MachinePlan, held: ExitStack) -> Qemu:
         """Return the successor, which has received the source's state and is paused."""
-        monitor = self.source.monitor
-        await monitor.execute("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+        await self.source.monitor.execute(
+            "migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]}
+        )
         recorded = self.status.supervisor.faults.recorded
         point = held.enter_context(meeting_point(self.status.plan.state_directory, recorded))
+        ours, theirs = held.enter_context(connected_pair("the guest's state"))
+        return await first_of(partial(self._transfer, plan, point, theirs), partial(_pass_on, point.main, ours))
+
+    async def _transfer(self, plan: MachinePlan, point: MeetingPoint, main: Socket) -> Qemu:
+        monitor = self.source.monitor
         reply: Any = await monitor.execute("add-fd", {"opaque": _MEETING_POINT}, fds=(point.directory,))
-        listener, directory = point.listener.fileno(), point.directory
         incoming = (
-            _channel("cpr", type="fd", str=str(listener)),
-            _channel("main", type="unix", path=f"/proc/self/fd/{directory}/{_MAIN}"),
+            _channel("cpr", type="fd", str=str(point.cpr.fileno())),
+            _channel("main", type="fd", str=str(main.fileno())),
         )
-        successor = self.successor = self._start(plan, incoming, (listener, directory))
-        point.listener.close()
+        successor = self.successor = self._start(plan, incoming, (point.cpr.fileno(), main.fileno()))
+        point.cpr.close()
+        main.close()
         beneath = f"/proc/self/fd/{reply['fd']}"
         outgoing = (
-            _channel("main", type="unix", path=f"{beneath}/{_MAIN}"),
-            _channel("cpr", type="unix", path=f"{beneath}/{LISTENING}"),
+            _channel("main", type="unix", path=f"{beneath}/{MAIN_SOCKET}"),
+            _channel("cpr", type="unix", path=f"{beneath}/{CPR_SOCKET}"),
         )
         refused: ExecuteError | None = None
         try:
@@ -543,9 +549,20 @@ def _has_vhost(network: NetworkPlan) -> bool:
     return not isinstance(network, PasstPlan) and network.vhost
 
 
-_MAIN = "main.sock"
-"""The socket that the successor makes, in the directory whose descriptor the source receives as :data:`_MEETING_POINT`."""
 _MEETING_POINT = "qemu-update"
+"""The name by which the source receives the directory with the sockets that it connects to."""
+
+
+async def _pass_on(listener: Socket, successor: Socket) -> NoReturn:
+    """Copy what the source sends to *listener* to the successor; end only when cancelled.
+
+    The successor takes a connection here, no socket that listens, and the source takes a path, by which it connects.
+    """
+    listener.setblocking(False)
+    successor.setblocking(False)
+    source = await accepted(trio.socket.from_stdlib_socket(listener))
+    await copy_between(source, trio.socket.from_stdlib_socket(successor))
+    await trio.sleep_forever()
 
 
 def _channel(name: str, **address: str) -> dict[str, object]:

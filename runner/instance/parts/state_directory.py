@@ -7,7 +7,8 @@ import re
 from pathlib import PurePosixPath
 
 from runner.base.errors import HostError
-from runner.kernel.files import discard, discard_left, remove_tree
+from runner.kernel.files import discard, discard_left
+from runner.kernel.meeting_point import discard_meeting_point
 
 READY = "ready"
 """There while the guest runs."""
@@ -39,6 +40,6 @@ def discard_leftovers(fd: int, path: PurePosixPath) -> None:
         raise HostError(f"cannot list the state directory {str(path)!r}") from error
     for name in names:
         if re.fullmatch(_LEFT_DIRECTORY, name, re.ASCII):
-            remove_tree(name, fd)
+            discard_meeting_point(name, fd)
         elif re.fullmatch(_LEFT_FILE, name, re.ASCII):
             discard(path / name)

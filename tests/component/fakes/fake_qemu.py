@@ -137,9 +137,7 @@ def be_successor():
         sys.exit(7)
     if behaviour["as_successor"] == "hang at start":
         threading.Event().wait()
-    main = socket.socket(socket.AF_UNIX)
-    main.bind(incoming["main"]["path"])
-    main.listen(1)
+    main = socket.socket(fileno=int(incoming["main"]["str"]))
     with socket.socket(fileno=int(incoming["cpr"]["str"])) as listener:
         connection, _ = listener.accept()
         connection.recv(1 << 16)
@@ -148,8 +146,7 @@ def be_successor():
     threading.Thread(target=receive_state, args=(main,), daemon=True).start()
 
 
-def receive_state(main):
-    connection, _ = main.accept()
+def receive_state(connection):
     text = connection.makefile().readline()
     greeted.wait()  # a QEMU loads the state in its main loop
     loaded = ask_shares(*(f"load {each}" for each in json.loads(text)))
