@@ -254,8 +254,6 @@ def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
                 yield copied_fd
 
 
-
-
 @contextmanager
 def directory(path: PurePosixPath) -> Iterator[int]:
     """Hold a descriptor of a directory that only this process's user may write, created with its parents when missing.

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-import pytest
-
 from runner.instance.parts.state_directory import discard_leftovers
 from runner.instance.supervisor import Faults
 from runner.kernel.meeting_point import meeting_point
