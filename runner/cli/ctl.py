@@ -37,7 +37,7 @@ example: instance-runner ctl upgrade --from /var/lib/instance/runner-0.2.0 --dig
 QEMU_UPDATE_EXAMPLE = """\
 examples:
   instance-runner ctl qemu-update --check
-  instance-runner ctl qemu-update --qemu /opt/qemu-11.1/bin/qemu-system-x86_64
+  instance-runner ctl qemu-update --qemu /opt/qemu-11.1/bin/qemu-system-x86_64 --digest sha256:0123...
 """
 
 
@@ -142,6 +142,9 @@ def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
         help="the QEMU that takes over, which nobody but root may change; by default that of the start",
     )
     parser.add_argument(
+        "--digest", metavar="sha256:HEX", help="refuse a QEMU of another digest, which `sha256sum PROGRAM` prints"
+    )
+    parser.add_argument(
         "--no-way-back",
         action="store_true",
         help="take devices along, with which QEMU cannot continue when the update fails: the guest ends then",
@@ -200,7 +203,8 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.method = "cpu.set"
     if arguments.method == "qemu.update" and arguments.check:
         arguments.method = "qemu.check"
-    given = {name: getattr(arguments, name, None) for name in ("path", "name", "size", "count", "qemu", "no_way_back")}
+    names = ("path", "name", "size", "count", "qemu", "digest", "no_way_back")
+    given = {name: getattr(arguments, name, None) for name in names}
     params = {
         name: value if isinstance(value, int) else str(value) for name, value in given.items() if value is not None
     }

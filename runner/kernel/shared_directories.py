@@ -1,13 +1,15 @@
 """Directories that a guest may write to, and whether a path leads through one of them.
 
 What the guest may write to it may replace, by a link as well, between two looks of this program. So no path of this program's may
-lead there, whatever it is called here: by a link, by the mount of the same directory at another place, or of one below it.
+lead there, whatever it is called here: by a link, by the mount of the same directory at another place, or of one below it; nor
+may the file that it leads to have another name there, a hard link, by which the guest writes to it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
@@ -18,6 +20,10 @@ from runner.kernel.files import read_text
 
 _MOST_LINKS = 40
 """Links on one path that the kernel follows (``MAXSYMLINKS``, ``include/linux/namei.h``)."""
+
+
+_MOST_ENTRIES = 100_000
+"""Entries of a directory, and of those below, in which a hard link is looked for: 0.1 s on a local file system."""
 
 
 @frozen
@@ -37,12 +43,21 @@ class SharedDirectories:
     mounts: tuple[_Mount, ...]
 
     def holding(self, path: PurePosixPath) -> PurePosixPath | None:
-        """Return the one of the directories that *path*, which need not exist, leads through; ``None`` if there is none."""
+        """Return the one of the directories that *path*, which need not exist, leads through; ``None`` if there is none.
+
+        So does one that has a hard link to the same file, or so much in it that none can be ruled out.
+        """
         for visited in _visited(path):
             for shared in self.paths:
                 if self._is_below(visited, shared):
                     return shared
-        return None
+        try:
+            found = os.stat(path)  # noqa: PTH116 - a pure path
+        except OSError:
+            return None
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
+            return None
+        return next((shared for shared in self.paths if may_have(os.fspath(shared), found)), None)
 
     def lies_below(self, path: PurePosixPath) -> bool:
         """Tell whether one of the directories lies below *path*."""
@@ -83,6 +98,24 @@ def _parse_mount(line: str) -> _Mount:
 
 def _unescaped(text: str) -> PurePosixPath:
     return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text))
+
+
+def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) -> bool:
+    """Tell whether *file* has a name in *directory* or below; where that has more than *most* entries it may have one."""
+    left, seen = [directory], 0
+    while left:
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    if (seen := seen + 1) > most:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    elif entry.inode() == file.st_ino and os.path.samestat(entry.stat(follow_symlinks=False), file):
+                        return True
+        except OSError:  # it has gone, or what it names has
+            continue
+    return False
 
 
 def _visited(path: PurePosixPath) -> Iterator[PurePosixPath]:

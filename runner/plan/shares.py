@@ -75,8 +75,9 @@ def refuse_our_files_inside(
         if within(path, [share.path]) or in_shares.get(path) == share.path:
             problems.refuse(
                 where,
-                f"{str(path)!r} lies in the share {share.tag!r}, where the guest may put a link in its place",
-                "keep it elsewhere, or set the share's read_only",
+                f"{str(path)!r} lies in the share {share.tag!r}, by this name or by a hard link, where the guest may change it, or "
+                "put a link in its place",
+                "keep it elsewhere, as a copy if it has hard links, or set the share's read_only",
             )
 
 

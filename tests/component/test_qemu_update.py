@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -606,14 +608,40 @@ async def test_a_virtiofsd_that_others_than_root_may_change_is_refused(fake_host
     await run(fake_host, plan, act)
 
 
-async def test_a_program_that_the_guest_may_change_is_refused(fake_host: FakeHost) -> None:
-    plan = plan_of(fake_host, fake_host.share())
+async def test_a_program_of_another_digest_than_the_one_demanded_is_refused(fake_host: FakeHost) -> None:
+    plan = plan_of(fake_host)
+    program = fake_host.program("next", "fake_qemu.py", **NEW)
+    digest = f"sha256:{hashlib.sha256(Path(program).read_bytes()).hexdigest()}"
 
     async def act(_supervisor: Supervisor) -> None:
+        other = f"sha256:{'0' * 64}"
+        reason = f"cannot use '{program}': its digest is {digest}, not {other}"
+        found: Any = await ask_instance(plan.state_directory, "qemu.check", {"qemu": str(program), "digest": other})
+        assert (found["version"], found["refused"]) == ("", [reason]), "it is not even asked for its version"
         with pytest.raises(RunnerError) as refused:
-            await update(plan, fake_host.root / "share" / "qemu")
-        assert "cannot update QEMU: the guest may change" in explain(refused.value)
-        assert "by the share 'share'; put the program elsewhere" in explain(refused.value)
+            await update(plan, program, digest=other)
+        assert explain(refused.value) == f"cannot update QEMU: {reason}"
+        with pytest.raises(RunnerError, match="'digest' must be sha256: and 64 hexadecimal digits"):
+            await update(plan, program, digest="md5:00")
+        await update(plan, program, digest=digest)
+        assert await guest_and_generation(plan) == ("running", 1)
+
+    assert (await run(fake_host, plan, act)).status is Status.STOPPED
+
+
+async def test_a_program_that_the_guest_may_change_is_refused(fake_host: FakeHost) -> None:
+    plan = plan_of(fake_host, fake_host.share())
+    linked = fake_host.program("next", "fake_qemu.py", **NEW)
+    in_share = fake_host.root / "share" / "qemu"
+    in_share.hardlink_to(linked)
+
+    async def act(_supervisor: Supervisor) -> None:
+        for program in (in_share, linked):
+            with pytest.raises(RunnerError) as refused:
+                await update(plan, program)
+            assert explain(refused.value) == (
+                f"cannot update QEMU: the guest may change '{program}' by the share 'share'; put the program elsewhere"
+            )
         assert await guest_and_generation(plan) == ("running", 0)
 
     await run(fake_host, plan, act)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.facts.roots import Roots
-from runner.kernel.shared_directories import shared_directories
+from runner.kernel.shared_directories import may_have, shared_directories
 
 
 @pytest.fixture
@@ -39,6 +39,28 @@ def test_a_path_leads_through_a_share_by_its_name_and_by_links(share: Path, tmp_
     assert holding(share, share / "out/kernel"), "the guest may change where it leads"
     assert holding(tmp_path / "in", share / "sub/kernel"), "the share's own path is a link"
     assert not holding(share, tmp_path / "round/kernel")
+
+
+def test_a_file_that_has_a_hard_link_in_a_share_lies_there(share: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "elsewhere/kernel"
+    (tmp_path / "shared/backup").hardlink_to(ours)
+    assert not holding(share, ours), "its other name is elsewhere"
+    (share / "sub/deeper").mkdir()
+    (share / "sub/deeper/its-other-name").hardlink_to(ours)
+    assert holding(share, ours)
+    (tmp_path / "link").symlink_to(ours)
+    assert holding(share, tmp_path / "link")
+    assert not holding(share, tmp_path / "shared"), "a directory has as many links as it has directories"
+
+
+def test_a_hard_link_in_a_share_that_is_too_large_to_be_looked_through_cannot_be_ruled_out(
+    share: Path, tmp_path: Path
+) -> None:
+    ours = tmp_path / "elsewhere/kernel"
+    (tmp_path / "shared/backup").hardlink_to(ours)
+    found = ours.stat()
+    assert not may_have(str(share), found)
+    assert may_have(str(share), found, most=1)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
 from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, meeting_point
 from runner.kernel.processes import Process, stop_bound
-from runner.kernel.program_directory import check_owners
+from runner.kernel.program_directory import check_file
 from runner.kernel.sockets import Socket, accepted, connected_pair, copy_between
 from runner.kernel.tap_queues import attach_queue, detach_queue
 from runner.plan.argv.qemu import QemuFds
@@ -81,8 +81,18 @@ class _NextQemu:
     version: str
 
 
-async def check(status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool) -> dict[str, object]:
-    """Return the versions of the QEMU that runs and of *program* (``None``: the plan's), and why it cannot take over.
+@frozen
+class QemuProgram:
+    """The QEMU that is to take over, as the request names it."""
+
+    path: PurePosixPath | None
+    """``None``: that of the plan."""
+    digest: str | None
+    """What its file must have, unless ``None``."""
+
+
+async def check(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> dict[str, object]:
+    """Return the versions of the QEMU that runs and of *program*, and why it cannot take over.
 
     With *no_way_back*, devices are no reason although the first QEMU cannot continue then if the update fails.
     """
@@ -96,15 +106,13 @@ async def check(status: StatusReader, program: PurePosixPath | None, *, no_way_b
     }
 
 
-async def _checked(
-    status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool
-) -> tuple[_NextQemu, list[str]]:
-    path = program or status.plan.machine.program
+async def _checked(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> tuple[_NextQemu, list[str]]:
+    path = program.path or status.plan.machine.program
     reasons = [*_not_started_for_it(status), *_cannot_go_along(status, no_way_back=no_way_back)]
     for daemon in dict.fromkeys(share.program.path for share in status.plan.machine.shares):
-        reasons += _changeable(daemon)
-    if changeable := _changeable(path):
-        return _NextQemu(path, ""), [*reasons, *changeable]  # it is not executed
+        reasons += await _unusable(daemon)
+    if unusable := await _unusable(path, program.digest):
+        return _NextQemu(path, ""), [*reasons, *unusable]  # it is not executed
     # As QEMU will run: a program that is asked for its version has executed code of its own already.
     output, failure = await version_output(status.supervisor.processes, "qemu", path, status.plan.machine.user)
     match = re.search(r"version ([0-9.]+)", output, re.ASCII)
@@ -119,10 +127,10 @@ async def _checked(
     return found, [*reasons, *await _changed_vcpus(status), *await _not_now(status)]
 
 
-def _changeable(program: PurePosixPath) -> list[str]:
-    """Return why *program* may not be executed, if others than root may change it."""
+async def _unusable(program: PurePosixPath, digest: str | None = None) -> list[str]:
+    """Return why *program* may not be executed: others than root may change it, or it has not this *digest*."""
     try:
-        check_owners(program)
+        await check_file(program, digest)
     except RefusedError as error:
         return [explain(error)]
     return []
@@ -233,8 +241,8 @@ async def _machine_type(monitor: Monitor) -> str:
     return str(await monitor.execute("qom-get", {"path": "/machine", "property": "type"})).removesuffix("-machine")
 
 
-async def update(status: StatusReader, program: PurePosixPath | None, *, no_way_back: bool) -> dict[str, object]:
-    """Have *program* (``None``: the plan's) take the place of the QEMU that runs; return what was done.
+async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> dict[str, object]:
+    """Have *program* take the place of the QEMU that runs; return what was done.
 
     Raises :exc:`~runner.base.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
     """

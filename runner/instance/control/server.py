@@ -150,10 +150,14 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy:
 
 
 async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:
-    from runner.instance.change.qemu_update import check, update  # here, because few instances have their QEMU updated
+    # Here, because few instances have their QEMU updated.
+    from runner.instance.change.qemu_update import QemuProgram, check, update
 
-    program = None if params.get("qemu") is None else _real_path(params, "qemu")  # None: that of the plan
-    started = (program or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
+    program = QemuProgram(
+        path=None if params.get("qemu") is None else _real_path(params, "qemu"),
+        digest=None if params.get("digest") is None else _digest(params),
+    )
+    started = (program.path or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
     for each in started:
         _refuse_shared(status, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
     no_way_back = params.get("no_way_back") is True

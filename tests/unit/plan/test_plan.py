@@ -464,17 +464,17 @@ def test_all_descriptors_are_passed_on() -> None:
         (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\n[console]\nlog = "/srv/logs/console"\n',
             {},
-            "console.log: '/srv/logs/console' lies in the share 'a', where the guest may put a link in its place; keep it",
+            "console.log: '/srv/logs/console' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
         ),
         (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\n',
             {"state_directory": PurePosixPath("/srv/vm/state")},
-            "--state-dir: '/srv/vm/state' lies in the share 'a', where the guest may put a link in its place; keep it",
+            "--state-dir: '/srv/vm/state' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
         ),
         (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\n',
             {"in_shares": {PurePosixPath("/boot/vmlinuz"): PurePosixPath("/srv")}},
-            "boot.kernel: '/boot/vmlinuz' lies in the share 'a', where the guest may put a link in its place; keep it",
+            "boot.kernel: '/boot/vmlinuz' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
         ),
         (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\nread_only=true\n',
