@@ -24,7 +24,7 @@ def recorded_pci(name: str) -> list[Record]:
 
     Optional are: ``parent``, the address of the bridge above it or its host bridge (``pci0000:15``); ``kind`` of a bridge;
     ``acs``, the control register of its capability; ``ats``; ``d3cold_allowed``; ``physfn``; ``resize``, the sizes of
-    regions (bit n: 2^n MiB) by their number.
+    regions (bit n: 2^n MiB) by their number; ``subsystem``, its vendor and device.
     """
     records: list[Record] = json.loads((RECORDS / f"{name}.json").read_text())
     return records
@@ -111,6 +111,9 @@ def _write_optional(path: Path, record: Record) -> None:
     (path / "config").write_bytes(_configuration(record))
     if "d3cold_allowed" in record:
         (path / "d3cold_allowed").write_text(f"{record['d3cold_allowed']}\n")
+    if "subsystem" in record:
+        for which, number in zip(("vendor", "device"), record["subsystem"], strict=True):
+            (path / f"subsystem_{which}").write_text(f"{number}\n")
     if record.get("physfn"):
         _link(path / "physfn", path.parent / record["physfn"])
     for region, sizes in record.get("resize", {}).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections import Counter
 from itertools import combinations
@@ -17,10 +18,11 @@ from runner.instance.parts.seed import seed_image
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.instance import InstancePlan
 from runner.plan.nccl import PATH, nccl_topology, vendor_data
+from runner.plan.passthrough_plan import DevicePlan
 from tests.support.fake_pci import recorded_pci, vfio_facts
 from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
 
-GOLDEN = Path(__file__).parents[2] / "data" / "nccl"
+HERE = Path(__file__).parents[2] / "data" / "nccl"
 ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'
 ALL = '[[device]]\nvariable = "ALL"\n'
 
@@ -39,73 +41,82 @@ def parsed(topology: str) -> ET.Element:
     return ET.fromstring(topology)  # noqa: S314 - our own text
 
 
-def ways(topology: str) -> dict[str, list[str]]:
-    """Return the elements above each device in the file, from above: NUMA node and switches."""
-    found: dict[str, list[str]] = {}
+HOSTS = ["hgx-h200", "hgx-b200", "mi300x", "l40s-box", "workstation"]
+COLUMNS = ["host", "guest", "numa"]
+"""What NCCL computes on the host, of our file, and of our file with ``topology = "numa"``."""
 
-    def walk(element: ET.Element, above: list[str]) -> None:
-        for each in element:
-            name = each.get("busid") or f"NUMA node {each.get('numaid')}"
-            if len(each) == 0:
-                found[name] = above
-            walk(each, [*above, name])
 
-    walk(parsed(topology), [])
+def planned_column(root: Path, name: str, column: str) -> tuple[InstancePlan, dict[str, PciFact]]:
+    """Return the plan of all devices of the recorded host *name* for this *column*, and their facts."""
+    more = 'topology = "numa"\n' if column == "numa" else ""
+    return planned(root, name, more, "" if name == "workstation" else ON_BOTH)
+
+
+def nccl_devices(plan: InstancePlan) -> list[DevicePlan]:
+    """Return the devices that NCCL uses."""
+    used = {each.get("busid") for each in parsed(nccl_topology(plan.machine)).iter("pci")}
+    return [each for each in plan.machine.passthrough.devices if each.guest_address in used]
+
+
+def digest(topology: str) -> str:
+    return hashlib.sha256(topology.encode()).hexdigest()
+
+
+def recorded_paths(name: str) -> dict[frozenset[str], list[tuple[str, float]]]:
+    """Return what NCCL's own code has computed for each pair of the recorded host *name*, by column: type and GB/s."""
+    lines = (HERE / f"{name}.paths").read_text().splitlines()
+    found = {}
+    for one, other, *values in (line.split() for line in lines if not line.startswith("#")):
+        found[frozenset((one, other))] = list(zip(values[::2], map(float, values[1::2]), strict=True))
     return found
 
 
-def path_type(one: list[str], other: list[str]) -> str:
-    """Return NCCL's type of the path between two devices with these elements above them (``src/graph/paths.cc``)."""
-    if one[0] != other[0]:
-        return "SYS"
-    common = sum(first == second for first, second in zip(one, other, strict=False))
-    if common == 1:
-        return "PHB"
-    return "PIX" if len(one) + len(other) == 2 * common else "PXB"
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_recorded_paths_are_those_of_the_files_that_are_written(tmp_path: Path, name: str) -> None:
+    """tests/data/nccl/record.py makes the record of another file anew."""
+    _, *expected = [line for line in (HERE / f"{name}.paths").read_text().splitlines() if line.startswith("#")]
+    found = {}
+    for column in COLUMNS[1:]:
+        plan, _ = planned_column(tmp_path / column, name, column)
+        found[f"# {column} {digest(nccl_topology(plan.machine))}"] = {each.address for each in nccl_devices(plan)}
+    assert list(found) == expected
+    for addresses in found.values():
+        assert {frozenset(pair) for pair in combinations(addresses, 2)} == recorded_paths(name).keys()
 
 
-def host_way(fact: PciFact) -> list[str]:
-    """Return the elements above a device in the file that NCCL makes on the host: it skips every second bridge."""
-    return [
-        f"NUMA node {fact.numa_node}",
-        *(bridge.address for bridge in fact.bridges if bridge.kind == "upstream port"),
-    ]
-
-
-EXPECTED = {
+TYPES = {
     "hgx-h200": {"PIX": 8, "PHB": 48, "SYS": 64},
+    "hgx-b200": {"PIX": 8, "PHB": 48, "SYS": 64},
     "mi300x": {"PIX": 8, "PHB": 48, "SYS": 64},
     "l40s-box": {"PIX": 12, "PXB": 18, "SYS": 36},
+    "workstation": {"PHB": 6},
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_nccl_computes_the_hosts_path_types_for_all_pairs(tmp_path: Path, name: str) -> None:
-    plan, facts = planned(tmp_path, name)
-    found = ways(nccl_topology(plan.machine))
-    devices = [each for each in plan.machine.passthrough.devices if each.guest_address in found]
+@pytest.mark.parametrize("name", HOSTS)
+def test_nccls_own_code_computes_the_hosts_paths_for_all_pairs(tmp_path: Path, name: str) -> None:
+    _, facts = planned_column(tmp_path, name, "guest")
+    narrow = {fact.address for fact in facts.values() if fact.link and fact.link.width < fact.link.best_width}
     types = Counter[str]()
-    for one, other in combinations(devices, 2):
-        guest = path_type(found[one.guest_address], found[other.guest_address])
-        assert guest == path_type(host_way(facts[one.address]), host_way(facts[other.address])), (
-            one.address,
-            other.address,
-        )
-        types[guest] += 1
-    assert types == EXPECTED[name]
+    for pair, (on_host, in_guest, _) in recorded_paths(name).items():
+        # NCCL takes the best width from sysfs, and on a host with NVIDIA's driver the one that a GPU has now.
+        assert in_guest == on_host or (pair & narrow and in_guest[0] == on_host[0]), pair
+        types[in_guest[0]] += 1
+    assert types == TYPES[name]
 
 
-def test_without_the_hosts_tree_the_pairs_are_lost(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path, "hgx-h200", 'topology = "numa"\n')
-    found = ways(nccl_topology(plan.machine))
-    assert {path_type(one, other) for one, other in combinations(found.values(), 2)} == {"PHB", "SYS"}
+@pytest.mark.parametrize("name", HOSTS[:-1])
+def test_without_the_hosts_tree_the_pairs_are_lost(name: str) -> None:
+    kinds = [(on_host[0], near[0]) for on_host, _, near in recorded_paths(name).values()]
+    lost = {(one, other) for one, other in kinds if one != other}
+    assert lost == ({("PIX", "PHB"), ("PXB", "PHB")} if name == "l40s-box" else {("PIX", "PHB")})
 
 
 @pytest.mark.parametrize("name", ["hgx-h200", "mi300x"])
 def test_the_file_is_golden(tmp_path: Path, name: str) -> None:
     """NCCL reads version 1 only, and RCCL version 2."""
     topology = nccl_topology(planned(tmp_path, name)[0].machine)
-    assert topology == (GOLDEN / f"{name}.xml").read_text()
+    assert topology == (HERE / f"{name}.xml").read_text()
 
 
 def test_a_guest_of_one_numa_node_calls_it_0(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.unit.plan.test_plan import EPYC, GOLDEN, KERNEL, lines, plan_of, prob
 
 ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'
 ALL = '[[device]]\nvariable = "ALL"\n'
-TREES = ["hgx-h200", "l40s-box", "mi300x", "workstation"]
+TREES = ["hgx-h200", "hgx-b200", "l40s-box", "mi300x", "workstation"]
 
 
 def host(root: Path, records: list[Record], qemu_version: str = "10.0.2", **values: object) -> HostFacts:
