@@ -291,21 +291,26 @@ class GuestState:
     @property
     def unready(self) -> str:
         """Why the guest is not ready; empty if it is."""
-        return next(filter(None, self._reasons()), "")
+        return next(filter(None, (sentence for _, sentence in self.reasons())), "")
 
-    def _reasons(self) -> Iterator[str]:
-        """Yield why it is not ready, first what the others follow from; empty for what is as it should be."""
-        yield "" if self.phase == "running" else self.phase
-        yield self.resizing
-        if self.offline:
-            yield f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
-        yield self.qemu_silent
-        yield self.halted and f"the guest does not run: {self.halted}"
-        yield self.panic and f"the guest's kernel has panicked: {self.panic}"
-        if (resets := self.resets_lately()) >= RESETS_OF_A_LOOP:
-            yield f"the guest does not get up: it was reset {resets} times in the last minute"
+    def reasons(self) -> Iterator[tuple[str, str]]:
+        """Yield what may keep it from being ready, first what the others follow from: the reason's name, and the sentence.
+
+        The name is that of a label of a metric; the sentence is empty for what is as it should be.
+        """
+        yield "phase", "" if self.phase == "running" else self.phase
+        yield "cpus_lost", self.resizing
+        offline = f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
+        yield "cpus_offline", offline if self.offline else ""
+        yield "qemu_silent", self.qemu_silent
+        yield "halted", self.halted and f"the guest does not run: {self.halted}"
+        yield "panicked", self.panic and f"the guest's kernel has panicked: {self.panic}"
+        resets = self.resets_lately()
+        again = f"the guest does not get up: it was reset {resets} times in the last minute"
+        yield "resets", again if resets >= RESETS_OF_A_LOOP else ""
         silence = self.signs_of_life.silence
-        yield self.waits_for if silence is None else f"the guest is silent: {silence}"
+        yield "silent", "" if silence is None else f"the guest is silent: {silence}"
+        yield "awaits_sign", self.waits_for
 
     @contextmanager
     def running(self, read: Callable[[], Receipt], since: float | None = None) -> Iterator[None]:

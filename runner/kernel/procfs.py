@@ -49,6 +49,16 @@ class ThreadTimes:
 
 
 @frozen
+class LinkTraffic:
+    """What a network link has carried in one direction since it was made."""
+
+    bytes: int
+    packets: int
+    dropped: int
+    """Packets that it had no room for."""
+
+
+@frozen
 class ProcessMemory:
     """Resident memory of a process in bytes (``Documentation/filesystems/proc.rst``, "Contents of the status fields")."""
 
@@ -310,6 +320,16 @@ class Procfs:
     def idle(self) -> dict[int, float]:
         """Return CPU → seconds in the idle task, also while a task of that CPU waits for a disk (fields 4 and 5)."""
         return self._cpu_seconds(4, 5)
+
+    def links(self) -> dict[str, tuple[LinkTraffic, LinkTraffic]]:
+        """Return the links of this process's network namespace by name: what each has received, and sent (proc_pid_net(5), ``dev``)."""
+        found = {}
+        for line in _lines(_read(self.root / "self/net/dev"))[2:]:  # two lines of a head
+            name, _, numbers = line.partition(":")
+            fields = [int(number) for number in numbers.split()]
+            received, sent = (LinkTraffic(fields[at], fields[at + 1], fields[at + 3]) for at in (0, 8))
+            found[name.strip()] = received, sent
+        return found
 
     def _cpu_seconds(self, *fields: int) -> dict[int, float]:
         ticks = os.sysconf("SC_CLK_TCK")

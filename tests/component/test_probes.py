@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from importlib import metadata
 from ipaddress import IPv4Interface
 from pathlib import Path
 
@@ -152,6 +153,35 @@ async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> N
     ended = await run_and_inspect(fake_host, plan, inspect)
     assert ended.status == 13, ended
     assert fake_host.snapshot() == before
+
+
+async def test_metrics_say_what_the_guest_has_received_and_why_it_is_not_ready(fake_host: FakeHost) -> None:
+    """The fake QEMU reads no packet from the tap: those that the kernel sends to it are dropped when its queue is full."""
+    plan = fake_host.plan("[[network]]\n", grace=4)
+    [network] = plan.networks
+    assert isinstance(network, BridgedPlan)
+
+    async def inspect(_host: Supervisor, get: Ask) -> None:
+        await wait_for(fake_host.guest_runs)
+        tap = next(
+            line
+            for line in Path("/proc/self/net/dev").read_text().splitlines()
+            if line.strip().startswith(f"{network.tap}:")
+        )
+        fields = [int(field) for field in tap.partition(":")[2].split()]
+        found = figures((await get("/metrics"))[1])
+        for way, at in (("receive", 8), ("transmit", 0)):
+            for unit, field in (("bytes", at), ("packets", at + 1), ("dropped", at + 3)):
+                assert found[f'network_{way}_{unit}_total{{network="0"}}'] >= fields[field]
+        unready = {name: value for name, value in found.items() if name.startswith("guest_unready")}
+        assert {*unready} >= {f'guest_unready{{reason="{reason}"}}' for reason in ("panicked", "silent", "awaits_sign")}
+        assert not any(unready.values())
+        assert f'build_info{{version="{metadata.version("instance-runner")}"}}' in found
+        assert found["emulated"] == (plan.machine.accel == "tcg")
+        fake_host.stop.ask("test")
+
+    ended = await run_and_inspect(fake_host, plan, inspect)
+    assert ended.status == 0, ended
 
 
 async def test_files_of_a_killed_runner_are_no_sign_of_a_running_guest(fake_host: FakeHost) -> None:

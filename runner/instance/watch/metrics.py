@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import get_args
 
 import trio
@@ -15,9 +16,11 @@ from runner.instance.parts.daemons import RESTARTS
 from runner.instance.supervisor import Phase, QemuUpdateOutcome, RenewalOutcome, Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.procfs import LinkTraffic
 from runner.kernel.waiting import shortages
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
+from runner.plan.networks import BridgedPlan, MacvtapPlan
 from runner.protocol.exposition import Samples, counter, gauge
 
 
@@ -27,6 +30,7 @@ def instance_metrics(
     """Yield the metrics of the instance of *plan*; those of threads and memory only with *receipt*, while the guest runs."""
     yield from _state(supervisor, plan)
     yield from _counters(supervisor)
+    yield from _networks(supervisor, plan)
     if receipt is not None:
         strays = len(receipt.violations())
         enforced = receipt.guarantee == "enforced"
@@ -56,6 +60,8 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
     identity = {"name": plan.name, "pod_name": pod.name, "pod_namespace": pod.namespace, "node_name": pod.node}
     identity["placement"] = plan.placement.backend
     yield _gauge("info", "The instance's names and placement.", [(tuple(identity.values()), 1)], *identity)
+    yield _gauge("build_info", "The runner's version.", [((metadata.version("instance-runner"),), 1)], "version")
+    yield _gauge("emulated", "1 while the guest is emulated in software.", [((), plan.machine.accel == "tcg")])
     phases = [((phase,), state.phase == phase) for phase in get_args(Phase)]
     yield _gauge("guest_state", "1 for the state that the guest is in.", phases, "state")
     uptime = [] if state.since is None else [((), trio.current_time() - state.since)]
@@ -63,7 +69,8 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
     state.ask_qemu()  # the answer is for the next scrape: this one must not wait
     ready = [] if state.phase != "running" else [((), not state.unready)]
     yield _gauge("guest_ready", "1 while the guest is ready, but for threads that are not in their places.", ready)
-    yield _gauge("qemu_silent", "1 while QEMU does not answer.", [((), bool(state.qemu_silent))])
+    reasons = [((name,), bool(sentence)) for name, sentence in state.reasons()]
+    yield _gauge("guest_unready", "1 for each reason why the guest is not ready.", reasons, "reason")
 
 
 def _counters(supervisor: Supervisor) -> Iterator[Metric]:
@@ -117,6 +124,28 @@ def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float
         ("foreign_seconds", "Time other tasks, also the kernel's, ran on its CPU since it was pinned." + absent, taken),
     ):
         yield _counter(f"vcpu_{name}_total", text, values.items(), "vcpu", "cpu")
+
+
+def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
+    """Yield what the guest has received and sent; of passt and inherited descriptors the kernel has no counters here."""
+    links = supervisor.procfs.links()
+    received, sent = dict[str, LinkTraffic](), dict[str, LinkTraffic]()
+    for index, network in enumerate(plan.networks):
+        match network:
+            case BridgedPlan(tap=tap) if tap in links:  # what the guest receives, its tap sends
+                sent[str(index)], received[str(index)] = links[tap]
+            case MacvtapPlan(link=link) if link in links:
+                received[str(index)], sent[str(index)] = links[link]
+    yield _counter("network_receive_bytes_total", "Bytes the guest has received.", _each(received, "bytes"), "network")
+    yield _counter("network_receive_packets_total", "Packets of these.", _each(received, "packets"), "network")
+    yield _counter("network_receive_dropped_total", "Packets to it, lost.", _each(received, "dropped"), "network")
+    yield _counter("network_transmit_bytes_total", "Bytes the guest has sent.", _each(sent, "bytes"), "network")
+    yield _counter("network_transmit_packets_total", "Packets of these.", _each(sent, "packets"), "network")
+    yield _counter("network_transmit_dropped_total", "Packets of it, lost.", _each(sent, "dropped"), "network")
+
+
+def _each(traffic: Mapping[str, LinkTraffic], unit: str) -> Samples:
+    return [((network,), getattr(each, unit)) for network, each in traffic.items()]
 
 
 def _charged(supervisor: Supervisor, receipt: Receipt) -> Samples:
