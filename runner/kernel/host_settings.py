@@ -6,6 +6,7 @@
 ``sys/devices/virtual/workqueue/cpumask``               ``Documentation/core-api/workqueue.rst``
 ``sys/devices/system/cpu/cpuN/power/pm_qos_resume_…``   ``Documentation/ABI/testing/sysfs-devices-power``
 ``sys/devices/system/cpu/cpuN/cpufreq/scaling_…``       ``Documentation/admin-guide/pm/cpufreq.rst``
+``sys/bus/pci/devices/ADDRESS/d3cold_allowed``          ``Documentation/ABI/testing/sysfs-bus-pci``
 ======================================================  ============================================================
 
 A setting is named by its path below the root directory. Writing takes user 0 and no capability (``irq_affinity_proc_fops``,
@@ -29,6 +30,7 @@ INTERRUPTS = "proc/irq"
 DEFAULT_AFFINITY = f"{INTERRUPTS}/default_smp_affinity"
 WORK_QUEUES = "sys/devices/virtual/workqueue/cpumask"
 _CPUS = "sys/devices/system/cpu"
+_PCI_DEVICES = "sys/bus/pci/devices"
 _MASKS = {DEFAULT_AFFINITY, WORK_QUEUES}
 """Files in the mask format; the others have lists of CPUs, or words."""
 
@@ -69,6 +71,11 @@ def latency_path(cpu: int) -> str:
 def governor_path(cpu: int) -> str:
     """Return where *cpu*'s frequency governor is read; :meth:`HostSettings.governor` says where it is set."""
     return f"{_CPUS}/cpu{cpu}/cpufreq/scaling_governor"
+
+
+def d3cold_path(address: str) -> str:
+    """Return the setting by which the kernel may cut the power of the PCI device at *address* while nothing uses it."""
+    return f"{_PCI_DEVICES}/{address}/d3cold_allowed"
 
 
 @frozen
@@ -116,6 +123,12 @@ class HostSettings:
         except OSError:  # no driver for frequencies
             return path
         return f"{_CPUS}/cpufreq/{policy.name}/{PurePosixPath(path).name}"
+
+    def has_vfio_driver(self, address: str) -> bool:
+        """Tell whether the PCI device at *address* is bound to a driver for passthrough."""
+        device = self.root / _PCI_DEVICES / address
+        # By the link itself: its target is a path of the machine, not below the root directory.
+        return (device / "vfio-dev").is_dir() or PurePosixPath(os.path.realpath(device / "driver")).name == "vfio-pci"
 
     def cpus(self, path: str) -> CpuSet | None:
         """Return the CPUs in the setting *path*; ``None`` where the kernel does not have it."""

@@ -18,11 +18,13 @@ Backend = Literal["controller", "delegated", "affinity"]
 
 @frozen
 class CpuTuning:
-    """What the node's controller is asked for besides the CPUs, as the spec's ``[cpu]`` says; by default nothing."""
+    """What the node's controller is asked for besides the CPUs, by the spec's ``[cpu]`` and its devices; by default nothing."""
 
     latency: LatencyChoice = "default"
     cache_ways: int | None = None
     memory_bandwidth: int | None = None
+    devices: tuple[str, ...] = ()
+    """The PCI devices that are passed through: none of them is to lose its power (D3cold)."""
 
 
 @frozen

@@ -217,7 +217,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         pod=facts.pod_name,
         state_directory=facts.state_directory,
         anchor=(str(sleep), "infinity"),
-        placement=placement,
+        placement=_with_powered_devices(placement, passthrough, facts, problems),
         dhcp=dhcp,
         console=ConsolePlan(spec.console.stdout, console_log, spec.console.log_size),
         machine=machine,
@@ -262,6 +262,23 @@ def _passthrough(
     from runner.plan.passthrough import plan_passthrough  # here, because few guests have devices of their own
 
     return plan_passthrough(spec, topology, facts, user, accel, problems)
+
+
+def _with_powered_devices(
+    placement: Placement, passthrough: PassthroughPlan, facts: HostFacts, problems: Problems
+) -> Placement:
+    """Return *placement*, under which the controller keeps the devices powered; remark what may lose its power without one."""
+    if not passthrough.devices:
+        return placement
+    if isinstance(placement, ControllerPlacement):
+        devices = tuple(device.address for device in passthrough.devices)
+        return attrs.evolve(placement, tuning=attrs.evolve(placement.tuning, devices=devices))
+    from runner.plan.pci_judgements import power_remarks  # here, because few guests have devices of their own
+
+    vfio = facts.vfio
+    known = {} if vfio is None else vfio.devices
+    problems.remarks += power_remarks([known[device.address] for device in passthrough.devices])
+    return placement
 
 
 def _with_topology_file(machine: MachinePlan, problems: Problems) -> MachinePlan:

@@ -25,12 +25,17 @@ def device_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
     yield from _companions(facts)
     yield from _nvlink(facts)
     yield from _small_regions(facts)
+
+
+def power_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
+    """Yield what may lose its power where no controller of the node sees to it."""
     cold = [fact.address for fact in facts if fact.d3cold and is_gpu(fact.device_class)]
     if cold:
         yield Remark(
             f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold); a GPU that does not wake "
             "answers with ones until the machine is switched off",
-            "echo 0 to d3cold_allowed of its directory in sysfs before the start, or a rule of udev that does",
+            "echo 0 to d3cold_allowed of its directory in sysfs before the start, or a rule of udev that does; with placement "
+            '"controller" it stays powered while an instance has it',
         )
 
 

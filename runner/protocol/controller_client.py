@@ -184,7 +184,7 @@ async def unseal(path: PurePosixPath, pod_uid: str) -> None:
 
 
 async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) -> tuple[str, ...]:
-    """Ask for *tuning* of the registered instance's CPUs, and return what of it cannot be had, and why.
+    """Ask for *tuning* of the registered instance, and return what of it cannot be had, and why.
 
     Raises like :func:`register`.
     """
@@ -194,7 +194,10 @@ async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) 
         except ControllerError as error:
             if error.code == _METHOD_NOT_FOUND:
                 raise ControllerError("the controller is older than tuning; update it", error.code) from None
-            raise
+            if error.code != _INVALID_PARAMS or "devices" not in tuning:
+                raise
+            rest = {key: value for key, value in tuning.items() if key != "devices"}
+            return (*await tune(path, pod_uid, rest), "the controller is older than keeping devices powered; update it")
     match result:
         case {"missing": [*reasons]}:
             return tuple(map(str, reasons))

@@ -123,6 +123,14 @@ async def test_an_older_controller_cannot_tune(tmp_path: Path) -> None:
             await tune(PurePosixPath(tmp_path / "other.sock"), A, {"latency": "low"})
 
 
+async def test_a_controller_older_than_devices_is_asked_for_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    refused = '{"error": {"code": -32602, "message": "Invalid params: \'tuning\'"}}'
+    async with answering(path, sends(refused), sends(result(missing=["no resctrl"]))):
+        missing = await tune(PurePosixPath(path), A, {"latency": "low", "devices": ["0000:41:00.0"]})
+    assert missing == ("no resctrl", "the controller is older than keeping devices powered; update it")
+
+
 @pytest.mark.parametrize("how", ["missing", "stale", "directory missing"])
 async def test_no_controller_at_the_socket(tmp_path: Path, how: str) -> None:
     path = tmp_path / ("sockets" if "directory" in how else "") / "controller.sock"
@@ -134,8 +142,8 @@ async def test_no_controller_at_the_socket(tmp_path: Path, how: str) -> None:
 
 
 @asynccontextmanager
-async def answering(path: Path, answer: Callable[[trio.socket.SocketType], object]) -> AsyncIterator[None]:
-    """Serve a fake controller that answers its first client by *answer*."""
+async def answering(path: Path, *answers: Callable[[trio.socket.SocketType], object]) -> AsyncIterator[None]:
+    """Serve a fake controller that answers each client by the next of *answers*."""
     with socket.socket(
         socket.AF_UNIX
     ) as bound:  # trio binds in a worker thread, which snapshots of other tests would count
@@ -146,11 +154,12 @@ async def answering(path: Path, answer: Callable[[trio.socket.SocketType], objec
 
         async def serve(task_status: trio.TaskStatus[None]) -> None:
             task_status.started()
-            connection, _ = await listener.accept()
-            with connection:
-                await connection.recv(65536)
-                answer(connection)
-                await trio.lowlevel.checkpoint()
+            for answer in answers:
+                connection, _ = await listener.accept()
+                with connection:
+                    await connection.recv(65536)
+                    answer(connection)
+                    await trio.lowlevel.checkpoint()
 
         async with trio.open_nursery() as nursery:
             await nursery.start(serve)

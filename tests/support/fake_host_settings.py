@@ -19,6 +19,7 @@ from runner.kernel.host_settings import (
     WORK_QUEUES,
     HostSettings,
     SettingError,
+    d3cold_path,
     governor_path,
     latency_path,
 )
@@ -49,6 +50,14 @@ class FakeHostSettings(HostSettings):
         (self.root / line / handler).mkdir(exist_ok=True)
         if managed:
             self.put(f"{line}/managed", "")
+
+    def add_pci_device(self, address: str, *, passthrough: bool, d3cold: str = "1") -> None:
+        """Make the PCI device at *address*, bound to a driver for *passthrough* or to another one."""
+        device = f"sys/bus/pci/devices/{address}"
+        self.put(d3cold_path(address), d3cold)
+        driver = self.root / f"sys/bus/pci/drivers/{'vfio-pci' if passthrough else 'nvme'}"
+        driver.mkdir(parents=True, exist_ok=True)
+        (self.root / device / "driver").symlink_to(f"../../drivers/{driver.name}")
 
     def add_machine(self, cpus: int) -> None:
         """Make the settings of a machine with *cpus* CPUs on two NUMA nodes, without interrupts.

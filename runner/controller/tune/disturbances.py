@@ -22,7 +22,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 
-SettingKind = Literal["interrupt", "work_queue", "latency", "governor", "cache", "irqbalance"]
+SettingKind = Literal["interrupt", "work_queue", "latency", "governor", "cache", "irqbalance", "power"]
 KINDS: tuple[SettingKind, ...] = get_args(SettingKind)
 
 

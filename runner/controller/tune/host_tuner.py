@@ -54,6 +54,7 @@ from runner.kernel.host_settings import (
     WORK_QUEUES,
     HostSettings,
     SettingError,
+    d3cold_path,
     latency_path,
 )
 from runner.kernel.leases import open_at_once, read_at_once
@@ -78,6 +79,7 @@ _IRQBALANCE = "irqbalance"
 _REFUSED = {errno.EIO, errno.EPERM}
 """What the kernel answers for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since
 6.13)."""
+_D3COLD = PurePosixPath(d3cold_path("")).name
 _VFIO = "vfio-"
 """The beginning of the names of handlers of passed-through devices (``vfio_pci_intrs.c``)."""
 
@@ -142,6 +144,7 @@ class HostTuner:
         own = {pod_uid, instance_group(pod_uid), RESCTRL}
         if (instance := self.instances().get(pod_uid)) is not None:
             own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
+            own |= {*map(d3cold_path, instance.tuning.devices)}
         return tuple(each.reason for each in missing if each.path in own)
 
     async def tune(self) -> tuple[Missing, ...]:
@@ -195,6 +198,7 @@ class HostTuner:
             *self._interrupts(occupied if self.options.interrupts else CpuSet(), online),
             *self._work_queues(occupied if self.options.work_queues else CpuSet(), online, records),
             *self._latencies(instances, records, missing),
+            *self._device_power(instances, records),
             *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), missing),
             *self.caches.shared(plan, records),
         ]
@@ -279,6 +283,22 @@ class HostTuner:
                 yield Setting(path, kind, current, Fixed(target))
             elif target is not None and kind == "latency":  # a machine may have no driver for frequencies
                 missing.append(Missing(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
+
+    def _device_power(self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record]) -> Iterator[Setting]:
+        """Yield the power of the devices that instances have: some GPUs answer with ones after D3cold.
+
+        A pod may name any device, so that only those count whose driver is one for passthrough.
+        """
+        held = {
+            d3cold_path(each)
+            for instance in instances.values()
+            for each in instance.tuning.devices
+            if self.host.has_vfio_driver(each)
+        }
+        for path in sorted(held | {path for path in records if path.endswith(_D3COLD)}):
+            current = self.host.text(path)
+            if current is not None:  # without power management there is no such setting, and no device loses its power
+                yield Setting(path, "power", current, Fixed("0" if path in held else None))
 
     def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, missing: list[Missing]) -> Iterator[Setting]:
         if irqbalance is None:

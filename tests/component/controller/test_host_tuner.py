@@ -26,7 +26,7 @@ from runner.controller.tune.host_tuner import (
     TuningOptions,
     take_over_records,
 )
-from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, governor_path, latency_path
+from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, d3cold_path, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
 from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
@@ -247,6 +247,43 @@ async def test_a_frequency_policy_of_several_cpus_follows_all_of_them(node: Node
         await client.result("deregisterCgroup", uuid=A)
         await settled(controller)
         assert {text(node, governor_path(cpu)) for cpu in range(20)} == {"powersave"}
+
+
+GPU, OTHER, NVME = "0000:41:00.0", "0000:42:00.0", "0000:01:00.0"
+
+
+async def test_a_device_of_an_instance_stays_powered_until_no_instance_has_it(node: Node) -> None:
+    node.host.add_pci_device(GPU, passthrough=True)
+    node.host.add_pci_device(OTHER, passthrough=True, d3cold="0")
+    node.host.add_pci_device(NVME, passthrough=False)
+
+    def power() -> list[str]:
+        return [text(node, d3cold_path(address)) for address in (GPU, OTHER, NVME)]
+
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await register(node, client, A, "0-1,12-13")
+        gone = "0000:ff:00.0"
+        assert await missing(client, A, devices=[GPU, OTHER, NVME, gone]) == [], "a pod has no say over other devices"
+        assert power() == ["0", "0", "1"]
+        await register(node, client, B, "14-17")
+        assert await missing(client, B, devices=[GPU]) == []
+        node.become(A)
+        await client.result("deregisterCgroup", uuid=A)
+        await settled(controller)
+        assert power() == ["0", "0", "1"], "B has it still"
+        node.become(B)
+        await client.result("deregisterCgroup", uuid=B)
+        await settled(controller)
+        assert power() == ["1", "0", "1"]
+
+
+async def test_a_device_whose_power_cannot_be_kept_is_named(node: Node) -> None:
+    node.host.add_pci_device(GPU, passthrough=True)
+    async with controlled(node), connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        node.host.put(f"sys/bus/pci/devices/{GPU}/managed", "")
+        [reason] = await missing(client, B, devices=[GPU])
+        assert reason == f"cannot write '0' to /{d3cold_path(GPU)}: Input/output error"
 
 
 async def test_without_a_driver_for_frequencies_the_rest_is_set(node: Node) -> None:

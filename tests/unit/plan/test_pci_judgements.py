@@ -8,9 +8,10 @@ from pathlib import Path
 import attrs
 import pytest
 
+from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.plan.render import plan_json
 from tests.support.fake_pci import Record, recorded_pci, vfio_facts
-from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
+from tests.unit.plan.test_plan import EPYC, KERNEL, NODE, plan_of
 
 ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'
 GPU, NIC = "0000:18:00.0", "0000:19:00.0"
@@ -164,5 +165,19 @@ def test_power_that_may_be_cut_is_one_remark_about_gpus(tmp_path: Path) -> None:
     assert remark.startswith(
         "the kernel may cut the power of 0000:18:00.0, 0000:2a:00.0, 0000:3a:00.0, 0000:5d:00.0 and 4 more while"
     )
+    assert remark.endswith('with placement "controller" it stays powered while an instance has it')
     kept = changed(HGX, {GPU: {"d3cold_allowed": 0}})
     assert about(remarks(tmp_path / "kept", kept, GPU), "D3cold") == []
+
+
+def test_with_the_controller_the_devices_keep_their_power(tmp_path: Path) -> None:
+    """It is asked for all of them: another instance may have had one until now."""
+    records = changed(HGX, {GPU: {"d3cold_allowed": 0}})
+    facts = attrs.evolve(
+        NODE, vfio=vfio_facts(tmp_path, records, environment={"ALL": f"{GPU},{NIC}"}), qemu_version="10.0.2"
+    )
+    cpu = '[cpu]\nplacement = "controller"\ncount = 4\nlatency = "low"\n[memory]\nsize = "1GiB"\n'
+    plan = plan_of(f'{KERNEL}{cpu}[[device]]\nvariable = "ALL"\n', facts)
+    assert isinstance(plan.placement, ControllerPlacement)
+    assert plan.placement.tuning == CpuTuning("low", devices=(GPU, NIC))
+    assert about(plan_json(plan)["remarks"], "D3cold") == []

@@ -146,7 +146,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         placement, tuning = self.placement, self.placement.tuning
         if tuning == CpuTuning():
             return
-        asked = attrs.asdict(tuning)
+        asked = {key: value for key, value in attrs.asdict(tuning).items() if value}
         while True:
             try:
                 missing = await tune(placement.socket, placement.pod_uid, asked)
@@ -158,7 +158,8 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
             else:
                 for reason in missing:
                     log.warning("the CPUs are not tuned as asked: %s", reason)
-                log.info("CPUs tuned %s", " ".join(f"{key}={value}" for key, value in asked.items() if value))
+                shown = {**asked, "devices": ",".join(tuning.devices)}
+                log.info("CPUs tuned %s", " ".join(f"{key}={value}" for key, value in shown.items() if value))
                 return
 
 
