@@ -73,7 +73,7 @@ def promtool(programs: Path, *arguments: str | Path) -> str:
 
 
 def test_the_rules_are_valid(programs: Path, rules_file: Path) -> None:
-    assert "SUCCESS: 6 rules found" in promtool(programs, "check", "rules", rules_file)
+    assert f"SUCCESS: {len(alerts())} rules found" in promtool(programs, "check", "rules", rules_file)
 
 
 def test_each_alert_fires_when_it_should_and_only_then(programs: Path, rules_file: Path) -> None:
