@@ -74,6 +74,15 @@ class PciLink:
     best_width: int
 
 
+def wedged_reason(*, silent: bool, link: PciLink | None) -> str | None:
+    """Return why a device can be used by nobody, by whether it is *silent* and its own *link*; ``None`` if it can."""
+    if silent:
+        return "it does not answer: its configuration space reads as nothing but ones"
+    if link is not None and link.width == 0 < link.best_width:
+        return "its PCI Express link is down"
+    return None
+
+
 BridgeKind = Literal["root port", "upstream port", "downstream port", "bridge"]
 """A PCI Express root port, a port of a switch, or a bridge to conventional PCI."""
 
@@ -129,7 +138,7 @@ class PciFact:
     silent: bool
     """Whether its configuration space reads as all ones: the device does not answer on the bus."""
     link: PciLink | None
-    """``None`` if it is no PCI Express device."""
+    """``None`` if it has none: a device of the root complex, a virtual function, or no PCI Express device."""
     resets: str
     """The reset methods of the kernel (sysfs ``reset_method``), such as ``flr bus``; empty if there are none."""
     group_node: DeviceNode | None
@@ -155,6 +164,11 @@ class PciFact:
     def slot(self) -> str:
         """Its address without the function: functions of one device have the same."""
         return self.address.rpartition(".")[0]
+
+    @property
+    def wedged(self) -> str | None:
+        """Why it can be used by nobody; ``None`` if it can."""
+        return wedged_reason(silent=self.silent, link=None if self.physical_function else self.link)
 
     def begins_switch(self, index: int) -> bool:
         """Tell whether the bridge at *index* of its way is an upstream port, where a switch begins.

@@ -223,7 +223,7 @@ async def _passthrough_held(
         return
     from runner.instance.parts.passthrough import devices_returned  # here, because few guests have devices of their own
 
-    async with devices_returned(supervisor.faults, plan.machine.passthrough, plan.shutdown.devices_back, in_pod_cgroup):
+    async with devices_returned(supervisor, plan.machine.passthrough, plan.shutdown.devices_back, in_pod_cgroup):
         yield
 
 

@@ -12,7 +12,18 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from runner.base.errors import HostError
-from runner.facts.pci import BRIDGE, Acs, Bar, BridgeKind, GroupMember, PciBridge, PciFact, PciLink, is_gpu
+from runner.facts.pci import (
+    BRIDGE,
+    Acs,
+    Bar,
+    BridgeKind,
+    GroupMember,
+    PciBridge,
+    PciFact,
+    PciLink,
+    is_gpu,
+    wedged_reason,
+)
 from runner.facts.roots import Roots
 from runner.kernel.vfio import probe_node
 
@@ -32,6 +43,8 @@ _EXPRESS, _ACS, _ATS = 0x10, 0x0D, 0x0F
 _KINDS: dict[int, BridgeKind] = {4: "root port", 5: "upstream port", 6: "downstream port", 7: "bridge"}
 _REDIRECTS, _DIRECT_TRANSLATED = 0x0C, 0x40
 """Bits of the control register of ACS: request and completion redirect, and direct translated P2P."""
+_NO_LINK = 0xFF
+"""The best width of a PCI Express device that has no link, in the root complex or a virtual function (``pcie_get_width_cap``)."""
 _ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 
 
@@ -76,7 +89,7 @@ class _Reader:
             bars=tuple(_bars(path)),
             silent=is_silent(path),
             link=_link(path),
-            resets=_line(path / "reset_method"),
+            resets=reset_methods(path),
             group_node=probe_node(nodes / group) if has_vfio_driver and group else None,
             device_node=probe_node(nodes / "devices" / character_device) if character_device else None,
             device_class=device_class,
@@ -185,10 +198,15 @@ def is_silent(path: Path) -> bool:
     return header == b"\xff" * len(header)
 
 
-def has_lost_link(path: Path) -> bool:
-    """Tell whether the link of the device with the directory *path* is down; a virtual function has none of its own."""
+def why_wedged(path: Path) -> str | None:
+    """Return by what the device with the directory *path* is seen to be out of order; ``None`` if it is not."""
     link = _link(path)
-    return link is not None and link.width == 0 < link.best_width and not (path / "physfn").exists()
+    return wedged_reason(silent=is_silent(path), link=None if (path / "physfn").exists() else link)
+
+
+def reset_methods(path: Path) -> str:
+    """Return the kernel's reset methods for the device with the directory *path*, such as ``flr bus``; empty if it has none."""
+    return _line(path / "reset_method")
 
 
 def driver_of(path: Path) -> str | None:
@@ -217,8 +235,8 @@ def _bars(path: Path) -> Iterator[Bar]:
 
 def _link(path: Path) -> PciLink | None:
     width, best_width = (_line(path / f"{which}_link_width") for which in ("current", "max"))
-    if not width.isdecimal() or not best_width.isdecimal():
-        return None  # it is no PCI Express device
+    if not width.isdecimal() or not best_width.isdecimal() or int(best_width) == _NO_LINK:
+        return None
     speed, best_speed = (_line(path / f"{which}_link_speed") for which in ("current", "max"))
     return PciLink(speed, int(width), best_speed, int(best_width))
 

@@ -54,6 +54,7 @@ BIND = (
     "bind it: driverctl set-override {0} vfio-pci (or write vfio-pci to its driver_override and {0} to drivers_probe)"
 )
 GIVE = "give the container the node: by a device plugin's resource or a resource claim, or `--device {0}`"
+WEDGED = "look at its slot and power; if it was a guest's before, that guest or its reset has left it so: switch the machine off and on"
 NOT_MEDIATED = "use whole devices or SR-IOV functions"
 HOLDER = "end the other instance or process; `fuser {0}` on the node names it"
 
@@ -418,9 +419,8 @@ def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> 
     """
     if fact is None:
         return [(f"there is no PCI device {address} here", "`lspci -D` lists them")]
-    if fact.silent:
-        what = "does not answer: its configuration space reads as nothing but ones"
-        return [(f"{address} ({fact.name}) {what}", "reset it, or switch the machine off and on")]
+    if fact.wedged is not None:
+        return [(f"{address} ({fact.name}) cannot be used: {fact.wedged}", WEDGED)]
     if fact.group is None:
         remedy = "switch on VT-d or AMD-Vi in the firmware, and boot the node with intel_iommu=on (AMD: amd_iommu=on)"
         return [(f"{address} ({fact.name}) has no IOMMU group, so the IOMMU is off", remedy)]

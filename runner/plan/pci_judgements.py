@@ -67,12 +67,7 @@ def _own_link(fact: PciFact) -> Iterator[Remark]:
         return
     now, best = f"{link.speed} x{link.width}", f"{link.best_speed} x{link.best_width}"
     reachable = link.best_speed if above is None else min(link.best_speed, above.best_speed, key=_known)
-    if link.width == 0:
-        yield Remark(
-            f"{_named(fact)}: its PCI Express link is down (its best is {best})",
-            "look at its slot and power",
-        )
-    elif link.width < link.best_width:
+    if link.width < link.best_width:
         yield Remark(
             f"{_named(fact)}: its PCI Express link is {now}, its best is {best}",
             "look at its riser and slot",

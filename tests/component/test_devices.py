@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -66,8 +68,8 @@ async def test_devices_of_a_claim_are_found_by_the_files_in_the_container(tmp_pa
 
 
 async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) -> None:
-    five: list[VfioBackend] = ["iommufd"] * 5
-    plan = with_devices(fake_host.plan(), fake_host.root, *five)
+    six: list[VfioBackend] = ["iommufd"] * 6
+    plan = with_devices(fake_host.plan(), fake_host.root, *six, devices_back=8)
     paths = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
 
     async def break_them(_host: Supervisor) -> None:
@@ -78,21 +80,33 @@ async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) 
         paths[2].rename(fake_host.root / "gone")
         Path(str(plan.machine.passthrough.devices[3].group_node)).unlink()
         (paths[4] / "current_link_width").write_text("0\n")
+        (paths[4] / "reset").mkdir()
+        (paths[5] / "config").write_bytes(b"\xff" * 64)
+        (paths[5] / "reset_method").write_text("\n")
         fake_host.stop.ask("the test is over")
 
     assert (await fake_host.run(plan, meanwhile=break_them)).status is Status.STOPPED
-    addresses = [device.address for device in plan.machine.passthrough.devices]
-    assert fake_host.faults.sentences == [
-        f"could not get the device {addresses[0]} back: it is bound to 'nouveau' now, not to 'vfio-pci'",
-        f"could not get the device {addresses[1]} back: it does not answer: its configuration space reads as nothing but ones",
-        f"could not get the device {addresses[2]} back: it has gone from the bus",
-        f"could not get the device {addresses[3]} back: {plan.machine.passthrough.devices[3].group_node}: No such file or directory",
-        f"could not get the device {addresses[4]} back: its PCI Express link is down after the reset; switch the machine off and on",
-    ]
+    assert (paths[1] / "reset").read_text() == "1\n"
+    assert not (paths[5] / "reset").exists()
+    dead = "it is wedged: it does not answer: its configuration space reads as nothing but ones"
+    remedy = "switch the machine off and on; until then it is refused to every instance"
+    node = plan.machine.passthrough.devices[3].group_node
+    reasons = (
+        "it is bound to 'nouveau' now, not to 'vfio-pci'",
+        f"{dead}, also after its reset (flr bus); {remedy}",
+        "it has gone from the bus",
+        f"{node}: No such file or directory",
+        f"it is wedged: its PCI Express link is down, and its reset (flr bus) did not work: *{paths[4]}/reset: Is a directory; {remedy}",
+        f"{dead}, and has no reset of its own; {remedy}",
+    )
+    for device, reason, found in zip(
+        plan.machine.passthrough.devices, reasons, fake_host.faults.sentences, strict=True
+    ):
+        assert fnmatchcase(found, f"could not get the device {device.address} back: {reason}"), found
 
 
 async def test_a_device_that_is_released_late_is_waited_for(fake_host: FakeHost) -> None:
-    plan = with_devices(fake_host.plan(), fake_host.root, "iommufd")
+    plan = with_devices(fake_host.plan(), fake_host.root, "iommufd", devices_back=60)
     [path] = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
 
     async def reset(_host: Supervisor) -> None:
@@ -106,6 +120,28 @@ async def test_a_device_that_is_released_late_is_waited_for(fake_host: FakeHost)
         (path / "config").write_bytes(bytes(64))
 
     assert (await fake_host.run(plan, meanwhile=reset)).status is Status.STOPPED
+    assert fake_host.faults.sentences == []
+
+
+async def test_a_device_that_the_kernels_own_reset_has_not_brought_back_is_reset_once_more(fake_host: FakeHost) -> None:
+    plan = with_devices(fake_host.plan(), fake_host.root, "iommufd", devices_back=60)
+    [path] = [Path(device.sysfs) for device in plan.machine.passthrough.devices]
+    os.mkfifo(path / "reset")
+    resets = []
+
+    def reset() -> None:
+        resets.append((path / "reset").read_text())
+        (path / "config").write_bytes(bytes(64))
+
+    async def wedge(_host: Supervisor) -> None:
+        while not fake_host.guest_runs():
+            await trio.sleep(0.01)
+        (path / "config").write_bytes(b"\xff" * 64)
+        fake_host.stop.ask("the test is over")
+        await trio.to_thread.run_sync(reset)
+
+    assert (await fake_host.run(plan, meanwhile=wedge)).status is Status.STOPPED
+    assert resets == ["1\n"]
     assert fake_host.faults.sentences == []
 
 

@@ -74,8 +74,11 @@ def vfio_facts(root: Path, records: Sequence[Record], **values: Any) -> VfioFact
     return attrs.evolve(facts, **values)
 
 
-def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend) -> InstancePlan:
-    """Return *plan* with a fake device for each of *backends*; QEMU runs as the user with the number 65534."""
+def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend, devices_back: float = 2.0) -> InstancePlan:
+    """Return *plan* with a fake device for each of *backends*; QEMU runs as the user with the number 65534.
+
+    At the end the devices are waited for, at most *devices_back* seconds.
+    """
     records = [record for record in recorded_pci("hgx-h100") if record["driver"] == "vfio-pci"][: len(backends)]
     fake_pci_tree(root, records)
     facts = read_pci_facts((record["address"] for record in records), Roots.below(root))
@@ -103,7 +106,7 @@ def with_devices(plan: InstancePlan, root: Path, *backends: VfioBackend) -> Inst
         )
     iommufd = PurePosixPath(root / "dev/iommu") if "iommufd" in backends else None
     passthrough = PassthroughPlan(tuple(devices), iommufd)
-    shutdown = attrs.evolve(plan.shutdown, devices_back=2.0)
+    shutdown = attrs.evolve(plan.shutdown, devices_back=devices_back)
     return attrs.evolve(plan, machine=attrs.evolve(plan.machine, passthrough=passthrough), shutdown=shutdown)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import trio
 
-from runner.base.errors import HostError
-from runner.instance.supervisor import Faults
+from runner.base.errors import HostError, explain
+from runner.base.values import frozen
+from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel import files, pci, vfio
+from runner.kernel.processes import Command, Process
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 
 CHECKED_EVERY = 0.1
@@ -52,7 +55,7 @@ def _take_back(faults: Faults, node: PurePosixPath, owner: int) -> None:
 
 @asynccontextmanager
 async def devices_returned(
-    faults: Faults,
+    supervisor: Supervisor,
     passthrough: PassthroughPlan,
     within: float,
     in_pod_cgroup: Callable[[], AbstractContextManager[None]],
@@ -66,32 +69,90 @@ async def devices_returned(
         yield
     finally:
         with trio.CancelScope(shield=True):
-            deadline = trio.current_time() + within
-            for device in passthrough.devices:
-                with faults.recorded(f"get the device {device.address} back"):
-                    await _returned(device, deadline, in_pod_cgroup)
+            await _take_back_devices(supervisor, passthrough.devices, trio.current_time() + within, in_pod_cgroup)
 
 
-async def _returned(
-    device: DevicePlan, deadline: float, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+@frozen
+class _Left:
+    """Why a device is not as it was, and whether that is the device's own state."""
+
+    reason: str
+    wedged: bool = False
+
+
+async def _take_back_devices(
+    supervisor: Supervisor,
+    devices: Iterable[DevicePlan],
+    deadline: float,
+    in_pod_cgroup: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    while (reason := _why_not_returned(device, in_pod_cgroup)) is not None:
-        if trio.current_time() >= deadline:
-            raise HostError(reason)
+    """Wait until all *devices* are as they were; those that are wedged are reset once meanwhile.
+
+    VFIO has reset each when its last user closed it (``vfio_pci_core_disable``), and says nothing where that has failed.
+    """
+    resets: dict[str, Process] = {}
+    left = {device.address: _Left("") for device in devices}
+    while left:
+        left = {device.address: why for device in devices if (why := _why_left(device, in_pod_cgroup)) is not None}
+        if not left or trio.current_time() >= deadline:
+            break
+        for device in devices:
+            wedged = device.address in left and left[device.address].wedged
+            if wedged and device.address not in resets and pci.reset_methods(Path(device.sysfs)):
+                with suppress(HostError):  # no process can be started now
+                    resets[device.address] = supervisor.processes.spawn(_reset_command(Path(device.sysfs)))
         await trio.sleep(CHECKED_EVERY)
+    for device in devices:
+        with supervisor.faults.recorded(f"get the device {device.address} back"):
+            if (reset := resets.get(device.address)) is not None:
+                await supervisor.processes.stop(reset, 0)
+            if (why := left.get(device.address)) is not None and not why.wedged:
+                raise HostError(why.reason)
+            if why is not None:
+                raise HostError(
+                    f"it is wedged: {why.reason}, {_after_reset(Path(device.sysfs), reset)}",
+                    remedy="switch the machine off and on; until then it is refused to every instance",
+                )
 
 
-def _why_not_returned(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]) -> str | None:
+def _reset_command(sysfs: Path) -> Command:
+    """Return the command that resets the device by the first of its methods that works.
+
+    It is another process that writes: the kernel waits up to a minute for a device that does not come back.
+    """
+    script = 'echo 1 >"$1"'
+    return Command("device-reset", ("/bin/sh", "-c", script, "sh", str(sysfs / "reset")), level=logging.DEBUG)
+
+
+def _after_reset(sysfs: Path, reset: Process | None) -> str:
+    methods = pci.reset_methods(sysfs)
+    if not methods:
+        return "and has no reset of its own"
+    if reset is None:
+        return "and no process could be started to reset it"
+    if reset.returncode == 0:
+        return f"also after its reset ({methods})"
+    return f"and its reset ({methods}) did not work: {' '.join(reset.last_lines) or 'it took too long'}"
+
+
+def _why_left(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]) -> _Left | None:
+    try:
+        reason = _why_not_released(device, in_pod_cgroup)
+        if reason is not None:
+            return _Left(reason)
+        wedged = pci.why_wedged(Path(device.sysfs))
+    except HostError as error:
+        return _Left(explain(error))
+    return None if wedged is None else _Left(wedged, wedged=True)
+
+
+def _why_not_released(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]) -> str | None:
     sysfs = Path(device.sysfs)
     if not sysfs.exists():
         return "it has gone from the bus"
     driver = pci.driver_of(sysfs)
     if driver != device.driver:
         return f"it is bound to {repr(driver) if driver else 'no driver'} now, not to {device.driver!r}"
-    if pci.is_silent(sysfs):
-        return "it does not answer: its configuration space reads as nothing but ones"
-    if pci.has_lost_link(sysfs):
-        return "its PCI Express link is down after the reset; switch the machine off and on"
     if device.group_node is not None:
         with in_pod_cgroup():
             node = vfio.probe_node(device.group_node)

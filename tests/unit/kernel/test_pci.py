@@ -9,7 +9,7 @@ import pytest
 from runner.base.errors import HostError
 from runner.facts.pci import Acs, Bar, DeviceNode, GroupMember, PciLink
 from runner.facts.roots import Roots
-from runner.kernel.pci import driver_of, has_lost_link, is_silent, read_pci_facts
+from runner.kernel.pci import driver_of, is_silent, read_pci_facts, why_wedged
 from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -103,12 +103,16 @@ def test_sizes_of_a_resizable_region_and_the_physical_function_are_read(tmp_path
 
 def test_a_link_is_lost_only_where_a_device_has_one_of_its_own(tmp_path: Path) -> None:
     nic = recorded_pci("workstation")[-2]
-    down = [0, "8.0 GT/s PCIe", 16]
+    none = [0, "8.0 GT/s PCIe", 16]
     records = [
-        {**nic, "address": "0000:c1:00.0", "link": ["Unknown", *down]},
-        {**nic, "address": "0000:c1:00.2", "link": ["Unknown", *down], "physfn": "0000:c1:00.0"},
+        {**nic, "address": "0000:c1:00.0", "link": ["Unknown", *none]},
+        {**nic, "address": "0000:c1:00.2", "link": ["Unknown", *none], "physfn": "0000:c1:00.0"},
         {**nic, "address": "0000:c1:00.3", "link": ["Unknown", 0, "Unknown", 0]},
         {**nic, "address": "0000:c1:00.4", "link": []},
+        {**nic, "address": "0000:c1:00.5", "link": ["Unknown", 0, "Unknown", 255]},
     ]
     devices = fake_pci_tree(tmp_path, [{**record, "parent": None} for record in records]) / "sys/bus/pci/devices"
-    assert [has_lost_link(devices / record["address"]) for record in records] == [True, False, False, False]
+    down = ["its PCI Express link is down", None, None, None, None]
+    assert [why_wedged(devices / record["address"]) for record in records] == down
+    facts = read_pci_facts([record["address"] for record in records], Roots.below(tmp_path))
+    assert [fact.wedged for fact in facts.values()] == down

@@ -14,7 +14,7 @@ import pytest
 from runner.base.errors import SpecError
 from runner.facts.host import HostFacts, User
 from runner.facts.memory import MemoryLimits
-from runner.facts.pci import Bar, DeviceNode, VfioFacts
+from runner.facts.pci import Bar, DeviceNode, PciLink, VfioFacts
 from runner.facts.roots import Roots
 from runner.host.device_claims import read_claim
 from runner.kernel.pci import read_pci_facts
@@ -341,7 +341,11 @@ def test_the_driver_says_the_numa_node_where_the_firmware_does_not(
     [
         (
             {"silent": True},
-            f"device[0]: {GPU} (10de:2330) does not answer: its configuration space reads as nothing but ones",
+            f"device[0]: {GPU} (10de:2330) cannot be used: it does not answer: its configuration space reads as nothing but ones",
+        ),
+        (
+            {"link": PciLink("Unknown", 0, "32.0 GT/s PCIe", 16)},
+            f"device[0]: {GPU} (10de:2330) cannot be used: its PCI Express link is down; look at its slot and power; if it was a guest's",
         ),
         ({"group": None}, f"device[0]: {GPU} (10de:2330) has no IOMMU group, so the IOMMU is off; switch on VT-d"),
         (
@@ -526,7 +530,6 @@ def test_a_suboptimal_device_is_a_remark(hgx: HostFacts) -> None:
             "its PCI Express link is 32.0 GT/s PCIe x8, its best is 32.0 GT/s PCIe x16; look",
         ),
         ({"link": attrs.evolve(link, speed="2.5 GT/s PCIe")}, "an idle GPU lowers its speed"),
-        ({"link": attrs.evolve(link, width=0)}, "its PCI Express link is down"),
         ({"numa_node": -1}, "the firmware does not report the NUMA node"),
         ({"numa_node": 1}, "is on the host's NUMA node 1, the vCPUs are on 0: every access goes farther"),
     ):
