@@ -31,6 +31,13 @@ from tests.images.test_images import NEEDED, NEEDED_FOR_SHARES
 
 NEEDED_FOR_DEVICES = ("SYS_RESOURCE", "CHOWN")
 """To lock all of the guest's memory, and to lend QEMU the node of an IOMMU group."""
+HUGE_LIMIT = "LIMITS_HUGEPAGES_2MI"
+DEVICES = (
+    "nvidia.com/GH100=4@0",
+    "nvidia.com/GH100_NVSWITCH=4@0",
+    *(f"nvidia.com/{name}=4@{node}" for name in ("GH100_H200_SXM_141GB", "ib_pf") for node in (0, 1)),
+)
+"""Of the recorded host."""
 TAKEN = {"Pod", "Job", "PodDisruptionBudget", "ConfigMap", "Secret"}
 """The kinds of an instance's objects, which are deleted with it."""
 
@@ -280,9 +287,10 @@ def test_what_the_spec_names_is_in_the_pod(name: str, objects: dict[str, list[Ob
     assert {str(share.path) for share in spec.share} <= mounts
     assert "/run/instance-runner" in mounts, "the root is read-only"
     assert container["args"][1].rpartition("/")[0] in mounts
-    if spec.cloud_init is not None:
+    seed = spec.cloud_init
+    named = {PurePosixPath(path) for path in (seed.user_data, *seed.ssh_keys) if path} if seed is not None else set()
+    if named:
         [secret] = [found for found in objects[name] if found["kind"] == "Secret"]
-        named = {PurePosixPath(path) for path in (spec.cloud_init.user_data, *spec.cloud_init.ssh_keys) if path}
         assert {path.name for path in named} == secret["data"].keys()
         assert {str(path.parent) for path in named} <= mounts
     for path in (spec.boot.kernel, spec.boot.initrd, spec.boot.firmware):
@@ -309,7 +317,7 @@ def test_probes_reach_the_runner_and_not_the_guest(name: str, objects: dict[str,
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_the_pod_has_its_identity_in_the_environment(name: str, objects: dict[str, list[Object]]) -> None:
-    more = {"overlays/probes": ["POD_IP"], "overlays/gpu": ["LIMITS_HUGEPAGES_2MI"]}.get(name, [])
+    more = {"overlays/probes": ["POD_IP"], "overlays/gpu": [HUGE_LIMIT], "overlays/board": [HUGE_LIMIT]}.get(name, [])
     assert sorted(names_of(objects[name])) == sorted(["POD_UID", "POD_NAME", "POD_NAMESPACE", "NODE_NAME", *more])
 
 
@@ -345,17 +353,21 @@ def test_the_kubelet_of_the_example_admits_it(
     argv: list[str | Path] = [
         *(sys.executable, "-m", "runner", "plan", "--json"),
         *("--node", EXAMPLES / kubelet, "--host", EXAMPLES.parent / "plan" / "dual-epyc.json"),
-        *("--device", "nvidia.com/GH100=4@0", "--pod", manifest, spec),
+        *(word for device in DEVICES for word in ("--device", device)),
+        *("--pod", manifest, spec),
     ]
     done = subprocess.run(argv, stdout=subprocess.PIPE, check=False, cwd=PROJECT)
     answer = json.loads(done.stdout)
-    assert (done.returncode, answer["fits"]) == (0, True)
     [pod] = answer["pods"]
+    if name == "overlays/board" and "strict" in kubelet:
+        assert pod["outcome"] == "rejected", "it needs both NUMA nodes, and its NVSwitches are on one"
+        return
+    assert (done.returncode, answer["fits"]) == (0, True)
     assert (pod["outcome"], pod["qos"]) == ("admitted", "Guaranteed")
     [container] = pod["containers"]
     limits = container_of(objects[name])["resources"]["limits"]
     assert len(CpuSet.parse(container["cpus"])) == parse_quantity(limits["cpu"])
-    assert container["memory"][0]["numa_nodes"] == [0]
+    assert container["memory"][0]["numa_nodes"] == ([0, 1] if name == "overlays/board" else [0])
 
 
 def test_the_controller_takes_no_whole_cpu(objects: dict[str, list[Object]]) -> None:

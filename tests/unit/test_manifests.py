@@ -19,6 +19,7 @@ from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
 from runner.kubelet.pod import parse_quantity
 from runner.node_plan.quirks import NEWEST_MINOR, OLDEST_MINOR
+from runner.plan.instance import DEVICES_BACK, share_grace
 from tests.images.manifests import (
     DIRECTORIES,
     EXAMPLES,
@@ -31,7 +32,7 @@ from tests.images.manifests import (
     resources,
 )
 
-DISKS = ("overlays/disk", "overlays/gpu", "overlays/server")
+DISKS = ("overlays/board", "overlays/disk", "overlays/gpu", "overlays/server")
 KUBELETS = ("kubelet-configuration.yaml", "kubelet-configuration-strict.yaml")
 
 
@@ -41,10 +42,11 @@ def patch(directory: str) -> Object:
     return found
 
 
-def test_the_gpu_instance_is_told_its_limit_of_huge_pages() -> None:
-    spec = tomllib.loads((EXAMPLES / "overlays/gpu/spec.toml").read_text())["memory"]
+@pytest.mark.parametrize("name", ["overlays/board", "overlays/gpu"])
+def test_a_gpu_instance_is_told_its_limit_of_huge_pages(name: str) -> None:
+    spec = tomllib.loads((EXAMPLES / name / "spec.toml").read_text())["memory"]
     assert spec == {"size": "limits", "hugepages": "2MiB"}
-    [container] = patch("overlays/gpu")["containers"]
+    [container] = patch(name)["containers"]
     [variable] = container["env"]
     resource = hugepages_resource(2 << 20)
     assert variable == {
@@ -52,6 +54,21 @@ def test_the_gpu_instance_is_told_its_limit_of_huge_pages() -> None:
         "valueFrom": {"resourceFieldRef": {"resource": f"limits.{resource}"}},
     }
     assert resource in container["resources"]["limits"]
+
+
+@pytest.mark.parametrize("name", ["overlays/board", "overlays/gpu"])
+def test_every_device_that_a_spec_names_is_asked_for(name: str) -> None:
+    """And the time for all of them to come back is in the grace, and that in the pod's."""
+    spec = tomllib.loads((EXAMPLES / name / "spec.toml").read_text())
+    [container] = patch(name)["containers"]
+    limits = {
+        key: int(value) for key, value in container["resources"]["limits"].items() if key.startswith("nvidia.com/")
+    }
+    assert {device["resource"] for device in spec["device"]} == limits.keys()
+    plan = share_grace(spec["shutdown"]["grace"], 0, sum(limits.values()))
+    assert plan.power_down >= spec["shutdown"]["grace"] / 3, "the guest has its part"
+    assert plan.devices_back == pytest.approx(DEVICES_BACK) or name == "overlays/board"
+    assert patch(name).get("terminationGracePeriodSeconds", 60) >= spec["shutdown"]["grace"] + 10
 
 
 def test_the_device_plugin_hands_out_what_the_pods_ask_for() -> None:
