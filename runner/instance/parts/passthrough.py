@@ -98,7 +98,7 @@ async def _take_back_devices(
             break
         for device in devices:
             wedged = device.address in left and left[device.address].wedged
-            if wedged and device.address not in resets and pci.reset_methods(Path(device.sysfs)):
+            if wedged and device.address not in resets and pci.reset_methods(str(device.sysfs)):
                 with suppress(HostError):  # no process can be started now
                     resets[device.address] = supervisor.processes.spawn(_reset_command(Path(device.sysfs)))
         await trio.sleep(CHECKED_EVERY)
@@ -125,7 +125,7 @@ def _reset_command(sysfs: Path) -> Command:
 
 
 def _after_reset(sysfs: Path, reset: Process | None) -> str:
-    methods = pci.reset_methods(sysfs)
+    methods = pci.reset_methods(str(sysfs))
     if not methods:
         return "and has no reset of its own"
     if reset is None:
@@ -140,7 +140,7 @@ def _why_left(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractContextMan
         reason = _why_not_released(device, in_pod_cgroup)
         if reason is not None:
             return _Left(reason)
-        wedged = pci.why_wedged(Path(device.sysfs))
+        wedged = pci.why_wedged(str(device.sysfs))
     except HostError as error:
         return _Left(explain(error))
     return None if wedged is None else _Left(wedged, wedged=True)
@@ -150,7 +150,7 @@ def _why_not_released(device: DevicePlan, in_pod_cgroup: Callable[[], AbstractCo
     sysfs = Path(device.sysfs)
     if not sysfs.exists():
         return "it has gone from the bus"
-    driver = pci.driver_of(sysfs)
+    driver = pci.driver_of(str(sysfs))
     if driver != device.driver:
         return f"it is bound to {repr(driver) if driver else 'no driver'} now, not to {device.driver!r}"
     if device.group_node is not None:
