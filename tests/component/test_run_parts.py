@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.parts import Part
 from tests.support.run_parts import Parts
 given = [each.split("=", 1) for each in sys.argv[2:]]
-parts = Parts([Part(name, "", command) for name, command in given], Path(sys.argv[1]), every=0.05)
+parts = Parts([Part(name, "", command) for name, command in given], Path(sys.argv[1]), at_once=3, lanes={"here": 3}, every=0.05)
 print("ended" if parts.run() else "interrupted", *parts.failed)
 """
 
