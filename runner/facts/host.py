@@ -102,6 +102,9 @@ class Kvm:
         return self.mode & bits == bits and self.group_id != 0
 
 
+CONSOLE_LOG = "console.log"
+"""The file of the console's output in the state directory, where the spec names no other."""
+
 CLAIMED_CPUS = "DRA_CPUSET_"
 """The beginning of the environment variables, one for each resource claim, by which a DRA driver tells a container its CPUs.
 
@@ -216,7 +219,9 @@ class HostFacts:
     aio_free: int | None = None
     """Requests of native AIO that the machine has left (``fs.aio-max-nr`` less ``fs.aio-nr``); read only with disks."""
     qemu_version: str = ""
-    """QEMU's version; read only for PCI devices and for many vCPUs, empty if QEMU did not print it."""
+    """QEMU's version; a start reads it only for PCI devices and for many vCPUs. Empty if QEMU did not print it."""
+    qemu_error: str | None = None
+    """Why QEMU cannot be used; ``None`` if it can, or was not asked for its version."""
     address_bits: int = 0
     """The width of a physical address in bits; 0 where the kernel does not say."""
     cpu_models: frozenset[str] = frozenset()

@@ -20,7 +20,18 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RefusedError, explain
 from runner.facts.disk import DocumentFact, FileFact, LateDiskFacts
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
-from runner.facts.host import CLAIMED_CPUS, ROOT, HostFacts, Kvm, PodName, PodQos, Resolver, User, Virtiofsd
+from runner.facts.host import (
+    CLAIMED_CPUS,
+    CONSOLE_LOG,
+    ROOT,
+    HostFacts,
+    Kvm,
+    PodName,
+    PodQos,
+    Resolver,
+    User,
+    Virtiofsd,
+)
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
@@ -44,7 +55,7 @@ from runner.kernel.scheduler import read_cpuset, read_mask
 from runner.kernel.sysfs import read_hardware, read_huge_pools
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
-from runner.plan.host_checks import qos_of_oom_score_adj
+from runner.plan.host_checks import qos_of_oom_score_adj, too_old
 from runner.plan.machine import EVERY_QEMUS_MODELS, QEMU_USERS, model_name, parse_cpu_models
 from runner.plan.qemu_limits import ASKED_FROM
 from runner.spec.instance import DiskSpec, InstanceSpec
@@ -86,6 +97,8 @@ async def read_host_facts(
     limits = _memory_limits(spec, procfs, roots, cgroup)
     mask = read_mask()
     allowed_cpus = read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots)
+    asked = inherited is None or _depends_on_version(spec, allowed_cpus)
+    qemu_version, qemu_error = await _qemu_version(processes, qemu) if asked and qemu is not None else ("", None)
     facts = HostFacts(
         allowed_cpus=allowed_cpus,
         masked_cpus=read_cpuset() - mask,
@@ -104,11 +117,12 @@ async def read_host_facts(
         sleep=find_program("sleep", SYSTEM_DIRECTORIES),
         virtiofsd=virtiofsd,
         virtiofsd_error=virtiofsd_error,
-        files=dict(_files(spec)),
+        files={state_directory: probe_file(state_directory), **dict(_files(spec))},
         in_shares=dict(_in_shares(spec, state_directory, roots)),
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
-        qemu_version=await _qemu_version(spec, allowed_cpus, processes, qemu),
+        qemu_version=qemu_version,
+        qemu_error=qemu_error,
         address_bits=procfs.address_bits(),
         free_space=free_space(state_directory) if any(disk.ephemeral for disk in spec.disk) else None,
         io_uring_error=_io_uring_error(spec.disk),
@@ -212,10 +226,10 @@ def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:
 
 
 def _console_log_error(log: PurePosixPath | None, state_directory: PurePosixPath) -> str | None:
-    """Return why *log* cannot be written; the state directory itself is made at the start."""
-    if log is None or os.path.realpath(log.parent) == os.path.realpath(state_directory):
-        return None
-    return why_not_appended(log)
+    """Return why *log*, or the one in the state directory, cannot be written; that directory itself is made at the start."""
+    path = log or state_directory / CONSOLE_LOG
+    made = os.path.realpath(path.parent) == os.path.realpath(state_directory)
+    return None if made and not os.path.lexists(path) else why_not_appended(path)
 
 
 def _users(spec: InstanceSpec) -> Iterator[tuple[str, User]]:
@@ -232,14 +246,19 @@ def _users(spec: InstanceSpec) -> Iterator[tuple[str, User]]:
         yield name, User(name, entry.pw_uid, entry.pw_gid)
 
 
-async def _qemu_version(spec: InstanceSpec, allowed: CpuSet, processes: Processes, qemu: PurePosixPath | None) -> str:
-    """Return QEMU's version where a plan depends on it, else an empty string: to ask takes 20 ms."""
+def _depends_on_version(spec: InstanceSpec, allowed: CpuSet) -> bool:
+    """Tell whether a start must know QEMU's version beforehand: to ask takes 20 ms, and the monitor's greeting has it as well."""
     vcpus = len(allowed) if spec.cpu.count == "all" else spec.cpu.count
-    if qemu is None or not (spec.device or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM):
-        return ""
-    output, _ = await version_output(processes, "qemu", qemu)
+    return bool(spec.device) or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM
+
+
+async def _qemu_version(processes: Processes, qemu: PurePosixPath) -> tuple[str, str | None]:
+    """Return the version of *qemu*, and why it cannot be used; ``None`` if it can."""
+    output, reason = await version_output(processes, "qemu", qemu)
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)
-    return "" if version is None else version[1]
+    if reason or version is None:
+        return "", reason or f"it prints {output!r} when asked for its version"
+    return version[1], too_old(version[1])
 
 
 def _vfio(spec: InstanceSpec, roots: Roots) -> VfioFacts:

@@ -65,7 +65,8 @@ def why_not_appended(path: PurePosixPath) -> str | None:
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
-            return os.strerror(errno.ELOOP) if stat.S_ISLNK(found.st_mode) else None
+            refused = {stat.S_IFLNK: errno.ELOOP, stat.S_IFDIR: errno.EISDIR}.get(stat.S_IFMT(found.st_mode))
+            return None if refused is None else os.strerror(refused)
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW))
     except FileNotFoundError:
         if not os.path.isdir(path.parent):  # noqa: PTH112

@@ -14,7 +14,8 @@ import attrs
 
 from runner.base.errors import SpecError
 from runner.base.values import frozen
-from runner.facts.host import HostFacts, PodName, User
+from runner.facts.disk import MISSING
+from runner.facts.host import CONSOLE_LOG, HostFacts, PodName, User
 from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.descriptor_claims import Claims
@@ -154,7 +155,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     networks, dhcp = _networks(spec, identity, vcpus, facts, claims, problems)
     shares = tuple(plan_shares(spec, facts, problems))
     disks = plan_disks(spec.disk, facts, problems)
-    qemu = require_program(facts.qemu, "qemu-system-x86_64", facts, problems)
+    qemu = require_program(facts.qemu, "qemu-system-x86_64", facts, problems, facts.qemu_error)
     claims.claim_disks(spec.disk)
     claims.refuse_unclaimed()
     sleep = require_program(facts.sleep, "sleep", facts, problems)
@@ -229,13 +230,17 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
 
 
 def _console_log(log: PurePosixPath | None, facts: HostFacts, problems: Problems) -> PurePosixPath:
+    directory = facts.files.get(facts.state_directory, MISSING)
+    if directory.kind not in {"missing", "directory"}:
+        problems.refuse("--state-dir", f"{str(facts.state_directory)!r} {directory.words}, not a directory")
+    path = log or facts.state_directory / CONSOLE_LOG
     if facts.console_log_error is not None:
         problems.refuse(
             "console.log",
-            f"cannot write {str(log)!r}: {facts.console_log_error}",
+            f"cannot write {str(path)!r}: {facts.console_log_error}",
             "name a file that this process may write",
         )
-    return log or facts.state_directory / "console.log"
+    return path
 
 
 def _networks(

@@ -224,11 +224,13 @@ def choose_idle(asked: IdleChoice, accel: Accel, problems: Problems) -> IdleChoi
 
 
 def require_program(
-    path: PurePosixPath | None, name: str, facts: HostFacts, problems: Problems
+    path: PurePosixPath | None, name: str, facts: HostFacts, problems: Problems, error: str | None = None
 ) -> PurePosixPath | None:
-    """Return *path*; refuse the document where the program was not found."""
+    """Return *path*; refuse the document where the program was not found, or cannot be used because of *error*."""
     if path is None:
         problems.refuse("", f"cannot find the program {name!r} in PATH", install(name, facts.os_release))
+    elif error is not None:
+        problems.refuse("", f"cannot use {path}: {error}", "install another one")
     return path
 
 

@@ -45,6 +45,44 @@ def test_every_example_is_right_without_its_target() -> None:
     ]
 
 
+OLD = "echo 'QEMU emulator version 6.2.0 (Debian 1:6.2)'"
+BROKEN = "echo 'error while loading shared libraries: libaio.so.1' >&2; exit 127"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [(OLD, "QEMU 6.2.0 is older than 7.2"), (BROKEN, "it prints 'error while loading shared libraries: libaio.so.1'")],
+)
+def test_a_qemu_that_would_not_start_is_refused(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    program = tmp_path / "bin" / "qemu-system-x86_64"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    done = plan(spec)
+    assert done.returncode == 30, done.stdout
+    assert f"cannot use {program}: {reason}" in done.stderr
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_directory_in_the_place_of_the_console_log_is_refused(spec: Path, tmp_path: Path, *, named: bool) -> None:
+    """Also where it is that of the state directory, which no key names."""
+    (tmp_path / "state" / "console.log").mkdir(parents=True)
+    if named:
+        spec.write_text(f'{spec.read_text()}[console]\nlog = "{tmp_path}/state/console.log"\n')
+    done = plan("--state-dir", tmp_path / ("other" if named else "state"), spec)
+    assert done.returncode == 30, done.stdout
+    assert f"console.log: cannot write '{tmp_path}/state/console.log': Is a directory; name a file" in done.stderr
+
+
+def test_a_state_directory_that_is_a_file_is_refused(spec: Path) -> None:
+    done = plan("--state-dir", spec, spec)
+    assert done.returncode == 30, done.stdout
+    assert f"--state-dir: '{spec}' is a file, not a directory\n" in done.stderr
+
+
 def test_the_specs_of_all_manifests_are_right_without_their_target() -> None:
     specs = sorted((ROOT / "examples/kubernetes").rglob("*.toml"))
     done = plan("--document-only", *specs)
@@ -222,11 +260,10 @@ def test_the_cpu_models_of_the_installed_qemu_are_known(spec: Path, model: str) 
 def test_the_models_of_every_qemu_cost_no_process(spec: Path, tmp_path: Path) -> None:
     log, qemu = tmp_path / "log", tmp_path / "bin" / "qemu-system-x86_64"
     qemu.parent.mkdir()
-    qemu.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    qemu.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho "QEMU emulator version 7.2.0"\n')
     qemu.chmod(0o755)
     environment = {**os.environ, "PATH": f"{qemu.parent}:{os.environ['PATH']}"}
     for model in ("max,-avx", "EPYC"):
         spec.write_text(f'[boot]\nkernel = "{spec.parent}/kernel"\n[cpu]\nmodel = "{model}"\n')
         subprocess.run([sys.executable, "-m", "runner", "plan", spec], check=True, capture_output=True, env=environment)
-        assert log.exists() == (model == "EPYC")
-    assert log.read_text() == "-cpu help\n"
+        assert ("-cpu help" in log.read_text().splitlines()) == (model == "EPYC")
