@@ -46,7 +46,12 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
             f'"enforced" cannot be had with placement {backend!r}',
             "only the controller of the Kubernetes node makes isolated partitions",
         )
-    if backend == "affinity":
+    if backend == "affinity" and facts.pod is None and cpu.placement == "auto":
+        problems.remark(
+            "placement 'affinity' is second best: processes of others may run on the vCPUs' CPUs",
+            "examples/README.md, 'Whose CPUs', has the others, and `instance-runner check` what they lack here",
+        )
+    elif backend == "affinity":
         unusable = {
             name: f"{reason}; {remedy}" if remedy else reason for name, (reason, remedy) in errors.items() if reason
         }

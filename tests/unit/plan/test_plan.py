@@ -677,7 +677,8 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
     second_best = [str(remark) for remark in plan.remarks if "second best" in str(remark)]
     assert bool(second_best) == (backend == "affinity")
     if asked == "auto" and second_best:
-        assert second_best[0].endswith("; no 'controller': no; no 'delegated': no")
+        assert len(second_best[0]) < 200, "a laptop has it at each start"
+        assert "examples/README.md, 'Whose CPUs'" in second_best[0]
 
 
 @pytest.mark.parametrize("asked", ["controller", "delegated"])
@@ -686,7 +687,7 @@ def test_a_requested_placement_is_not_weakened(asked: str) -> None:
     assert problems(f'{KERNEL}[cpu]\nplacement = "{asked}"\ncount = 4\n', facts) == [
         f"cpu.placement: {asked!r} cannot be used: because{'; mount it' * (asked == 'controller')}"
     ]
-    facts = attrs.evolve(facts, delegation_error="no")
+    facts = attrs.evolve(facts, delegation_error="no", pod=PodQos("guaranteed", "it says so"))
     [remark] = [each for each in plan_of(KERNEL, facts).remarks if "second best" in str(each)]
     assert str(remark).endswith("; no 'controller': because; mount it; no 'delegated': no")
 
@@ -1013,7 +1014,7 @@ def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:
     assert problem.statement == "cpu.count: asks for 9 vCPUs, but this process may use 8 CPUs ('0-7')"
     assert problem.remedy == "one CPU for each vCPU"
     assert str(problem) == f"{problem.statement}; {problem.remedy}"
-    [remark] = [each for each in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks if each.remedy]
+    [remark] = [each for each in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks if "belong" in each.message]
     assert str(remark).endswith("this program share them; give it more CPUs than vCPUs")
     assert remark.remedy == "give it more CPUs than vCPUs"
 
