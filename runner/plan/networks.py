@@ -113,6 +113,8 @@ class PasstPlan(Nic):
     """passt(1), which translates between the guest's frames and sockets of the pod."""
 
     program: PurePosixPath
+    ports: tuple[str, ...] = ()
+    """TCP ports of the pod that lead to the guest, as passt takes them."""
 
 
 @frozen
@@ -424,7 +426,7 @@ class _NetworkPlanner:
                     f"network[{index}].mode",
                     f'passt speaks with the address of {pod.name!r}, which another network gives away (mode = "bridge")',
                 )
-        return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt)
+        return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt, network.ports)
 
     def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:
         where = f"network[{index}].fd"

@@ -208,7 +208,10 @@ def _network(network: NetworkPlan, derived: str) -> str:
     vhost = ", vhost-net"
     match network:
         case PasstPlan():
-            return f"passt {guest}: the guest reaches what the pod reaches, and nothing reaches the guest"
+            into = (
+                f"ports {', '.join(network.ports)} alone lead to it" if network.ports else "nothing reaches the guest"
+            )
+            return f"passt {guest}: the guest reaches what the pod reaches, and {into}"
         case MacvtapPlan():
             return f"macvtap {network.link} over {network.over} {guest}" + vhost * network.vhost
         case InheritedFdPlan():

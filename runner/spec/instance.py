@@ -39,6 +39,7 @@ from runner.spec.rules import (
     path,
     path_or,
     paths,
+    ports,
     references,
     rule_of,
     seconds,
@@ -487,6 +488,14 @@ class NetworkSpec:
         "/dev/vhost-net if the container has it",
     )
 
+    ports: tuple[str, ...] = key(
+        ports(),
+        default=(),
+        elsewhere=("hostfwd", "forward", "publish", "port"),
+        doc='`"passt"` only: TCP ports of the pod that lead to the guest, each with the guest\'s: `"2222:22"`, or '
+        '`"127.0.0.1/2222:22"` for a port of one address alone; without it nothing reaches the guest',
+    )
+
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
         for name, modes in NETWORK_KEYS.items():
@@ -497,6 +506,9 @@ class NetworkSpec:
             yield Problem("subnet6", "needs ipv6 = true")
         if self.mode == "descriptor":
             yield from self._descriptor_contradictions()
+        taken = [each.partition(":")[0] for each in self.ports]
+        for each in sorted({each for each in taken if taken.count(each) > 1}):
+            yield Problem("ports", f"gives {each} to two ports of the guest", "leave one of them out")
         if self.mode == "passt" and self.queues not in {None, 1}:
             yield Problem("queues", 'must be 1 with mode = "passt"')
 
@@ -519,6 +531,7 @@ NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
     "subnet6": ("private",),
     "fd": ("descriptor",),
     "vhost_fd": ("descriptor",),
+    "ports": ("passt",),
 }
 """Key → the modes that can have it."""
 

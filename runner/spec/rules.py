@@ -51,6 +51,8 @@ _DEEP_KEY = r"(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
 """A key with that many dots, after strings were replaced by a quotation mark."""
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
+FORWARDED = r"(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}/)?([0-9]{1,5}):([0-9]{1,5})"
+"""Pattern of a port, and the guest's that it leads to: ``2222:22``, or ``127.0.0.1/2222:22`` at one address alone."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
@@ -459,6 +461,22 @@ def variables() -> Rule:
 
     listed = {"type": "array", "items": matching(_VARIABLE), "uniqueItems": True}
     return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse, listed)
+
+
+def ports() -> Rule:
+    """Take an array of TCP ports, each with the port of the guest that it leads to (:data:`FORWARDED`)."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        if not isinstance(value, list):
+            _wrong(value)
+        for each in value:
+            match = re.fullmatch(FORWARDED, each, re.ASCII) if isinstance(each, str) else None
+            if match is None or not all(0 < int(number) < 1 << 16 for number in match.groups()):
+                _wrong(each)
+        return tuple(value)
+
+    listed = {"type": "array", "items": matching(FORWARDED)}
+    return Rule('an array of ports, such as ["2222:22"] or ["127.0.0.1/2222:22"]', parse, listed)
 
 
 def table(schema: type) -> Rule:

@@ -103,10 +103,11 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
 def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
     """Return passt's argv; *endpoint* is ``--fd=N`` (a connected socket) or ``--socket=…``.
 
-    It forwards no port of the pod to the guest: a guest that must be reachable takes the mode ``bridge``.
+    Without ports of its own it forwards none of the pod's to the guest, where its default is all that are free.
     """
     argv = [str(network.program), "--foreground", "--one-off", "--quiet", f"--mtu={network.mtu}"]
-    return [*argv, "--tcp-ports=none", "--udp-ports=none", endpoint]
+    ports = [f"--tcp-ports={each}" for each in network.ports or ("none",)]
+    return [*argv, *ports, "--udp-ports=none", endpoint]
 
 
 def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:

@@ -86,6 +86,9 @@ queues = 2
 mode = "descriptor"
 fd = "net0,net1"
 vhost_fd = "vhost0,vhost1"
+[[network]]
+mode = "passt"
+ports = ["2222:22", "127.0.0.1/8080:80"]
 [descriptors]
 socket = "/run/agent.sock"
 [[share]]
@@ -155,6 +158,7 @@ def test_every_key_can_be_given() -> None:
     assert (spec.disk[2].ephemeral_size, spec.hotplug.disks, spec.hotplug.qemu) == (2 << 30, 2, True)
     assert spec.hotplug.cpus == 8
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
+    assert spec.network[3].ports == ("2222:22", "127.0.0.1/8080:80")
     assert spec.device[0].properties == (("x-nv-gpudirect-clique", 0), ("x-msix-relocation", "bar2"))
     assert (spec.device[1].address, spec.device[1].rom) == ("0000:41:00.0", True)
     assert (spec.device[2].claim, spec.device[2].request) == ("gpus", "gpu")
