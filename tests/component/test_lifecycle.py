@@ -283,6 +283,21 @@ async def test_qemu_stopped_or_killed_from_outside(fake_host: FakeHost, number: 
             {"before_greeting": "exit"},
             "cannot start QEMU: it exited with status 7, saying 'fake-qemu: something is wrong with the fake'",
         ),
+        *(
+            (
+                {"before_greeting": "exit", "says": says},
+                (
+                    f"cannot start QEMU: it exited with status 7, saying {says!r}; KVM runs no guest here: set cpu.accel to "
+                    '"tried", which emulates the guest then, or to "tcg"'
+                ),
+            )
+            for says in (
+                "qemu: ../../target/i386/kvm/kvm.c:3183: kvm_buf_set_msrs: Assertion 'ret == nmsrs' failed.",
+                "qemu: failed to initialize kvm: Operation not permitted",
+                "qemu: -accel kvm: invalid accelerator kvm",
+                "qemu: kvm_init_vcpu: kvm_get_vcpu failed (0): Invalid argument",
+            )
+        ),
         ({"before_greeting": "hang"}, "cannot start QEMU: it has said nothing on QMP for 2 s"),
         ({"before_greeting": "garbage"}, "cannot start QEMU: cannot understand QEMU: it sent b'SSH-2.0-OpenSSH"),
         ({"before_greeting": "half a line"}, "cannot start QEMU: it exited with status 0"),

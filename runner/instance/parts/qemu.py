@@ -74,7 +74,20 @@ REMEDIES = (
         re.compile(": vfio .*(Operation not permitted|Permission denied)"),
         "let the container use the devices' nodes in /dev/vfio: a device plugin's resource, or `--device`",
     ),
+    (
+        # target/i386/kvm/kvm.c, accel/kvm/kvm-all.c: its assertions, and its own words
+        re.compile(r"/kvm/kvm[a-z-]*\.c:|\b[Kk][Vv][Mm][ :_]|failed to set MSR"),
+        'KVM runs no guest here: set cpu.accel to "tried", which emulates the guest then, or to "tcg"',
+    ),
 )
+"""Words of QEMU's last line → what to do about it."""
+
+
+def _with_remedy(sentence: str, output: str) -> str:
+    remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(output)), "")
+    return f"{sentence}{remedy}"
+
+
 """The remedy, by the error that QEMU prints when it does not start."""
 
 
@@ -306,10 +319,8 @@ class Qemu:
             how = self.process.how_it_ended()
             # QEMU prints hints after an error of VFIO: the last line is not the error.
             output = next((line for line in reversed(self.process.last_lines) if ": vfio " in line), how)
-            remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(output)), "")
-            raise HostError(
-                f"cannot start QEMU: it {how if output in how else f'{how}, and before {output!r}'}{remedy}"
-            )
+            ended = how if output in how else f"{how}, and before {output!r}"
+            raise HostError(_with_remedy(f"cannot start QEMU: it {ended}", output))
         raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
@@ -415,7 +426,8 @@ class Qemu:
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
-        return GuestEnd(FATAL["qemu"].status, f"QEMU {self.process.how_it_ended()}")
+        how = self.process.how_it_ended()
+        return GuestEnd(FATAL["qemu"].status, _with_remedy(f"QEMU {how}", how))
 
     async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
         """Ask the guest to power down, again and again, within its share of the grace period.

@@ -17,6 +17,7 @@ import time
 
 DEFAULTS = {
     "before_greeting": None,  # None | "exit" | "hang" | "garbage" | "half a line" | "long line"
+    "says": "fake-qemu: something is wrong with the fake",  # before it exits without a greeting
     "major": 7,
     "minor": 2,  # of its version, 7.2.0
     "as_source": None,  # None | "blocked" (a device of its) | "refuses" (the transfer) | "fails" (it, after the guest was stopped)
@@ -91,7 +92,7 @@ if behaviour["daemonize"]:
             os.execvp("sleep", ["sleep", "1000"])
         os._exit(0)
 if behaviour["before_greeting"] == "exit":
-    print("fake-qemu: something is wrong with the fake", file=sys.stderr, flush=True)
+    print(behaviour["says"], file=sys.stderr, flush=True)
     sys.exit(7)
 
 incoming = [json.loads(arguments[at + 1]) for at, word in enumerate(arguments) if word == "-incoming"]
