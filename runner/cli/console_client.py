@@ -6,15 +6,16 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import attrs
 
 from runner.base.errors import HostError
 from runner.base.values import frozen
+from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
 from runner.kernel.lines import LineFramer, OverlongError
-from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected, unbounded
 
 LONGEST_REPLY = 1 << 12
 """Bytes of the runner's reply, without its line end."""
@@ -29,20 +30,26 @@ class AttachRequest:
 
 
 @contextmanager
-def attached(directory: Path, request: AttachRequest) -> Iterator[tuple[Socket, Mapping[str, object], bytes]]:
+def attached(
+    directory: Path, request: AttachRequest, within: float = ANSWERED_WITHIN
+) -> Iterator[tuple[Socket, Mapping[str, object], bytes]]:
     """Hold a connection to the console of the instance whose state is in *directory*.
 
     Yields it with the runner's reply, and the guest's earlier output as far as it has arrived. Raises
-    :exc:`~runner.base.errors.HostError` when no runner listens there, or it refuses.
+    :exc:`~runner.base.errors.HostError` when no runner listens there, it refuses, or does not answer *within* so many seconds.
     """
-    with connected(directory, CONSOLE_SOCKET) as line:
+    with ExitStack() as held:
         try:
+            line = held.enter_context(connected(directory, CONSOLE_SOCKET, within))
             line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
             reply, output = _attach_reply(line)
+        except BlockingIOError:
+            raise unanswered(within) from None
         except ConnectionError as error:  # with the request unread: it has too many connections, or has ended
             raise HostError("cannot attach to the console: the runner closed the connection") from error
         if "error" in reply:
             raise HostError(f"cannot attach to the console: {reply['error']}")
+        unbounded(line)
         yield line, reply, output
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from qemu.qmp import EventListener, ExecInterruptedError, ExecuteError, QMPClient, QMPError
 
 from runner.base.errors import HostError, RefusedError, RunnerError, UsageError, explain
-from runner.cli.instance_requests import ANSWERED_WITHIN, unanswered
+from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
 from runner.kernel.sockets import QMP_SOCKET, connected
 
 T = TypeVar("T")
@@ -51,8 +51,10 @@ def run(state_directory: Path, words: Sequence[str], *, shell: bool) -> None:
 class Connection:
     """A QMP connection to the instance whose *state_directory* this is; its event loop runs only during a call."""
 
-    def __init__(self, state_directory: Path) -> None:
+    def __init__(self, state_directory: Path, within: float = ANSWERED_WITHIN) -> None:
         self._directory = state_directory
+        self._within = within
+        """Seconds that each call may take."""
         self._client = QMPClient("instance")
         self._events = EventListener()
         self._runner = asyncio.Runner()
@@ -60,8 +62,11 @@ class Connection:
     def __enter__(self) -> Self:
         self._client.register_listener(self._events)
         try:
-            with connected(self._directory, QMP_SOCKET) as connection:
+            with connected(self._directory, QMP_SOCKET, self._within) as connection:
                 self._run(self._client.connect(connection.dup()))
+        except BlockingIOError:
+            self._runner.close()
+            raise unanswered(self._within) from None
         except QMPError as error:
             self._runner.close()
             raise HostError(
@@ -96,9 +101,9 @@ class Connection:
     def _run(self, act: Coroutine[Any, Any, T]) -> T:
         """Return what *act* returns. Raises :exc:`~runner.base.errors.HostError` if it takes too long."""
         try:
-            return self._runner.run(asyncio.wait_for(act, ANSWERED_WITHIN))
+            return self._runner.run(asyncio.wait_for(act, self._within))
         except TimeoutError:
-            raise unanswered(ANSWERED_WITHIN) from None
+            raise unanswered(self._within) from None
 
     def events(self) -> Iterator[Mapping[str, object]]:
         """Yield the events that came since the last call."""

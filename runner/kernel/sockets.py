@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import stat
+import struct
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -283,20 +284,37 @@ def reachable(path: PurePath) -> Iterator[str]:
 
 
 @contextmanager
-def connected(directory: Path, name: str) -> Iterator[socket.socket]:
+def connected(directory: Path, name: str, within: float) -> Iterator[socket.socket]:
     """Hold a connection to the socket *name* in *directory*, at which a runner listens (:func:`listening`).
 
-    Raises :exc:`~runner.base.errors.HostError`.
+    Until :func:`unbounded` is called each call that waits for the runner takes at most *within* seconds, and raises
+    ``BlockingIOError`` then: a process that is stopped accepts nothing, and answers nothing. Raises
+    :exc:`~runner.base.errors.HostError` where nothing listens.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        _bound(connection, within)
         try:
             with reachable(directory / name) as address:
                 connection.connect(address)
+        except BlockingIOError:  # its queue of connections stayed full
+            raise
         except OSError as error:
             raise HostError(
                 f"cannot connect to {str(directory / name)!r}; is an instance running, and this its --state-dir"
             ) from error
         yield connection
+
+
+def unbounded(connection: Socket) -> None:
+    """Let calls on *connection* wait without end from now on."""
+    _bound(connection, 0)
+
+
+def _bound(connection: Socket, seconds: float) -> None:
+    """Bound each call on a blocking socket, ``connect`` too (socket(7): ``SO_SNDTIMEO``); 0 is no bound."""
+    value = struct.pack("ll", int(seconds), round(seconds % 1 * 1e6))  # struct timeval
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def _beneath(directory: int, name: str) -> str:
