@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -14,7 +14,42 @@ LOG_FORMATS = ("text", "json")
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that names the nearest word instead of all of them, as Python 3.14 can (``suggest_on_error``)."""
+    """A parser that names the nearest word instead of all of them, as Python 3.14 can (``suggest_on_error``).
+
+    So do the parsers of its commands. Each refuses itself what it does not know, with its own usage.
+    """
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(  # type: ignore[override]  # as argparse itself calls it
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Return the arguments, and none that are left: they are refused."""
+        self._given = sys.argv[1:] if args is None else args
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(self._unknown(rest))
+        return known, rest
+
+    def error(self, message: str) -> NoReturn:
+        """End with *message*; where a command is missing, its cause is a wrong option before it, or the commands are named."""
+        commands = next((each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None)  # noqa: SLF001
+        if commands is not None and message.endswith(f": {commands.metavar}"):
+            options = [name for action in self._actions for name in action.option_strings]
+            wrong = [each for each in self._given if each.startswith("-") and not _begins(each, options)]
+            message = self._unknown(wrong) if wrong else f"name a {commands.metavar}: {', '.join(commands.choices)}"
+        super().error(message)
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        """Return what is wrong with *words*, which no argument takes."""
+        word = next((each for each in words if each.startswith("-")), None)
+        if word is None:
+            return f"cannot take {' '.join(words)!r}: it is one argument too many"
+        import difflib  # here, because only a command line with a mistake needs it
+
+        options = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(word.partition("=")[0], options, 1)
+        return f"unknown option {word!r}" + (f"; did you mean {near[0]!r}?" if near else f"; see `{self.prog} --help`")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -28,6 +63,11 @@ class CommandLine(argparse.ArgumentParser):
             raise
 
 
+def _begins(word: str, options: Sequence[str]) -> bool:
+    """Tell whether *word* is one of *options*, or how one begins."""
+    return any(option.startswith(word.partition("=")[0]) for option in options)
+
+
 class _Version(argparse.Action):
     """Prints the version; importing what reads it takes as long as a whole parser, so that it is done only here."""
 
@@ -36,6 +76,11 @@ class _Version(argparse.Action):
 
         sys.stdout.write(f"{parser.prog} {metadata.version('instance-runner')}\n")
         parser.exit()
+
+
+def sentence(purpose: str) -> str:
+    """Return the one-line *purpose* of a command as the description in its own help."""
+    return f"{purpose[0].upper()}{purpose[1:]}."
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

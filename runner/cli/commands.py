@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Collection
 from importlib import import_module
 
-from runner.base.arguments import CommandLine, add_version
+from runner.base.arguments import CommandLine, add_version, sentence
 from runner.cli.options import STATUS_HELP, add_state_dir, default_state_directory
 
 COMMANDS = {
-    "try": "boot a small guest with a shell on this terminal, to see that everything works here",
+    "try": "boot a guest with its console on this terminal: the demo, a spec, or a disk image of yours",
     "run": "run an instance as PID 1, until it ends or SIGTERM ends it",
     "plan": "say what run would do here, or what a Kubernetes node would do with a pod; touches nothing",
     "inspect": "say where every thread of a running instance is, and judge it",
@@ -49,7 +49,9 @@ def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argu
     parser.set_defaults(state_dir=default_state_directory())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, purpose in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(
+            name, help=purpose, description=sentence(purpose), formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name in complete:
             import_module(f"runner.cli.{name}").add_arguments(command)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import trio
 
+from runner.base.arguments import argument_type, sentence
 from runner.base.errors import Status, UsageError, escaped
 from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
@@ -75,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cpus.add_argument(
         "count",
-        type=int,
+        type=argument_type(_count),
         nargs="?",
         metavar="COUNT",
         help="how many vCPUs it is to have; without it they are only shown",
@@ -96,7 +98,13 @@ def _add(
     epilog: str,
 ) -> argparse.ArgumentParser:
     """Add a command below ``ctl``, which takes what ``ctl`` itself takes, too, wherever it stands on the line."""
-    parser = topics.add_parser(name, help=purpose, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = topics.add_parser(
+        name,
+        help=purpose,
+        description=sentence(purpose),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_shared(parser, shown=False)
     return parser
 
@@ -150,6 +158,12 @@ def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
         help="take devices along, with which QEMU cannot continue when the update fails: the guest ends then",
     )
     parser.set_defaults(method="qemu.update")
+
+
+def _count(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,4}", text, re.ASCII) is None:
+        raise ValueError(f"{text!r} is no number of vCPUs such as 4")
+    return int(text)
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:

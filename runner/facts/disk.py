@@ -68,6 +68,8 @@ class FileFact:
     """Bytes of a logical and of a physical block, as the kernel reports them for a block device."""
     error_number: int = attrs.field(default=0, kw_only=True)
     """The ``errno`` of ``error``; 0 without one."""
+    mounted_read_only: bool = attrs.field(default=False, kw_only=True)
+    """Of a directory: whether its file system is mounted read-only."""
 
     @property
     def words(self) -> str:

@@ -10,6 +10,7 @@ A descriptor that is open already is not asked about: it may be passed on, inher
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import struct
@@ -181,9 +182,9 @@ def attach_device_filter(rules: Iterable[DeviceRule], cgroup: Path) -> int:
             os.close(program)
         return os.fstat(directory).st_ino
     except OSError as error:
-        raise HostError(
-            what, remedy="it takes CAP_SYS_ADMIN, a kernel with CONFIG_CGROUP_BPF, and cgroup v2"
-        ) from error
+        denied = error.errno in {errno.EPERM, errno.EACCES}
+        remedy = "it takes CAP_SYS_ADMIN" if denied else "it takes a kernel with CONFIG_CGROUP_BPF, and cgroup v2"
+        raise HostError(what, remedy=remedy) from error
     finally:
         os.close(directory)
 

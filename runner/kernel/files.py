@@ -35,7 +35,7 @@ def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False)
         return MISSING if missing else FileFact("other", error=error.strerror, error_number=error.errno or 0)
     kind = _file_kind(found.st_mode)
     if kind not in {"file", "block"}:
-        return FileFact(kind)
+        return FileFact(kind, mounted_read_only=kind == "directory" and _mounted_read_only(path))
     everyone_reads = bool(found.st_mode & stat.S_IROTH)
     try:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -49,6 +49,13 @@ def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False)
     except OSError as error:
         read_error = probe_file(path).error if write else error.strerror
         return FileFact(kind, found.st_size, error.strerror, read_error, everyone_reads, error_number=error.errno or 0)
+
+
+def _mounted_read_only(path: PurePosixPath) -> bool:
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
 
 
 def free_space(path: PurePosixPath) -> int | None:

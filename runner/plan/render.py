@@ -59,7 +59,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         yield f"  3 network {number}  {_network(network, _derived(plan.identity, number, network))}"
     for share in plan.shares:
         kind = "Rust" if share.program.rust else "C"
-        mode = "read-only" if share.read_only else "writable"
+        mode = "read-only" if share.read_only else "read-only as its mount" if share.mounted_read_only else "writable"
         yield f"  4 share      {share.path} as {share.tag!r}, {mode}, by {share.program.path} ({kind})"
     yield f"  5 console    {'standard output and ' if plan.console.stdout else ''}{plan.console.log}"
     yield f"  6 machine    {machine.program} as user {machine.user.name}, paused"

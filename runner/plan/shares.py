@@ -24,6 +24,8 @@ class SharePlan:
     tag: str
     path: PurePosixPath
     read_only: bool
+    mounted_read_only: bool = attrs.field(default=False)
+    """Whether nothing can be written there, whatever virtiofsd allows."""
     updatable: bool = attrs.field(default=False)
     """Whether another virtiofsd can take its place while the guest runs."""
 
@@ -49,7 +51,12 @@ def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Ite
             )
         refuse_our_files_inside(share, spec, problems, facts)
         yield SharePlan(
-            program, share.tag, share.path, share.read_only, updatable=spec.hotplug.qemu and program.hands_over
+            program,
+            share.tag,
+            share.path,
+            share.read_only,
+            mounted_read_only=facts.files.get(share.path, MISSING).mounted_read_only,
+            updatable=spec.hotplug.qemu and program.hands_over,
         )
 
 

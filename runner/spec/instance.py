@@ -154,6 +154,7 @@ class CpuSpec:
     topology: TopologyChoice = key(
         choice(*get_args(TopologyChoice)),
         default="host",
+        elsewhere=("sockets", "threads"),
         doc='the topology that the guest sees; `"host"`: the sockets, L3 caches, threads and NUMA nodes that its vCPUs are pinned to; '
         '`"flat"`: one socket of cores with one thread each',
     )
@@ -265,6 +266,7 @@ class BootSpec:
     cmdline: str | None = key(
         text(),
         default=None,
+        elsewhere=("append", "args", "kernel_args"),
         doc="the kernel's command line; with `console=ttyS0` its messages appear on the serial console",
     )
     firmware: PurePosixPath | FirmwareBuild | None = key(
@@ -273,6 +275,7 @@ class BootSpec:
             elsewhere={"ovmf": "uefi", "efi": "uefi", "edk2": "uefi", "secure-boot": "uefi-secure"},
         ),
         default=None,
+        elsewhere=("uefi", "bios", "efi", "ovmf", "loader"),
         doc='a firmware image that is mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the installed OVMF; `"uefi-secure"`: the '
         "installed OVMF with Secure Boot and Microsoft's keys; without it SeaBIOS",
     )
@@ -313,7 +316,9 @@ class DiskSpec:
         default=None,
         doc="the name of an inherited descriptor (`[descriptors]`) of a file or block device",
     )
-    format: DiskFormat = key(choice(*get_args(DiskFormat)), default="raw", doc="the format of the file")
+    format: DiskFormat = key(
+        choice(*get_args(DiskFormat)), default="raw", elsewhere=("type", "driver"), doc="the format of the file"
+    )
     read_only: bool = key(flag(), default=False, doc="whether the guest can only read the disk")
     serial: str | None = key(
         text(r"[A-Za-z0-9_-]{1,20}", "up to 20 letters, digits, '_' and '-'"),
@@ -428,6 +433,7 @@ class NetworkSpec:
     mode: NetworkMode = key(
         choice(*get_args(NetworkMode), elsewhere={"user": "passt", "slirp": "passt", "nat": "passt", "tap": "private"}),
         default="private",
+        elsewhere=("type", "kind"),
         doc='`"private"`: a subnet that only this instance has; `"bridge"`: the guest takes over the address of the pod\'s interface; '
         '`"macvtap"`: the guest is a host of its own, with its own MAC address, on the network of an interface; `"passt"`: the guest '
         'connects through the pod\'s sockets, which needs no privilege; `"descriptor"`: an inherited tap, macvtap or socket',
@@ -444,7 +450,10 @@ class NetworkSpec:
         "`192.168.77.0/24`, `192.168.78.0/24`, … by the network's index",
     )
     address: ipaddress.IPv4Address | None = key(
-        address(), default=None, doc='`"private"` only: the guest\'s address; without it the second one of the subnet'
+        address(),
+        default=None,
+        elsewhere=("ip", "ipv4", "ip_address"),
+        doc='`"private"` only: the guest\'s address; without it the second one of the subnet',
     )
     ipv6: bool = key(
         flag(),
@@ -554,9 +563,10 @@ class ShareSpec:
 
     tag: str = key(
         text(TAG, "up to 35 letters, digits, '.', '_' and '-'"),
+        elsewhere=("name", "target"),
         doc="the name by which the guest mounts it: `mount -t virtiofs TAG /mnt`",
     )
-    path: PurePosixPath = key(path(), doc="the directory")
+    path: PurePosixPath = key(path(), elsewhere=("source", "directory", "dir"), doc="the directory")
     read_only: bool = key(flag(), default=False, doc="whether the guest can only read (virtiofsd 1.11 or later)")
 
 
@@ -657,6 +667,7 @@ class ConsoleSpec:
     log: PurePosixPath | None = key(
         path(),
         default=None,
+        elsewhere=("file", "path"),
         doc="the file that its output is written to; without it `console.log` in the state directory",
     )
     log_size: int = key(
@@ -759,6 +770,7 @@ class ShutdownSpec:
     grace: float = key(
         seconds(1, 3600),
         default=30.0,
+        elsewhere=("timeout",),
         doc="seconds that the whole power-down of the guest may take; keep it 10 s below terminationGracePeriodSeconds, for the teardown "
         "of network, shares and cgroups that follows",
     )
@@ -790,12 +802,19 @@ class EnvironmentSpec:
 class InstanceSpec:
     """The whole document."""
 
-    instance: IdentitySpec = key(table(IdentitySpec), default=IdentitySpec(), doc="the instance's identity")
+    instance: IdentitySpec = key(
+        table(IdentitySpec),
+        default=IdentitySpec(),
+        elsewhere=("vm", "machine", "domain"),
+        doc="the instance's identity",
+    )
     cpu: CpuSpec = key(
         table(CpuSpec), default=CpuSpec(), doc="vCPUs and the CPUs that they run on", elsewhere=("vcpu", "vcpus", "smp")
     )
     memory: MemorySpec = key(table(MemorySpec), default=MemorySpec(), doc="the guest's RAM", elsewhere=("ram",))
-    boot: BootSpec = key(table(BootSpec), default=BootSpec(), doc="how the guest boots")
+    boot: BootSpec = key(
+        table(BootSpec), default=BootSpec(), elsewhere=("uefi", "bios", "kernel", "firmware"), doc="how the guest boots"
+    )
     disk: tuple[DiskSpec, ...] = key(
         tables(DiskSpec), default=(), doc="virtio disks", elsewhere=("drive", "drives", "volume", "volumes", "storage")
     )

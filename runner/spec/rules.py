@@ -138,7 +138,9 @@ def _nearest(value: object, words: Iterable[str]) -> str:
     import difflib  # here, because only a document with a mistake needs it
 
     alike = [word for word in words if re.findall("[0-9]+", word) == re.findall("[0-9]+", value)]
-    return next((f'"{word}"' for word in difflib.get_close_matches(value, alike, 1)), "")
+    return next(
+        (f'"{word}"' for given in (value, value.lower()) for word in difflib.get_close_matches(given, alike, 1)), ""
+    )
 
 
 def _meant(value: object, words: Iterable[str], elsewhere: Mapping[str, str] | None) -> str:
@@ -171,7 +173,8 @@ def text(pattern: str | None = None, allowed: str = "a string of one line withou
             _wrong(value)
         _refuse_unprintable(value)
         if pattern is not None and re.fullmatch(pattern, value, re.ASCII) is None:
-            _wrong(value)
+            lower = value.lower()
+            _wrong(value, f'"{lower}"' if re.fullmatch(pattern, lower, re.ASCII) else "")
         return value
 
     return Rule(allowed, parse, matching(pattern or _PLAIN))
@@ -354,7 +357,8 @@ def mac() -> Rule:
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or re.fullmatch(_MAC, value) is None:
-            _wrong(value)
+            written = value.lower().replace("-", ":") if isinstance(value, str) else ""
+            _wrong(value, f'"{written}"' if re.fullmatch(_MAC, written) else "")
         return value
 
     return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse, matching(_MAC))
@@ -694,7 +698,7 @@ def _unknown(name: str, attributes: Mapping[str, attrs.Attribute[Any]], where: s
     import difflib  # here, because only a document with a mistake needs it
 
     meant = (known for known, each in attributes.items() if name.lower() in each.metadata["elsewhere"])
-    near = [*meant] or difflib.get_close_matches(name, attributes, 1, 0.5)
+    near = [*meant] or difflib.get_close_matches(name.lower(), attributes, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(attributes)}"
     return Problem(f"{where}.{name}" if where else name, "unknown key", hint)
 

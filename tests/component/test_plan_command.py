@@ -77,6 +77,19 @@ def test_a_directory_in_the_place_of_the_console_log_is_refused(spec: Path, tmp_
     assert f"console.log: cannot write '{tmp_path}/state/console.log': Is a directory; name a file" in done.stderr
 
 
+def test_a_share_on_a_read_only_mount_is_not_said_to_be_writable(spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "share").mkdir()
+    spec.write_text(f'{spec.read_text()}[[share]]\ntag = "s"\npath = "{tmp_path}/share"\n')
+    command = (sys.executable, "-m", "runner", "plan", spec)
+    mounted = f'mount -t tmpfs -o ro none {tmp_path}/share && exec "$@"'
+    for prefix, mode in (
+        ((), "writable"),
+        (("unshare", "--mount", "sh", "-c", mounted, "sh"), "read-only as its mount"),
+    ):
+        done = subprocess.run((*prefix, *command), check=False, capture_output=True, text=True)
+        assert f"{tmp_path}/share as 's', {mode}, by " in done.stdout, done.stderr
+
+
 def test_a_state_directory_that_is_a_file_is_refused(spec: Path) -> None:
     done = plan("--state-dir", spec, spec)
     assert done.returncode == 30, done.stdout
