@@ -1,7 +1,7 @@
-"""A first guest: ``run`` as PID 1 of fresh namespaces, as a container runtime would start it, and ``console`` on this terminal.
+"""A guest that is tried: ``run`` as PID 1 of fresh namespaces, as a container runtime would start it, and ``console`` here.
 
-Whatever it makes ends with its namespaces: the state directory, the spec and the share are in a tmpfs of its mount namespace,
-and the kernel kills its processes when this one ends, even by SIGKILL.
+Whatever it makes ends with its namespaces: the state directory, the spec that is made and the share are in a tmpfs of its mount
+namespace, and the kernel kills its processes when this one ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -9,27 +9,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
 import termios
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 import attrs
 import trio
 
-from runner.base.errors import RefusedError, Status
+from runner.base.errors import RefusedError, SpecError, Status
 from runner.base.tasks import first_of
+from runner.base.values import frozen
+from runner.cli.generated_specs import LOCALHOST, Login, Spec, demo_spec, disk_spec
+from runner.cli.options import read_spec_file
 from runner.cli.outcomes import KILLED, explain_status
 from runner.facts.packages import install
 from runner.facts.roots import Roots
-from runner.kernel.files import read_os_release
+from runner.host.discover import SYSTEM_DIRECTORIES, read_disk_facts
+from runner.kernel.files import find_program, probe_file, read_os_release
 from runner.kernel.privileges import CAP_SYS_ADMIN
 from runner.kernel.processes import dying_with_us
 from runner.kernel.procfs import Procfs
 from runner.kernel.terminal_processes import TerminalProcess
+from runner.plan.disks import plan_disk, within
+from runner.plan.problems import Problems
+from runner.plan.shares import our_paths
+from runner.spec.instance import InstanceSpec, parse_instance
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end the guest; a terminal that is closed sends the last one."""
@@ -37,13 +46,32 @@ ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PROGRAMS = ("setpriv", "unshare", "nsenter")
 """Of the package util-linux."""
 
-NAMESPACES = ("unshare", "--mount", "--net")
+HIDDEN = PurePosixPath("/run")
+"""The guest's programs have a directory of their own there, in which the state directory is."""
+OURS = HIDDEN / "try"
 
-PREPARE = (
-    'mount -t tmpfs -o mode=755 instance-runner-try /run && mkdir -m 1777 /run/share && printf %s "$0" >/run/spec.json && '
-    'exec "$@"'
-)
-"""A shell's script that runs before there is a PID 1: its first word is the spec, the others are the command that it becomes.
+PREPARE = f"""set -e
+passt=$1; shift
+resolver=$(readlink -f /etc/resolv.conf) || resolver=
+servers=$(cat /etc/resolv.conf 2>/dev/null) || servers=
+mount -t tmpfs -o mode=755 instance-runner-try {HIDDEN}
+case $resolver in {HIDDEN}/*) mkdir -p "${{resolver%/*}}"; printf '%s\n' "$servers" >"$resolver" ;; esac
+mkdir {OURS} {OURS}/bin
+mkdir -m 1777 {OURS}/share
+(umask 077; printf %s "$0" >{OURS}/spec.json)
+touch {OURS}/outside
+mount --bind /proc/self/ns/net {OURS}/outside
+if [ -n "$passt" ]; then
+  printf '#!/bin/sh\nexec nsenter --net={OURS}/outside %s "$@"\n' "$passt" >{OURS}/bin/passt
+  chmod 755 {OURS}/bin/passt
+fi
+PATH={OURS}/bin:$PATH
+exec "$@" >/dev/null
+"""
+"""A shell's script that runs before there is a PID 1: its words are a spec, passt, and the command that it becomes.
+
+passt is outside of the network namespace that is made then, because its sockets are the guest's way out; resolv.conf(5), which
+it reads, is often a link to :data:`HIDDEN`. The guest's console is no output of PID 1 but on this terminal.
 
 A shell unblocks all signals when it has waited for a child (dash's ``waitproc()``), and the kernel drops a signal for a PID 1
 that neither blocks nor handles it.
@@ -51,7 +79,7 @@ that neither blocks nor handles it.
 
 PID_1 = (
     *("env", "--block-signal=TERM,INT,HUP"),
-    *("unshare", "--fork", "--kill-child", "--pid", "--mount-proc"),
+    *("unshare", "--fork", "--kill-child", "--pid", "--net", "--mount-proc"),
 )
 """Has the command behind it be PID 1, with signals that are blocked from its first instruction on."""
 
@@ -67,52 +95,142 @@ NO_NAMESPACES = 125
 PREPARED_AGAIN = 0.01
 """Seconds until it is looked again whether there is a PID 1; its preparation takes some ten milliseconds."""
 
+REMINDED_AFTER = 1.0
+"""Seconds until a person is told what is waited for."""
+
 CONSOLE_ENDS_WITHIN = 5.0
 """Seconds that ``console`` may take to end after the instance has."""
 
 
-def run_first_guest(guest: Path) -> int:
-    """Boot the guest in the directory *guest*, attach this terminal to its shell, and return the exit status of ``run``.
+@frozen
+class Trial:
+    """A guest that is tried."""
 
-    Raises :exc:`~runner.base.errors.RefusedError` before anything is touched.
-    """
-    _refuse_what_cannot_work(guest)
-    program = os.path.abspath(sys.argv[0])  # noqa: PTH100 - a link stays what it is
-    return trio.run(_run, program, guest)
+    spec: Spec | PurePosixPath
+    """The spec, or the file that has it."""
+    grace: float
+    """Seconds that the guest may take to power down."""
+    notes: tuple[str, ...] = ()
+    """What a person is told before it starts."""
+
+    @property
+    def text(self) -> str:
+        """The spec that is made, as a document; empty if it is a file."""
+        return "" if isinstance(self.spec, PurePosixPath) else json.dumps(self.spec, indent=1)
 
 
-def _refuse_what_cannot_work(guest: Path) -> None:
-    if os.geteuid() != 0 or CAP_SYS_ADMIN not in Procfs().capabilities():
-        raise RefusedError(
-            "cannot make namespaces: this takes root and the capability SYS_ADMIN",
-            remedy="use sudo, or `docker run -it --privileged`",
-        )
-    for name in PROGRAMS:
-        if shutil.which(name) is None:
-            raise RefusedError(f"cannot find the program {name!r} in PATH", remedy=install(name, read_os_release()))
+def demo(guest: Path) -> Trial:
+    """Return the demo guest in the directory *guest*. Raises :exc:`~runner.base.errors.RefusedError` if it is not there."""
     for name in ("vmlinuz", "initrd"):
         if not (guest / name).is_file():
             raise RefusedError(
                 f"cannot boot the demo guest: there is no {str(guest / name)!r}",
-                remedy="examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR",
+                remedy="examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR; a guest of yours is "
+                "tried by `try SPEC` or `try --disk FILE`",
+            )
+    size = os.get_terminal_size(0) if os.isatty(0) else None
+    return _made(demo_spec(guest, OURS / "share", size))
+
+
+def of_disk(disk: Path, *, cpus: int | None, memory: str, ports: Sequence[str], login: bool) -> Trial:
+    """Return a guest that boots *disk*, as the options of ``try`` describe it."""
+    path = PurePosixPath(disk)
+    passt = _passt()
+    missing = install("passt", read_os_release())
+    if ports and passt is None:
+        raise RefusedError(
+            "cannot have a port lead to the guest: cannot find the program 'passt' in PATH", remedy=missing
+        )
+    usual = max(1, min(2, len(os.sched_getaffinity(0)) - 1))  # one CPU is left for QEMU's other threads
+    spec = disk_spec(
+        path,
+        probe_file(path, image=True),
+        cpus=cpus or usual,
+        memory=memory,
+        ports=None if passt is None else ports,
+        login=(user := Login("try", _password())) if login else None,
+    )
+    notes = [f"{disk} is only read: what the guest writes is in memory, and lost at its end"]
+    if passt is None:
+        notes.append(f"nothing outside is reached from the guest: passt is not installed; {missing}")
+    for ours, theirs in (each.split(":") for each in ports):
+        ssh = f": ssh -p {ours} {user.user}@{LOCALHOST}" if login and theirs == "22" else ""
+        notes.append(f"port {ours} at {LOCALHOST} leads to port {theirs} of the guest{ssh}")
+    if login:
+        notes.append(
+            f"log in as {user.user!r} with the password {user.password!r}, once cloud-init in the guest has made it"
+        )
+    trial = _made(spec, *notes)
+    _judge_disk(trial)
+    return trial
+
+
+def _judge_disk(trial: Trial) -> None:
+    """Raise :exc:`~runner.base.errors.SpecError` for a disk that no guest can have."""
+    [disk] = parse_instance("--disk", trial.text.encode()).disk
+    problems = Problems()
+    plan_disk("disk0", disk, read_disk_facts(disk, OURS), "disk", problems)
+    if problems.found:
+        raise SpecError("--disk", problems.found)
+
+
+def _passt() -> PurePosixPath | None:
+    return find_program("passt", SYSTEM_DIRECTORIES)
+
+
+def _password() -> str:
+    return "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(8))
+
+
+def _made(spec: Spec, *notes: str) -> Trial:
+    checked = parse_instance("the spec that is made", json.dumps(spec).encode())
+    _refuse_hidden(checked)
+    return Trial(spec, checked.shutdown.grace, notes)
+
+
+def run_spec(path: Path) -> int:
+    """Try the guest whose spec is the file *path*.
+
+    Raises :exc:`~runner.base.errors.RunnerError` before anything is touched.
+    """
+    spec = parse_instance(str(path), read_spec_file(str(path)), os.environ)
+    _refuse_hidden(spec, ("the spec", PurePosixPath(path)))
+    return run_trial(Trial(PurePosixPath(path), spec.shutdown.grace))
+
+
+def _refuse_hidden(spec: InstanceSpec, *more: tuple[str, PurePosixPath]) -> None:
+    """Refuse files that the guest's programs would not see; *more* are such as the spec does not name."""
+    shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
+    sockets = [("descriptors.socket", spec.descriptors.socket)] if spec.descriptors.socket else []
+    for where, path in (*more, *our_paths(spec, None), *shares, *sockets):
+        if within(path, [HIDDEN]) and not within(path, [OURS]):
+            raise RefusedError(
+                f"cannot use {str(path)!r} ({where}): a guest that is tried has a {HIDDEN} of its own",
+                remedy="copy it to another directory",
             )
 
 
-def first_spec(guest: Path, size: os.terminal_size | None) -> Mapping[str, object]:
-    """Return the spec of the instance; *size* is that of its terminal, ``None`` if it has none, and of zeros if it is unknown."""
-    cmdline = "console=ttyS0 quiet no_timer_check guest.then=shell"
-    if size is not None and all(size):
-        cmdline += f" guest.rows={size.lines} guest.columns={size.columns}"
-    return {
-        "instance": {"name": "try"},
-        "cpu": {"count": 1, "accel": "tried"},
-        "memory": {"size": "256MiB"},
-        "boot": {"kernel": str(guest / "vmlinuz"), "initrd": str(guest / "initrd"), "cmdline": cmdline},
-        "network": [{"mode": "private"}],
-        "share": [{"tag": "share", "path": "/run/share"}],
-        "console": {"stdout": False},
-        "shutdown": {"grace": 8, "poweroff_status": 0},
-    }
+def run_trial(trial: Trial) -> int:
+    """Boot the guest of *trial*, attach this terminal to its console, and return the exit status of ``run``.
+
+    Raises :exc:`~runner.base.errors.RefusedError` before anything is touched.
+    """
+    _refuse_what_cannot_work()
+    program = os.path.abspath(sys.argv[0])  # noqa: PTH100 - a link stays what it is
+    return trio.run(_run, program, trial)
+
+
+def _refuse_what_cannot_work() -> None:
+    if os.geteuid() != 0:
+        raise RefusedError("cannot make namespaces: this takes root", remedy="use sudo")
+    if CAP_SYS_ADMIN not in Procfs().capabilities():
+        raise RefusedError(
+            "cannot make namespaces: this takes the capability SYS_ADMIN",
+            remedy="in a container, start it with `docker run -it --privileged`",
+        )
+    for name in PROGRAMS:
+        if shutil.which(name) is None:
+            raise RefusedError(f"cannot find the program {name!r} in PATH", remedy=install(name, read_os_release()))
 
 
 @attrs.define
@@ -171,15 +289,16 @@ def _notify(message: str) -> None:
     _show(f"[{message}]".encode())
 
 
-async def _run(program: str, guest: Path) -> int:
-    size = os.get_terminal_size(0) if os.isatty(0) else None
-    spec = json.dumps(first_spec(guest, size))
-    prepared = ("sh", "-c", PREPARE, spec, *PID_1, program, "run", "/run/spec.json")
+async def _run(program: str, trial: Trial) -> int:
+    spec = trial.spec if isinstance(trial.spec, PurePosixPath) else OURS / "spec.json"
+    prepared = ("sh", "-c", PREPARE, trial.text, str(_passt() or ""), *PID_1, program, "run", str(spec))
     with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # the image's entry point has blocked them
+        for note in trial.notes:
+            _notify(note)
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            instance = TerminalProcess([*dying_with_us(), *NAMESPACES, *prepared], output=writing)
+            instance = TerminalProcess([*dying_with_us(), "unshare", "--mount", *prepared], output=writing)
         finally:
             os.close(writing)
         asked, log = trio.Event(), InstanceLog()
@@ -190,6 +309,7 @@ async def _run(program: str, guest: Path) -> int:
             await first_of(log.guest_runs.wait, instance.ended.wait, asked.wait)
             if log.guest_runs.is_set() and not instance.ended.is_set() and not asked.is_set():
                 await _attached(program, instance, log, asked)
+                observers.start_soon(_remind, instance, trial.grace)
             await _stopped(instance)
             observers.cancel_scope.cancel()
     status = _status_of_run(instance.status, log)
@@ -216,6 +336,14 @@ async def _obey(signals: AsyncIterator[int], asked: trio.Event) -> None:
         asked.set()
 
 
+async def _remind(instance: TerminalProcess, grace: float) -> None:
+    """Say what is waited for, unless the instance ends soon."""
+    with trio.move_on_after(REMINDED_AFTER):
+        await instance.ended.wait()
+    if not instance.ended.is_set():
+        _notify(f"the guest is asked to power down, which may take {grace:g} s")
+
+
 async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, asked: trio.Event) -> None:
     """Have this terminal be the guest's console until it is detached, the guest has ended, or an end is *asked* for."""
     pid1 = instance.init(Roots().proc)
@@ -225,7 +353,7 @@ async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, a
         os.sched_setaffinity(0, os.sched_getaffinity(pid1))  # this terminal stays off the vCPU's CPU, too
     enter = ("nsenter", "-t", str(pid1), "-p", "-m")
     look = _look(program, enter)
-    _notify("to leave: Ctrl-], or `poweroff` in the guest's shell; both end the guest and everything around it")
+    _notify("to leave: Ctrl-], or `poweroff` in the guest; both end the guest and everything around it")
     _notify(f"to look, as root in another terminal: {look} ctl status; {look} inspect")
     log.hold()
     with _restored(0):

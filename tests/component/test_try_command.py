@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from runner.base.errors import Status
-from runner.cli.first_guest import NO_NAMESPACES, first_spec
+from runner.cli.generated_specs import demo_spec
 from runner.cli.outcomes import OUTCOMES, explain_status
+from runner.cli.tried_guest import NO_NAMESPACES
 from tests.support.program_runs import PROJECT, RUNNER
 
 
@@ -33,7 +34,8 @@ def test_a_guest_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (Status.REFUSED, "")
     assert done.stderr == (
         f"instance-runner: cannot boot the demo guest: there is no '{tmp_path}/none/vmlinuz'; "
-        "examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR\n"
+        "examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR; "
+        "a guest of yours is tried by `try SPEC` or `try --disk FILE`\n"
     )
 
 
@@ -41,7 +43,7 @@ def test_without_the_capability_for_namespaces_it_is_refused(guest: Path) -> Non
     done = attempt("setpriv", "--bounding-set", "-sys_admin", RUNNER, "try", "--guest", guest)
     assert done.returncode == Status.REFUSED
     assert done.stderr.startswith(
-        "instance-runner: cannot make namespaces: this takes root and the capability SYS_ADMIN; "
+        "instance-runner: cannot make namespaces: this takes the capability SYS_ADMIN; in a container, "
     )
 
 
@@ -59,7 +61,7 @@ def test_a_start_that_is_refused_ends_with_its_status_explained(guest: Path) -> 
     assert "boot.kernel: " in done.stderr
     assert "ended with status 30 (refused): the spec, the host or the pod does not fit" in done.stderr
     assert "what to do: every problem is named with its path" in done.stderr
-    assert not Path("/run/spec.json").exists()
+    assert not Path("/run/try").exists()
 
 
 def test_namespaces_that_cannot_be_made_are_no_fault_of_the_runner(guest: Path, tmp_path: Path) -> None:
@@ -78,9 +80,80 @@ def test_namespaces_that_cannot_be_made_are_no_fault_of_the_runner(guest: Path, 
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("x.toml --disk y", "cannot try SPEC and --disk at once: each is a guest; leave one of them out"),
+        ("--guest x --disk y", "cannot try --disk and --guest at once: each is a guest; leave one of them out"),
+        ("-", "cannot read the spec from standard input: the guest's console has it; name a file"),
+        ("--memory 2GiB", "cannot use --memory without --disk: name the disk of a guest of yours with --disk"),
+        ("x.toml --login", "cannot use --login without --disk: write it into SPEC"),
+        ("x.toml --print-spec", "cannot print the spec that is made: SPEC is used as it is; leave --print-spec out"),
+        ("/none.toml", "cannot read the spec '/none.toml': No such file or directory"),
+        ("--disk y --memory 2G", "argument --memory: '2G': did you mean 2GiB? It takes a size in whole MiB"),
+        ("--disk y --cpus two", "argument --cpus: 'two': it takes an integer from 1 to 1024"),
+        ("--disk y --port 22", "argument --port: '22': it takes a port of this machine and one of the guest, such as"),
+        ("--disk y --port 0.0.0.0/22:22", "argument --port: '0.0.0.0/22:22': it takes a port of this machine"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_a_file_is_read(words: str, sentence: str) -> None:
+    done = attempt(RUNNER, "try", *words.split())
+    assert (done.returncode, done.stdout) == (Status.USAGE, "")
+    assert sentence in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("disk", "sentence"),
+    [
+        ("/none.img", "--disk: disk.path: '/none.img' does not exist\n"),
+        ("/usr", "--disk: disk.path: '/usr' is a directory, not a file or block device\n"),
+        (
+            "/run/none.img",
+            "cannot use '/run/none.img' (disk[0].path): a guest that is tried has a /run of its own; copy it",
+        ),
+    ],
+)
+def test_a_disk_that_no_guest_can_have_is_refused_before_anything_is_touched(disk: str, sentence: str) -> None:
+    done = attempt(RUNNER, "try", "--disk", disk)
+    assert (done.returncode, done.stdout) == (Status.REFUSED, "")
+    assert sentence in done.stderr
+
+
+def test_a_spec_that_names_what_its_guest_would_not_see_is_refused(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text('[boot]\nfirmware = "uefi"\n[[share]]\ntag = "media"\npath = "/run/media"\n')
+    done = attempt(RUNNER, "try", spec)
+    assert (done.returncode, done.stdout) == (Status.REFUSED, "")
+    assert "cannot use '/run/media' (share[0].path): a guest that is tried has a /run of its own" in done.stderr
+
+
+def test_the_spec_that_is_made_is_one_that_can_be_tried(tmp_path: Path) -> None:
+    disk = tmp_path / "disk.img"
+    disk.write_bytes(bytes(1 << 20))
+    done = attempt(RUNNER, "try", "--disk", disk, "--login", "--cpus", "1", "--print-spec")
+    assert done.returncode == 0, done.stderr
+    checked = subprocess.run(
+        (RUNNER, "plan", "--document-only", "-"), input=done.stdout, check=False, capture_output=True, text=True
+    )
+    assert checked.stdout == "standard input: right, 1 vCPU, 2GiB\n", checked.stderr
+
+
+def test_without_passt_the_way_out_is_said_to_be_missing_and_a_port_is_refused(tmp_path: Path) -> None:
+    disk = tmp_path / "disk.img"
+    disk.write_bytes(bytes(1 << 20))
+    script = 'if at=$(command -v passt); then mount --bind /dev/null "$at"; fi; exec "$@"'
+    without = ("unshare", "--mount", "sh", "-c", script, "sh", RUNNER, "try", "--disk", disk)
+    shown = attempt(*without, "--print-spec")
+    assert '"mode": "private"' in shown.stdout, shown.stderr
+    refused = attempt(*without, "--port", "2222:22")
+    assert refused.returncode == Status.REFUSED
+    assert "cannot have a port lead to the guest: cannot find the program 'passt' in PATH; " in refused.stderr
+
+
 def test_the_guest_is_given_the_size_of_a_terminal_that_has_one(guest: Path) -> None:
     """A terminal whose program has not set a size has 0 rows and 0 columns (ioctl_tty(2))."""
-    boot = [first_spec(guest, size)["boot"] for size in (os.terminal_size((111, 33)), os.terminal_size((0, 0)), None)]
+    share = PurePosixPath("/share")
+    boot = [demo_spec(guest, share, size)["boot"] for size in (os.terminal_size((111, 33)), (0, 0), None)]
     assert [str(each).count("guest.rows=33 guest.columns=111") for each in boot] == [1, 0, 0]
     assert [str(each).count("guest.rows") for each in boot] == [1, 0, 0]
 

@@ -163,3 +163,17 @@ def busybox_root(init: str, entries: list[Entry]) -> bytes:
             *entries,
         ]
     )
+
+
+def cloud_image() -> Artefact:
+    """Return the recipe of a small cloud image for UEFI with a real cloud-init, qcow2."""
+    tools = {
+        "mmdebstrap": "mmdebstrap",
+        "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
+        "mkfs.ext4": "e2fsprogs",
+        "mkfs.vfat": "dosfstools",
+        "mcopy": "mtools",
+        "qemu-img": "qemu-utils",
+        "sfdisk": "fdisk",
+    }
+    return Artefact("cloud-image", "cloud-image.sh", {}, tools)

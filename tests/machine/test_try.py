@@ -7,22 +7,28 @@ import re
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import termios
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+from tests.emulated_node import artefacts
+from tests.emulated_node.cache import fetch
 from tests.support.program_runs import FIRST_SECOND, RUNNER, GuestFiles
 from tests.support.soak import some
 
 WITHIN = 240
 """Seconds that an emulated guest may take to say something."""
+BOOTS_WITHIN = 1200
+"""Seconds that an emulated guest may take to boot a distribution, on a busy machine."""
 
 
 @attrs.define
@@ -36,9 +42,9 @@ class Terminal:
     seen: str = ""
     _read_to: int = 0
 
-    def until(self, pattern: str) -> re.Match[str]:
+    def until(self, pattern: str, within: float = WITHIN) -> re.Match[str]:
         """Wait for *pattern* in what was shown since the last match."""
-        deadline = time.monotonic() + WITHIN
+        deadline = time.monotonic() + within
         while (match := re.compile(pattern).search(self.seen, self._read_to)) is None:
             assert time.monotonic() < deadline, f"waited for {pattern!r} in:\n{self.seen}"
             if not select.select([self.fd], [], [], 1)[0]:
@@ -195,6 +201,75 @@ def test_the_terminal_is_restored_when_its_console_is_killed(guest: GuestFiles) 
         [console] = (nsenter.parent / "task" / nsenter.parent.name / "children").read_text().split()
         os.kill(int(console), signal.SIGKILL)
         assert shown.wait() == 0, shown.seen
+
+
+def test_a_spec_of_ones_own_is_tried_as_it_is(guest: GuestFiles, tmp_path: Path) -> None:
+    """Also where it has the console's output on standard output, by default: that would be shown twice."""
+    spec = tmp_path / "mine.toml"
+    files = f'kernel = "{guest.kernel}"\ninitrd = "{guest.initrd}"\n'
+    cmdline = 'cmdline = "console=ttyS0 quiet no_timer_check guest.then=shell"\n'
+    spec.write_text(f'[cpu]\naccel = "tcg"\n[boot]\n{files}{cmdline}[shutdown]\ngrace = 8\n')
+    with terminal(RUNNER, "try", spec) as shown:
+        shown.until_shell()
+        shown.type("\x1d")
+        assert shown.wait() == 0, shown.seen
+    assert shown.seen.count("guest: up with") == 1
+    assert shown.seen.endswith("[the guest has ended, and nothing of it is left]\r\n")
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+@contextmanager
+def served(answer: bytes) -> Iterator[int]:
+    """Answer each connection to a port of this machine, which is yielded, with *answer*."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.timeout(3 * BOOTS_WITHIN)
+def test_a_cloud_image_has_a_login_a_way_out_and_a_port_and_is_only_read() -> None:
+    """As a stranger has one: qcow2, for UEFI, with a real cloud-init, and no user that could log in."""
+    image = fetch(artefacts.cloud_image())
+    before, port = image.read_bytes(), free_port()
+    options = ("--login", "--memory", "1GiB", "--port", f"{port}:22")
+    with served(b"the way out\n") as outside, terminal(RUNNER, "try", "--disk", image, *options) as shown:
+        assert shown.until(r"ssh -p (\d+) try@127\.0\.0\.1")[1] == str(port)
+        password = shown.until(r"log in as 'try' with the password '(\w+)'")[1]
+        assert "firmware" in shown.until(r"(?s).*the guest runs\r\n")[0]
+        shown.until(rf"log in as 'try' with the password '{password}'", BOOTS_WITHIN)
+        shown.until("try login: ")
+        shown.type("try\r")
+        shown.until("Password: ")
+        shown.type(f"{password}\r")
+        shown.until(r"\$ $")
+        shown.type("sudo sh -c 'echo I am $(id -un)'\r")
+        shown.until("I am root")
+        gateway = "$(ip route show default | cut -d' ' -f3)"
+        shown.type(f'bash -c "cat </dev/tcp/{gateway}/{outside}"\r')  # passt has its gateway stand for this machine
+        shown.until("the way out")
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            assert connection.recv(4) == b"SSH-"
+        shown.type("\x1d")
+        assert shown.wait() in {0, 13}, shown.seen  # a busy machine's guest takes longer than its grace
+    assert image.read_bytes() == before
 
 
 def test_ctrl_c_before_the_guest_runs_ends_the_start(guest: GuestFiles) -> None:
