@@ -338,7 +338,7 @@ COMMAND_LINES = [
     ("plan .", "cannot read the spec '.': it is not a file"),
     ("plan a.toml b.toml", "name one SPEC, or check them by --document-only"),
     ("plan --document-only", "cannot check nothing: name SPECs with --document-only"),
-    ("plan --json --show-argv s", "cannot give more than one of --json, --show-argv and --nccl; leave the others out"),
+    ("plan --show-argv --nccl s", "cannot give more than one of --json, --show-argv and --nccl; leave the others out"),
     ("plan --node", "argument --node: expected one argument"),
     ("plan --pod p.yaml", "cannot use --pod alone: name the kubelet's configuration with --node"),
     ("plan --node /none.yaml", "cannot read the kubelet configuration '/none.yaml': No such file or directory"),
