@@ -143,31 +143,39 @@ class PlacementError(RunnerError):
 
 
 def explain(error: BaseException) -> str:
-    """Return *error* with its chain of causes in one line; a :exc:`SpecError` has one for each problem.
+    """Return *error* with its chain of causes in one line, and their remedies after them; a :exc:`SpecError` has one for each problem.
 
     An ``OSError`` contributes its reason only: the sentence before it has named the object already. The words of a guest or
     another program in it can neither begin a line of their own nor control a terminal.
     """
-    return ": ".join([_sentence(error, str(error)), *_causes(error)])
+    chain = [error, *_causes(error)]
+    remedies = dict.fromkeys(escaped(each.remedy) for each in chain if isinstance(each, RunnerError) and each.remedy)
+    return "; ".join([": ".join(map(_sentence, chain)), *remedies])
 
 
 def problems_of(error: RunnerError) -> tuple[Problem, ...]:
     """Return what *error* says, with its chain of causes, as problems: those of a document, or one that is in none."""
     if isinstance(error, SpecError):
         return error.problems
-    return (Problem("", ": ".join([_sentence(error, error.message), *_causes(error)]), error.remedy),)
+    chain = [error, *_causes(error)]
+    remedies = dict.fromkeys(each.remedy for each in chain if isinstance(each, RunnerError) and each.remedy)
+    return (Problem("", ": ".join(map(_sentence, chain)), "; ".join(remedies)),)
 
 
-def _causes(error: BaseException) -> Iterator[str]:
+def _causes(error: BaseException) -> Iterator[BaseException]:
     cause = error.__cause__
     while cause is not None:
-        yield _sentence(cause, str(cause))
+        yield cause
         cause = cause.__cause__
 
 
-def _sentence(error: BaseException, says: str) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else says or type(error).__name__
-    return text if isinstance(error, SpecError) else escaped(text)
+def _sentence(error: BaseException) -> str:
+    """Return what *error* says, without its remedy."""
+    if isinstance(error, SpecError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return escaped(error.strerror)
+    return escaped((error.message if isinstance(error, RunnerError) else str(error)) or type(error).__name__)
 
 
 def escaped(text: str) -> str:

@@ -13,7 +13,7 @@ from runner.cli.options import TERMINATION_LOG, read_spec_file
 from runner.cli.outputs import Outputs
 from runner.instance.init import ASK_TO_STOP, ExitReport, run_as_init
 from runner.instance.supervisor import CarryOver
-from runner.kernel.processes import raise_descriptor_limit
+from runner.kernel.processes import raise_limits
 
 log = logging.getLogger("runner")
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
     """Run the instance and return its exit status; every error ends as a status, an event and a termination log."""
     # For an entry point that forgot `env --block-signal`: late, but better than never.
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
-    raise_descriptor_limit()  # QEMU and virtiofsd inherit it; container runtimes begin with 1024 for programs that use select(2)
+    raise_limits()  # container runtimes begin with 1024 open files
     os.umask(os.umask(0o077) | 0o022)  # what it writes is its user's alone to change, whatever it was begun with
     carry_over = CarryOver(entry=RESUME)
     with Outputs(arguments.log_level, arguments.log_format) as outputs:

@@ -51,7 +51,7 @@ from runner.kernel.device_filter import DeviceRule
 from runner.kernel.host_settings import HostSettings
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import Peers
-from runner.kernel.processes import raise_descriptor_limit
+from runner.kernel.processes import raise_limits
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
 from runner.kernel.sysfs import HugePool, read_huge_pools
@@ -136,7 +136,7 @@ def _run(arguments: argparse.Namespace, output: NonBlockingWriter) -> int:
         privileged = start_privileged(
             options.root, options.proc, options.device_rules, macvtaps=options.macvtaps, partitions=partitions
         )
-        raise_descriptor_limit()  # some 20 for each instance (runner/controller/tree/held_files.py)
+        raise_limits()  # files: some 20 for each instance (runner/controller/tree/held_files.py)
         trio.run(control, options, privileged, output)
     except RunnerError as error:
         return _failed(error)

@@ -35,7 +35,7 @@ class MemoryLimits:
     """The limits of this process's memory."""
 
     memory: int | None = None
-    """Bytes: the smallest ``memory.max`` of its cgroups; ``None`` without a limit."""
+    """Bytes: the smallest ``memory.max`` of its cgroups, or ``memory.limit_in_bytes``; ``None`` without a limit."""
     huge: Mapping[int, HugeFact] = attrs.field(factory=dict)
     """By page size in bytes, for every size of the host; read only for a spec with huge pages."""
     lockable: int | None = None
@@ -43,3 +43,5 @@ class MemoryLimits:
     without a limit. Read only for a spec whose instance locks memory."""
     may_lock: bool = False
     """Whether this process has CAP_IPC_LOCK, which QEMU inherits if it runs as root."""
+    file_size: int | None = None
+    """Bytes of a file that this process makes (``RLIMIT_FSIZE``, hard); ``None`` without a limit."""

@@ -42,13 +42,13 @@ from runner.kernel.files import (
     free_space,
     huge_limits,
     memory,
-    memory_limits,
     probe_file,
     read_document,
     read_os_release,
     read_text,
     why_not_appended,
 )
+from runner.kernel.limits import file_size_limit, memory_limit
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
@@ -188,13 +188,14 @@ def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str
         lockable, may_lock = read_lockable(capabilities), CAP_IPC_LOCK in capabilities
     mount = PurePosixPath(roots.cgroup)
     return MemoryLimits(
-        memory=min(memory_limits(mount, cgroup), default=None),
+        memory=None if (limit := memory_limit(roots)) is None else limit.size,
         huge={
             pool.size: HugeFact(read_huge_limit(mount, cgroup, pool.size, os.environ), pool.promised)
             for pool in (read_huge_pools(roots.sys.parent) if spec.memory.hugepages else ())
         },
         lockable=lockable,
         may_lock=may_lock,
+        file_size=file_size_limit(),
     )
 
 

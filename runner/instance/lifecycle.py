@@ -162,8 +162,9 @@ async def _wait_for_the_end(
                 break
         with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
-        log.error("%s %s; the guest cannot live without it", dead.role, dead.how_it_ended())
-        return GuestEnd(FATAL[dead.role].status, f"{dead.role} {dead.how_it_ended()}")
+        why = dead.why_it_ended()
+        log.error("%s %s; the guest cannot live without it", dead.role, why)
+        return GuestEnd(FATAL[dead.role].status, f"{dead.role} {why}")
 
     return await first_of(machine.ended, asked, lost, cpus_lost)
 

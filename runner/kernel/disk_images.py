@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from runner.base.errors import HostError
 from runner.facts.disk import ImageFact
 from runner.facts.disk_content import parse_content
 from runner.facts.file_formats import HEAD, identify
+from runner.kernel.limits import limited
 
 _MAGIC = b"QFI\xfb"
 _HEADER = struct.Struct(">4sIQIIQI36xQ")
@@ -267,14 +267,14 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
     try:
         fd = _unnamed_file(directory)
     except OSError as error:
-        raise HostError(f"cannot make a file for an ephemeral disk in {str(directory)!r}") from error
+        raise limited(f"cannot make a file for an ephemeral disk in {str(directory)!r}", error) from error
     try:
         try:
             for offset, content in empty_qcow2(size).items():
                 os.pwrite(fd, content, offset)
             os.ftruncate(fd, limit)
         except OSError as error:
-            raise HostError(f"cannot write an ephemeral disk in {str(directory)!r}") from error
+            raise limited(f"cannot write an ephemeral disk in {str(directory)!r}", error) from error
         yield fd
     finally:
         os.close(fd)

@@ -13,6 +13,7 @@ from typing import Final
 
 from runner.base.errors import HostError
 from runner.kernel.files import closing
+from runner.kernel.limits import limited
 
 STATE_NAME: Final = "instance-runner-state"
 STAGE_NAME: Final = "instance-runner-stage"
@@ -27,7 +28,7 @@ def memory(name: str) -> Iterator[int]:
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise HostError(f"cannot make memory for {name}") from error
+        raise limited(f"cannot make memory for {name}", error) from error
     with closing(fd):
         yield fd
 

@@ -17,6 +17,7 @@ from runner.base.errors import HostError
 from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.file_formats import HEAD, TAIL, identify
 from runner.facts.hardware import hugetlb_name
+from runner.kernel.limits import limited
 
 _XFS_IOC_DIOINFO = 0x800C581E
 """``libxfs/xfs_fs.h``: the alignments of direct I/O in memory and in the file, and the most bytes of it."""
@@ -152,7 +153,7 @@ def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, fo
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise HostError(f"cannot open {str(path)!r}") from error
+        raise limited(f"cannot open {str(path)!r}", error) from error
     with closing(fd):
         yield fd
 
@@ -186,7 +187,7 @@ def reopened(fd: int) -> Iterator[int]:
         regular = stat.S_ISREG(os.fstat(fd).st_mode)
         number = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC) if regular else os.dup(fd)
     except OSError as error:
-        raise HostError(f"cannot open the file of descriptor {fd} again") from error
+        raise limited(f"cannot open the file of descriptor {fd} again", error) from error
     with closing(number):
         yield number
 
@@ -205,7 +206,7 @@ def create_memory(name: str, size: int, page_size: int | None = None) -> int:
             os.close(fd)
             raise
     except OSError as error:
-        raise HostError(f"cannot make {size} bytes of memory for {name}") from error
+        raise limited(f"cannot make {size} bytes of memory for {name}", error) from error
     return fd
 
 
@@ -244,7 +245,7 @@ def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
         finally:
             os.unlink(temporary)  # noqa: PTH108
     except OSError as error:
-        raise HostError(f"cannot make {str(path)!r} from {str(source)!r}") from error
+        raise limited(f"cannot make {str(path)!r} from {str(source)!r}", error) from error
 
 
 @contextmanager
@@ -257,7 +258,7 @@ def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
                 while size and (sent := os.sendfile(copy, source, None, size)):
                     size -= sent
             except OSError as error:
-                raise HostError(f"cannot copy {str(path)!r}") from error
+                raise limited(f"cannot copy {str(path)!r}", error) from error
             with opened(PurePosixPath(f"/proc/self/fd/{copy}"), write=write) as copied_fd:
                 yield copied_fd
 
@@ -273,7 +274,7 @@ def directory(path: PurePosixPath) -> Iterator[int]:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise HostError(f"cannot make the directory {str(path)!r}") from error
+        raise limited(f"cannot make the directory {str(path)!r}", error) from error
     with closing(fd):
         found = os.fstat(fd)
         open_to_all = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID == 0o777  # noqa: PLR2004 - a mode
@@ -311,7 +312,7 @@ def publish(path: PurePosixPath, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)  # noqa: PTH108
-        raise HostError(f"cannot write {str(path)!r}") from error
+        raise limited(f"cannot write {str(path)!r}", error) from error
 
 
 def remove(path: PurePosixPath) -> None:
@@ -365,14 +366,7 @@ def append(path: PurePosixPath) -> int:
     try:
         return os.open(path, flags, 0o640)
     except OSError as error:
-        raise HostError(f"cannot write {str(path)!r}") from error
-
-
-def memory_limits(root: PurePosixPath, cgroup: str) -> Iterator[int]:
-    """Yield the memory limits in bytes (``memory.max``) of *cgroup* and its ancestors, as far as they can be seen."""
-    for value in _of_each(root, cgroup, "memory.max"):
-        if value.isdecimal():
-            yield int(value)
+        raise limited(f"cannot write {str(path)!r}", error) from error
 
 
 def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.base.errors import HostError
 from runner.base.values import frozen
+from runner.kernel.limits import limited
 from runner.kernel.waiting import readable
 
 MODIFY = 0x00000002
@@ -71,14 +70,14 @@ class Inotify:
         number = self._library.inotify_add_watch(self._fd, os.fsencode(path), mask)
         if number < 0:
             error = _last_error()
-            remedy = "raise fs.inotify.max_user_watches" if error.errno == errno.ENOSPC else ""
-            raise HostError(f"cannot watch {path}", remedy=remedy) from error
+            raise limited(f"cannot watch {path}", error, "inotify", os.geteuid()) from error
         return int(number)
 
     def _open(self, path: Path) -> None:
         self._fd = self._library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
-            raise HostError(f"cannot watch {path}", remedy="raise fs.inotify.max_user_instances") from _last_error()
+            error = _last_error()
+            raise limited(f"cannot watch {path}", error, "inotify", os.geteuid()) from error
         self._opened.set()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import PurePath
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.files import closing
+from runner.kernel.limits import limited
 
 PREFIX = "meeting-"
 """The beginning of the directory's name; 16 hexadecimal digits follow."""
@@ -47,7 +48,7 @@ def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextMana
             cpr, main = (held.enter_context(_listening(directory, each)) for each in (CPR_SOCKET, MAIN_SOCKET))
             os.fchmod(directory, 0o711)
         except OSError as error:
-            raise HostError(f"cannot make sockets in {str(above)!r}") from error
+            raise limited(f"cannot make sockets in {str(above)!r}", error) from error
         yield MeetingPoint(directory, cpr, main)
 
 

@@ -16,6 +16,7 @@ It imports nothing of this package and little else, because it runs with ``pytho
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -129,8 +130,8 @@ def main(interval: float, arguments: list[str]) -> str | None:
     try:
         for thread in (*threads, threading.Thread(target=wait, daemon=True)):
             thread.start()
-    except RuntimeError:  # Python does not say which limit it was
-        return f"cannot start {len(threads)} threads: pids.max of a cgroup, RLIMIT_NPROC or the memory is too little"
+    except RuntimeError:  # Python does not say why: it was EAGAIN
+        return f"cannot start {len(threads)} threads: {os.strerror(errno.EAGAIN)}"
     while not over.wait(interval):
         taken = sum(file.taken for file in files)
         speed = taken / (time.monotonic() - began) / (1 << 30)

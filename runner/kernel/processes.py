@@ -29,6 +29,7 @@ import trio
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
+from runner.kernel.limits import OutOfMemory, limit_in_words, limit_of_signal, limited, no_kills
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ class Process:
     ) -> None:
         self.role = role
         self.pid = pid
+        self.user_id = 0
+        self.out_of_memory = ""
+        """Which memory was short, if the kernel has killed it for that."""
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.returncode: int | None = None
         """Exit status, or the negative number of the signal that ended it; ``None`` while it lives."""
@@ -150,9 +154,22 @@ class Process:
         """Return ``exited with status 1`` or ``was killed by SIGKILL``, with the last line of its output if there is one."""
         if self.returncode is None:
             return "is running"
+        if self.out_of_memory:
+            return f"was killed by the kernel: {self.out_of_memory}"
         killed = self.returncode < 0
         ended = f"was killed by {signal_name(-self.returncode)}" if killed else f"exited with status {self.returncode}"
         return f"{ended}, saying {self.last_lines[-1]!r}" if self.last_lines else ended
+
+    def why_it_ended(self) -> str:
+        """Return :meth:`how_it_ended`, and the limit behind it, if one is known."""
+        return "; ".join(filter(None, (self.how_it_ended(), self.limit())))
+
+    def limit(self) -> str:
+        """Return the limit of the machine, the container or its user for which it has ended, and its remedy; empty if none is known."""
+        by_signal = limit_of_signal(signal_name(-(self.returncode or 0)))
+        return by_signal or next(
+            filter(None, (limit_in_words(each, self.user_id) for each in reversed(self.last_lines))), ""
+        )
 
     def take_over(self, carried: CarriedProcess) -> None:
         """Continue with what the runner before exec has read of its output, and of its end."""
@@ -272,6 +289,8 @@ class Processes:
     """Number of orphans of other processes that were reaped."""
     begun: int = 0
     """Number of children that were started."""
+    out_of_memory: Callable[[], str] = no_kills
+    """Returns which memory was short for which the kernel has killed since it was asked last; asked for each child killed by SIGKILL."""
     observing: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
     """Runs each task of this class, none of which ends the program by a fault of its own then."""
 
@@ -311,8 +330,12 @@ class Processes:
                     command.role, popen.pid, output, command.level, popen, command.up
                 )
         except OSError as error:
-            raise HostError(f"cannot start {command.role} ({command.argv[0]!r})") from error
+            sentence = f"cannot start {command.role} ({command.argv[0]!r})"
+            raise limited(
+                sentence, error, "process", os.geteuid() if command.user_id is None else command.user_id
+            ) from error
         self.begun += 1
+        process.user_id = command.user_id or 0
         self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 
@@ -333,6 +356,7 @@ class Processes:
         try:
             os.waitid(os.P_PID, carried.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             same = start_time(carried.pid) == carried.started
+            process.user_id = os.stat(f"/proc/{carried.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
         except OSError as error:
             raise HostError(f"cannot take over {carried.role} (pid {carried.pid})") from error
         if not same:
@@ -416,7 +440,10 @@ class Processes:
             if process is None:
                 self.orphans += 1
             else:
-                process._end(status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)  # noqa: SLF001
+                returncode = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+                if returncode == -signal.SIGKILL:
+                    process.out_of_memory = self.out_of_memory()
+                process._end(returncode)  # noqa: SLF001
         return True
 
 
@@ -432,7 +459,7 @@ async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processe
     reaping = trio.CancelScope(shield=True)
     with trio.open_signal_receiver(signal.SIGCHLD) as signals:
         async with trio.open_nursery() as nursery:
-            processes = Processes(nursery, prefix, environment)
+            processes = Processes(nursery, prefix, environment, out_of_memory=OutOfMemory().kills)
             nursery.start_soon(processes._reap, signals, reaping)  # noqa: SLF001 - made in this function
             try:
                 yield processes
@@ -481,11 +508,15 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def raise_descriptor_limit() -> None:
-    """Let this process have as many files open as its hard limit allows (``RLIMIT_NOFILE``, getrlimit(2)), and its children."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError):  # EPERM: fs.nr_open was made lower than the hard limit since
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def raise_limits() -> None:
+    """Let this process, and its children, have all that its hard limits allow (getrlimit(2)): of open files, of a file, of processes.
+
+    Soft limits are for programs that use select(2), and for shells.
+    """
+    for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_AS):
+        _, hard = resource.getrlimit(each)
+        with contextlib.suppress(ValueError):  # EPERM: fs.nr_open was made lower than the hard limit since
+            resource.setrlimit(each, (hard, hard))
 
 
 def become_subreaper() -> None:

@@ -20,6 +20,7 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.limits import limited
 from runner.kernel.peers import boot_time
 from runner.kernel.waiting import SHORT, persistently, shortages
 
@@ -46,7 +47,7 @@ def connected_pair(purpose: str) -> Iterator[tuple[socket.socket, socket.socket]
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise HostError(f"cannot make a socket pair for {purpose}") from error
+        raise limited(f"cannot make a socket pair for {purpose}", error) from error
     with ours, theirs:
         yield ours, theirs
 
@@ -75,7 +76,7 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
             listener, client = (held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(2))
             _introduce(listener, client, directory)
         except OSError as error:
-            raise HostError(f"cannot make a listening socket for {purpose}") from error
+            raise limited(f"cannot make a listening socket for {purpose}", error) from error
         yield listener, client
 
 
@@ -235,7 +236,7 @@ async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketTyp
             nursery.start_soon(copy, one, other)
             nursery.start_soon(copy, other, one)
     except* OSError as lost:
-        log.debug("a connection is lost reason=%r", explain(lost.exceptions[0]))
+        log.debug("connection lost reason=%r", explain(lost.exceptions[0]))
     finally:
         one.close()
         other.close()

@@ -36,7 +36,7 @@ from runner.plan.machine import (
     require_program,
     too_few_slots,
 )
-from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages
+from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages, too_large_files
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.placement import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
 from runner.plan.problems import Problems, Remark
@@ -210,7 +210,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
 
         bits = guest_address_bits(accel, spec.cpu.model, facts.address_bits)
         refuse_too_much_memory(spec, size, bits, accel, facts, problems)
-    problems.found += too_few_slots(machine)
+    problems.found += (*too_few_slots(machine), *too_large_files(topology if ram.shared else None, facts.limits))
     if problems.found:
         raise SpecError(source, problems.explained(spec.environment))
     return InstancePlan(

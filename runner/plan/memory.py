@@ -256,6 +256,18 @@ def not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root:
         yield Problem(where, f"{reason}: {' and '.join(what)}", MEMLOCK)
 
 
+def too_large_files(topology: GuestTopology | None, limits: MemoryLimits) -> Iterator[Problem]:
+    """Yield why the RAM of a NUMA node of *topology*, which is one file to the kernel, cannot be made."""
+    largest = 0 if topology is None else max(each.memory for each in topology.numa_nodes)
+    if limits.file_size is not None and largest > limits.file_size:
+        yield Problem(
+            "memory.size",
+            f"{format_size(largest)} of RAM are one file to the kernel, and a file of this process may have "
+            f"{in_mib(limits.file_size)} (RLIMIT_FSIZE)",
+            "start the container without that limit (`--ulimit fsize`, LimitFSIZE=)",
+        )
+
+
 def in_mib(size: int) -> str:
     """Return *size* bytes in whole MiB, rounded down."""
     return f"{size >> 20}MiB"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 import pytest
 import trio
 
 from runner.base.errors import HostError
+from runner.kernel.limits import own_groups
 from runner.kernel.processes import Command, _state, open_processes, signal_name
 from tests.support.leases import leasing
 
@@ -213,3 +217,68 @@ async def test_a_child_begins_with_no_signal_blocked_whatever_this_process_block
         assert "SigBlk:\t0000000000000000\n" in status
         await processes.stop(child, 10)
         assert child.returncode == -signal.SIGTERM
+
+
+IN_GROUP = """
+import sys, trio
+from pathlib import Path
+from runner.base.errors import HostError, explain
+from runner.kernel.processes import Command, open_processes
+
+async def main():
+    Path(sys.argv[1], "cgroup.procs").write_text("0")
+    async with open_processes() as processes:
+        try:
+            child = processes.spawn(Command("child", ("/bin/sh", "-c", sys.argv[2])))
+            await child.wait()
+            print(child.why_it_ended())
+        except HostError as error:
+            print(explain(error))
+
+trio.run(main)
+"""
+
+
+@contextmanager
+def own_group(controller: str, limit: str, value: str) -> Iterator[PurePosixPath]:
+    """Hold a cgroup below this process's, in which *limit* is *value*."""
+    group = next(own_groups(controller)) / f"test-{os.getpid()}"
+    try:
+        Path(group).mkdir()
+        Path(group, limit).write_text(value)
+    except OSError as error:
+        pytest.skip(f"no cgroup with {limit} can be made here: {error}")
+    try:
+        yield group
+    finally:
+        Path(group).rmdir()
+
+
+def run_in(group: PurePosixPath, script: str) -> str:
+    argv = [sys.executable, "-c", IN_GROUP, str(group), script]
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_a_child_that_the_kernel_ends_for_want_of_memory_was_out_of_memory() -> None:
+    version_1 = Path(next(own_groups("memory")), "memory.limit_in_bytes").exists()
+    limit = "memory.limit_in_bytes" if version_1 else "memory.max"
+    with own_group("memory", limit, str(64 << 20)) as group:
+        said = run_in(group, f"exec {sys.executable} -c 'held = bytearray(256 << 20)'")
+        assert said.startswith(
+            f"was killed by the kernel: out of memory, as the container may have 64 MiB of memory ({limit} of '{group}')"
+        )
+        assert run_in(group, "kill -KILL $$") == "was killed by SIGKILL\n"
+
+
+def test_a_child_for_which_there_is_no_process_left_is_told_the_limit() -> None:
+    with own_group("pids", "pids.max", "1") as group:
+        assert run_in(group, "true").startswith(
+            "cannot start child ('/bin/sh'): Resource temporarily unavailable; the container may have 1 processes and threads "
+            f"(pids.max of '{group}'): raise it"
+        )
+    with own_group("pids", "pids.max", "2") as group:
+        script = "import os\ntry:\n    os.fork()\nexcept OSError as error:\n    print('cannot create thread:', error.strerror)"
+        said = run_in(group, f'exec {sys.executable} -c "{script}"')
+        assert said.startswith(
+            "exited with status 0, saying 'cannot create thread: Resource temporarily unavailable'; the container may"
+        )

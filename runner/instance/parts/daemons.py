@@ -118,7 +118,7 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
 async def _come_up(process: Process) -> None:
     with trio.move_on_after(UP_WITHIN) as waiting:
         if not await process.serves():
-            raise HostError(f"cannot start {process.role}: it {process.how_it_ended()}")
+            raise HostError(f"cannot start {process.role}: it {process.how_it_ended()}", remedy=process.limit())
     if waiting.cancelled_caught:
         raise HostError(f"cannot start {process.role}: it has not said within {UP_WITHIN:g} s that it serves")
 
@@ -127,7 +127,7 @@ def refuse_dead(daemons: Sequence[Process]) -> None:
     """Raise :exc:`~runner.base.errors.HostError` if one of *daemons* has ended: the guest would begin without what it promises."""
     for daemon in daemons:
         if daemon.returncode is not None:
-            raise HostError(f"cannot let the guest run: {daemon.role} {daemon.how_it_ended()}")
+            raise HostError(f"cannot let the guest run: {daemon.role} {daemon.how_it_ended()}", remedy=daemon.limit())
 
 
 @asynccontextmanager
@@ -169,7 +169,7 @@ async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild)
     if trio.current_time() - child.born > policy.forgiven:
         child.pause = policy.first
     supervisor.counters.restarts[process.role] += 1
-    log.warning("%s %s; starting it again pause=%.1fs", process.role, process.how_it_ended(), child.pause)
+    log.warning("%s %s; starting it again pause=%.1fs", process.role, process.why_it_ended(), child.pause)
     child.down = True
 
 

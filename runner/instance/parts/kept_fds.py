@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from runner.base.errors import HostError
 from runner.instance.renewal.carried import CarriedQemuFds
 from runner.kernel.carried import CarriedFd
 from runner.kernel.files import owned
+from runner.kernel.limits import limited
 from runner.plan.argv.networks import WireNumbers
 from runner.plan.argv.qemu import QemuFds
 
@@ -27,7 +27,7 @@ def kept_fds(fds: QemuFds) -> Iterator[QemuFds]:
             try:
                 return held.enter_context(owned(os.dup(number))).number
             except OSError as error:
-                raise HostError("cannot keep copies of QEMU's descriptors") from error
+                raise limited("cannot keep copies of QEMU's descriptors", error) from error
 
         yield QemuFds(
             qmp=-1,

@@ -75,4 +75,6 @@ def _why(process: Process) -> str:
     if process.returncode != 1 or not process.last_lines:
         return f"the preallocator {process.how_it_ended()}"
     output = process.last_lines[-1]
-    return f"{output}; {MBIND_REMEDY if '(mbind)' in output else FULL_REMEDY}"
+    if "(mbind)" in output:
+        return f"{output}; {MBIND_REMEDY}"
+    return f"{output}; {process.limit() if 'threads' in output else FULL_REMEDY}"

@@ -80,15 +80,12 @@ REMEDIES = (
         'KVM runs no guest here: set cpu.accel to "tried", which emulates the guest then, or to "tcg"',
     ),
 )
-"""Words of QEMU's last line → what to do about it."""
+"""The remedy, by the error that QEMU prints before it ends."""
 
 
-def _with_remedy(sentence: str, output: str) -> str:
-    remedy = next((f"; {remedy}" for words, remedy in REMEDIES if words.search(output)), "")
-    return f"{sentence}{remedy}"
-
-
-"""The remedy, by the error that QEMU prints when it does not start."""
+def _remedy(output: str) -> str:
+    """Return the remedy of what QEMU has printed before it ended, empty if none is known."""
+    return next((remedy for words, remedy in REMEDIES if words.search(output)), "")
 
 
 @frozen
@@ -320,7 +317,7 @@ class Qemu:
             # QEMU prints hints after an error of VFIO: the last line is not the error.
             output = next((line for line in reversed(self.process.last_lines) if ": vfio " in line), how)
             ended = how if output in how else f"{how}, and before {output!r}"
-            raise HostError(_with_remedy(f"cannot start QEMU: it {ended}", output))
+            raise HostError(f"cannot start QEMU: it {ended}", remedy=_remedy(output) or self.process.limit())
         raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
@@ -427,7 +424,8 @@ class Qemu:
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
         how = self.process.how_it_ended()
-        return GuestEnd(FATAL["qemu"].status, _with_remedy(f"QEMU {how}", how))
+        remedy = _remedy(how) or self.process.limit()
+        return GuestEnd(FATAL["qemu"].status, f"QEMU {how}; {remedy}" if remedy else f"QEMU {how}")
 
     async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
         """Ask the guest to power down, again and again, within its share of the grace period.

@@ -261,6 +261,18 @@ def test_a_numa_node_that_may_not_be_used_gives_no_pages() -> None:
     assert "come from NUMA node 1, where 0 " in found
 
 
+def test_ram_that_is_a_larger_file_than_this_process_may_make_is_refused() -> None:
+    text = '[memory]\nsize = "256MiB"\n[cpu]\ncount = 2\n'
+    facts = attrs.evolve(ALONE, limits=MemoryLimits(file_size=64 * MIB))
+    [found] = problems(text, facts)
+    assert found == (
+        "memory.size: 256MiB of RAM are one file to the kernel, and a file of this process may have 64MiB (RLIMIT_FSIZE); start the "
+        "container without that limit (`--ulimit fsize`, LimitFSIZE=)"
+    )
+    plan_of(text, attrs.evolve(ALONE, limits=MemoryLimits(file_size=256 * MIB)))
+    plan_of(text.replace('256MiB"', '256MiB"\nshared = false'), facts)
+
+
 def test_a_process_with_cap_ipc_lock_is_not_limited() -> None:
     text = '[instance]\nuser = "{}"\n[memory]\nlock = true\n[cpu]\ncount = 2\n'
     facts = attrs.evolve(ALONE, limits=MemoryLimits(lockable=8 * MIB, may_lock=True))

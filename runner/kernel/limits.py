@@ -1,0 +1,310 @@
+"""The limit behind a call that has failed: which one it is, what it allows, and whose uses count.
+
+An ``errno`` alone says none of that: EAGAIN of fork(2) is one of four limits, and ENOSPC of inotify_add_watch(2) is no full volume.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import PurePosixPath
+from typing import Literal
+
+import attrs
+
+from runner.base.errors import HostError
+from runner.base.values import frozen
+from runner.facts.file_errors import remedy_of
+from runner.facts.roots import Roots
+
+Use = Literal["file", "process", "inotify", "epoll"]
+"""What a call was for: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds."""
+
+_ALL_CONTAINERS = "in all containers without a user namespace of their own"
+_NEARLY = 0.98
+"""The share of a limit of the whole machine from which on it is taken for the one that was met: others end at any moment."""
+
+
+def limited(sentence: str, error: OSError, use: Use = "file", user_id: int = 0) -> HostError:
+    """Return the error that *sentence* begins, of a call of the user *user_id* that has failed, with the limit as its remedy.
+
+    Example::
+
+        raise limited(f"cannot start {role}", error, "process") from error
+    """
+    return HostError(sentence, remedy=limit_behind(error.errno or 0, use, user_id))
+
+
+def limit_behind(number: int, use: Use, user_id: int = 0, roots: Roots | None = None) -> str:
+    """Return the limit by which a call for *use* has failed with the ``errno`` *number*, and its remedy; empty if none is known."""
+    found = _BEHIND.get((number, use)) or _BEHIND.get((number, None))
+    return (found and found(_ShownLimits(roots or Roots(), user_id))) or remedy_of(number)
+
+
+_WORDS = {
+    os.strerror(number): number
+    for number in (errno.EAGAIN, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOSPC)
+}
+_USES: tuple[tuple[str, Use], ...] = (
+    ("thread|fork|clone|child process", "process"),
+    ("inotify", "inotify"),
+    ("epoll", "epoll"),
+)
+_AMBIGUOUS = frozenset({errno.EAGAIN, errno.EPERM, errno.ENOSPC})
+"""What means a limit only where the words say what the call was for."""
+
+
+def limit_in_words(text: str, user_id: int = 0) -> str:
+    """Return the limit that *text*, a child's words before it ended, tells of, and its remedy; empty if it tells of none."""
+    found = max((words for words in _WORDS if words in text), key=len, default=None)
+    if found is None:
+        return ""
+    number = _WORDS[found]
+    use: Use = next((use for words, use in _USES if re.search(words, text, re.IGNORECASE)), "file")
+    return "" if number in _AMBIGUOUS and use == "file" else limit_behind(number, use, user_id)
+
+
+def limit_of_signal(name: str) -> str:
+    """Return the limit for which the kernel ends a process by the signal *name*, and its remedy; empty if it does for none."""
+    if name == "SIGXFSZ":
+        return limit_behind(errno.EFBIG, "file")
+    if name == "SIGSYS":
+        return "a seccomp profile, the container's or its own, allows a system call not; the kernel's log names it (`dmesg`, audit)"
+    return ""
+
+
+def own_groups(controller: str, roots: Roots | None = None) -> Iterator[PurePosixPath]:
+    """Yield the directory of this process's cgroup that has *controller*, and those above it, as far as they can be seen.
+
+    Of version 1 where the controller is there, as ``/proc/self/cgroup`` says it. A container without a cgroup namespace reads a path
+    there that it does not see: then it is the top of its mount.
+    """
+    roots = roots or Roots()
+    lines = [line.split(":", 2) for line in _read(PurePosixPath(roots.proc / "self/cgroup")).splitlines()]
+    mounts, path = [roots.cgroup, roots.cgroup / "unified"], next((path for _, names, path in lines if not names), "/")
+    for _, names, path_there in lines:
+        if controller in names.split(","):
+            mounts, path = [roots.cgroup / controller, roots.cgroup / names], path_there
+    for mount in mounts:
+        if os.path.isdir(mount):  # noqa: PTH112 - the kernel's files
+            top, group = PurePosixPath(mount), PurePosixPath(mount) / path.lstrip("/")
+            group = group if os.path.isdir(group) else top  # noqa: PTH112 - a pure path
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(top))
+            return
+
+
+@frozen
+class _ShownLimits:
+    """Limits as the kernel shows them; a method of it returns what has failed by one, with its remedy, empty if it is none."""
+
+    roots: Roots
+    user_id: int
+
+    def files(self) -> str:
+        most = _rlimit(resource.RLIMIT_NOFILE)
+        return f"this process may have {most} files open: raise its limit (RLIMIT_NOFILE, `ulimit -n`)"
+
+    def all_files(self) -> str:
+        return f"all processes of the machine may have {self._sysctl('fs/file-max')} files open: raise fs.file-max"
+
+    def size(self) -> str:
+        most = _rlimit(resource.RLIMIT_FSIZE)
+        return (
+            "" if most is None else f"a file here may have {most} bytes: raise that limit (RLIMIT_FSIZE, `ulimit -f`)"
+        )
+
+    def queues(self) -> str:
+        return self._of_user("fs/inotify/max_user_instances", "queues of file events (inotify)")
+
+    def watches(self) -> str:
+        return self._of_user("fs/inotify/max_user_watches", "watches of files (inotify)")
+
+    def waits(self) -> str:
+        return self._of_user("fs/epoll/max_user_watches", "watches of descriptors (epoll)")
+
+    def gone(self) -> str:
+        return "the process has ended, or is in another PID namespace"
+
+    def filter(self) -> str:
+        if "\nSeccomp:\t2\n" not in _read(PurePosixPath(self.roots.proc / "self/status")):
+            return ""
+        return (
+            "the container's seccomp profile refuses the call that makes a thread, and where it does not know clone3(2) it must say "
+            "ENOSYS: use a newer container runtime (libseccomp from 2.5 on)"
+        )
+
+    def processes(self) -> str:
+        return self._group_processes() or self._all_processes() or self._other_processes()
+
+    def _group_processes(self) -> str:
+        for group in own_groups("pids", self.roots):
+            most, used = (_read(group / name).strip() for name in ("pids.max", "pids.current"))
+            refused = _read(group / "pids.events").split()[1:2] not in (
+                [],
+                ["0"],
+            )  # what has ended meanwhile is not in use
+            if most.isdecimal() and used.isdecimal() and (refused or int(used) >= int(most)):
+                return (
+                    f"the container may have {most} processes and threads (pids.max of {str(group)!r}): raise it "
+                    "(the kubelet's podPidsLimit, `--pids-limit`, TasksMax=)"
+                )
+        return ""
+
+    def _other_processes(self) -> str:
+        """Return what is left: nothing shows how many processes a user has in other containers."""
+        most = None if self.user_id == 0 else _rlimit(resource.RLIMIT_NPROC)
+        of_user = (
+            ""
+            if most is None
+            else f"the {most} processes and threads that user {self.user_id} may have in all containers (RLIMIT_NPROC), "
+        )
+        return (
+            f"the kernel does not show by which limit it is; raise {of_user}pids.max of a cgroup above, or free memory"
+        )
+
+    def _all_processes(self) -> str:
+        used = _read(PurePosixPath(self.roots.proc / "loadavg")).split()[3:4]  # 2/613: 613 threads on the machine
+        running = used[0].partition("/")[2] if used else ""
+        for name in ("kernel/threads-max", "kernel/pid_max"):
+            most = self._sysctl(name)
+            if most.isdecimal() and running.isdecimal() and int(running) >= _NEARLY * int(most):
+                return f"the machine may have {most} threads, and has {running}: raise {name.replace('/', '.')}"
+        return ""
+
+    def memory(self) -> str:
+        if (most := _rlimit(resource.RLIMIT_AS)) is not None:
+            return f"a process here may have {most} bytes of addresses: lift that limit (RLIMIT_AS, `ulimit -v`)"
+        if self._sysctl("vm/overcommit_memory") == "2":
+            info = dict(each.split(":", 1) for each in _read(PurePosixPath(self.roots.proc / "meminfo")).splitlines())
+            used, total = (info.get(name, "some").strip() for name in ("Committed_AS", "CommitLimit"))
+            return (
+                f"the machine promises no more than {total} of memory and has promised {used}, as vm.overcommit_memory is 2: raise "
+                "vm.overcommit_ratio"
+            )
+        limit = memory_limit(self.roots)
+        return (
+            "the machine is short of memory"
+            if limit is None
+            else f"{limit}: raise limits.memory, or give the guest less"
+        )
+
+    def _sysctl(self, path: str) -> str:
+        return _read(PurePosixPath(self.roots.proc / "sys" / path)).strip() or "some"
+
+    def _of_user(self, path: str, what: str) -> str:
+        return f"user {self.user_id} may have {self._sysctl(path)} {what} {_ALL_CONTAINERS}: raise {path.replace('/', '.')}"
+
+
+_BEHIND: dict[tuple[int, Use | None], Callable[[_ShownLimits], str]] = {
+    (errno.EMFILE, None): _ShownLimits.files,
+    (errno.EMFILE, "inotify"): _ShownLimits.queues,
+    (errno.ENFILE, None): _ShownLimits.all_files,
+    (errno.ENOSPC, "inotify"): _ShownLimits.watches,
+    (errno.ENOSPC, "epoll"): _ShownLimits.waits,
+    (errno.EFBIG, None): _ShownLimits.size,
+    (errno.EAGAIN, "process"): _ShownLimits.processes,
+    (errno.EPERM, "process"): _ShownLimits.filter,
+    (errno.ENOMEM, None): _ShownLimits.memory,
+    (errno.ESRCH, None): _ShownLimits.gone,
+}
+"""What is behind an ``errno`` of a call for a use, or for any (``None``)."""
+
+
+@frozen
+class MemoryLimit:
+    """The limit of the memory of a cgroup that this process is in."""
+
+    group: PurePosixPath
+    file: str
+    size: int
+    """Bytes."""
+
+    def __str__(self) -> str:
+        return f"the container may have {self.size >> 20} MiB of memory ({self.file} of {str(self.group)!r})"
+
+
+def file_size_limit() -> int | None:
+    """Return how many bytes a file of this process and its children may have (``RLIMIT_FSIZE``); ``None`` without a limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
+def memory_limit(roots: Roots | None = None) -> MemoryLimit | None:
+    """Return the least limit of memory of this process's cgroups, of either version, as far as they can be seen."""
+    found = (
+        MemoryLimit(group, file, int(value))
+        for group in own_groups("memory", roots)
+        for file in ("memory.max", "memory.limit_in_bytes")
+        if (value := _read(group / file).strip()).isdecimal() and int(value) < _UNLIMITED
+    )
+    return min(found, key=lambda limit: limit.size, default=None)
+
+
+_UNLIMITED = 1 << 62
+"""Bytes; version 1 shows no limit as the largest number of pages (``PAGE_COUNTER_MAX``)."""
+
+
+def no_kills() -> str:
+    """Return that the kernel has killed nothing."""
+    return ""
+
+
+@attrs.define
+class OutOfMemory:
+    """What the kernel has killed for want of memory in the cgroup that this process was in when this was made, and in its cgroup now.
+
+    ``oom_kill`` of ``memory.events`` (cgroup-v2.rst) counts those of the groups below as well, that of version 1
+    (``memory.oom_control``) those of the group alone.
+    """
+
+    roots: Roots = attrs.field(factory=Roots)
+    _known: dict[PurePosixPath, tuple[int, int]] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if (group := next(own_groups("memory", self.roots), None)) is not None:
+            self._known[group] = self._kills(group)
+
+    def kills(self) -> str:
+        """Return, since this was asked last, which memory was short for which the kernel has killed; empty if it has killed nothing."""
+        found = ""
+        for group in dict.fromkeys((*self._known, *islice(own_groups("memory", self.roots), 1))):
+            kills, at_limit = self._kills(group)
+            before, at_limit_before = self._known.get(group, (0, 0))
+            self._known[group] = kills, at_limit
+            if kills > before:
+                found = self._reason(at_limit > at_limit_before)
+        return found
+
+    def _reason(self, at_limit: bool) -> str:  # noqa: FBT001 - of this class alone
+        if at_limit and (limit := memory_limit(self.roots)) is not None:
+            return f"out of memory, as {limit}; raise limits.memory, or give the guest less"
+        return "out of memory, the machine's or that of a cgroup above the container's; free some of the node's"
+
+    def _kills(self, group: PurePosixPath) -> tuple[int, int]:
+        """Return how many processes were killed in *group*, and how often because it, or one below it, was at its limit."""
+        if text := _read(group / "memory.events"):
+            found = _numbers(text)
+            return found.get("oom_kill", 0), found.get("oom", 0)
+        kills = _numbers(_read(group / "memory.oom_control")).get("oom_kill", 0)
+        return kills, int(_read(group / "memory.failcnt").strip() or 0)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
+
+
+def _read(path: PurePosixPath) -> str:
+    try:
+        with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _rlimit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
