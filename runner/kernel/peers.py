@@ -28,6 +28,7 @@ import trio
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
+from runner.kernel.waiting import SHORT
 
 SO_PEERPIDFD = 77
 """``include/uapi/asm-generic/socket.h``; Python 3.11 has no name for it."""
@@ -79,7 +80,8 @@ class Peers:
     def identify(self, connection: socket.socket | trio.socket.SocketType, accepted_at: float) -> Peer:
         """Return the process that connected *connection*; *accepted_at* is :func:`boot_time` of its acceptance.
 
-        Raises :class:`PeerError` if it has ended, or lives in a PID namespace that is not visible from here.
+        Raises :class:`PeerError` if it has ended, or lives in a PID namespace that is not visible from here, and ``OSError`` if
+        this process has no descriptor or memory left to look (:data:`~runner.kernel.waiting.SHORT`).
         """
         pid, user_id = _credentials(connection)
         if pid == 0:
@@ -101,7 +103,7 @@ class Peers:
                 if _has_ended(pidfd) or _start_time(_read(directory, "stat")) != started:
                     raise ProcessLookupError
             except OSError as error:
-                raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
+                raise _unless_short(error, f"cannot identify the peer: process {pid} has ended") from error
             except (ValueError, IndexError) as error:
                 raise PeerError(
                     f"cannot identify the peer: the content of {self.proc}/{pid} is not understood"
@@ -184,7 +186,7 @@ class Peers:
                     raise
                 pidfd = _opened_pidfd(pid)
         except OSError as error:  # EINVAL or ESRCH, by version: the process was reaped
-            raise PeerError(f"cannot hold the peer, process {pid}") from error
+            raise _unless_short(error, f"cannot hold the peer, process {pid}") from error
         try:
             yield pidfd
         finally:
@@ -196,11 +198,18 @@ class Peers:
         try:
             directory = os.open(self.proc / str(pid), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise PeerError(f"cannot identify the peer: process {pid} has ended") from error
+            raise _unless_short(error, f"cannot identify the peer: process {pid} has ended") from error
         try:
             yield directory
         finally:
             os.close(directory)
+
+
+def _unless_short(error: OSError, sentence: str) -> PeerError:
+    """Return the error that *sentence* says; raise *error* itself if it says nothing of the peer."""
+    if error.errno in SHORT:
+        raise error
+    return PeerError(sentence)
 
 
 def _credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers
 from runner.kernel.sockets import Socket, WaitingConnections
-from runner.kernel.waiting import persistently
+from runner.kernel.waiting import SHORT, persistently, shortages
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
     INTERNAL_ERROR,
@@ -163,13 +163,21 @@ class UnixServer:
             except RpcError as error:
                 await self._refuse(connection, error)
             except OSError as error:
-                log.debug("connection lost reason=%r", explain(error))
+                if error.errno in SHORT:  # of the look at the client; what is short for the connection is waited for
+                    await self._refuse(connection, self._short(error))
+                else:
+                    log.debug("connection lost reason=%r", explain(error))
             except HostError as error:
                 if (more := self._log_limit.due("connection ended", key)) is not None:
                     log.warning("connection ended%s reason=%r", more, explain(error))
             except Exception:
                 if (more := self._log_limit.due("bug", key)) is not None:
                     log.exception("connection ended by a fault of this program%s", more)
+
+    def _short(self, error: OSError) -> RpcError:
+        """Return the error for a client that cannot be served at the moment, as this process has no descriptor or memory left."""
+        shortages.note(error)
+        return self.service.busy(f"{error.strerror}, which others have")
 
     async def _refuse(self, connection: trio.socket.SocketType, error: RpcError) -> None:
         """Send *error* and wait for the client to send or go: hung up on at once, it might fail to send and never read.
@@ -234,6 +242,8 @@ class UnixServer:
                 except RpcError:
                     raise
                 except Exception as error:
+                    if isinstance(error, OSError) and error.errno in SHORT:
+                        raise self._short(error) from error
                     if (more := self._log_limit.due("method failed", client.key)) is not None:
                         log.exception("method failed%s method=%r", more, method)
                     raise RpcError(INTERNAL_ERROR, "Internal error") from error

@@ -10,8 +10,9 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import attrs
@@ -130,6 +131,34 @@ class WaitingService(Service):
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         await super().call(identify, method, params)
         raise RpcError(-32004, "wait", {"reason": "conflict"}, ((Cgroup(Path("/dev")), method),))
+
+
+@pytest.mark.parametrize("left", [1, 2])  # for the connection; and for a look at its process, which takes two
+async def test_a_client_that_cannot_be_looked_at_for_want_of_descriptors_is_told_busy(
+    tmp_path: Path, left: int
+) -> None:
+    path = tmp_path / "socket"
+    async with served(path, SocketLimits()):
+        client = trio.socket.socket(socket.AF_UNIX)
+        with client, ExitStack() as held:
+            _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))  # noqa: PTH208
+            taken = list(_all_descriptors())
+            held.callback(lambda: deque(map(os.close, taken), maxlen=0))
+            for _ in range(left):
+                os.close(taken.pop())
+            await client.connect(str(path))
+            answer = json.loads(await client.recv(1 << 12))
+        assert answer["error"] == {"code": BUSY, "message": "Too many open files, which others have"}
+        async with connected(path) as another:
+            assert json.loads(await ask(another))["result"] == "zero"
+
+
+def _all_descriptors() -> Iterator[int]:
+    with suppress(OSError):
+        while True:
+            yield os.dup(0)
 
 
 async def test_who_is_to_wait_for_a_group_that_has_gone_is_to_ask_again(tmp_path: Path) -> None:
