@@ -52,7 +52,7 @@ INSTANCE: Mapping[str, str] = {
     "the guest does not get up%s: %d resets in the last minute": "guest_resets_again_and_again",
     "the guest's kernel has panicked and handles that itself, as kdump does%s": "guest_crash_loaded",
     "the guest cannot become ready%s: %s": "guest_sign_given_up",
-    "cannot show that the guest is ready: %s": "ready_file_failed",
+    "cannot show that the guest is ready%s: %s": "ready_file_failed",
     "the guest's kernel has panicked, by its console; it is not ready until it is reset%s line=%s": "guest_panic_on_console",
     "the guest was reset%s reason=%s": "guest_reset",
     "the guest's watchdog was not fed%s action=%s": "guest_watchdog_expired",
@@ -76,7 +76,7 @@ INSTANCE: Mapping[str, str] = {
     "nothing could be looked for: %s": "sweep_failed",
     "this process is on the vCPUs' CPUs: %s": "runner_misplaced",
     "kernel threads of QEMU may run on the vCPUs' CPUs: %s": "kernel_threads_not_moved",
-    "the receipt is that of before a restart: %s": "receipt_outdated",
+    "the receipt is that of before a restart%s: %s": "receipt_outdated",
     # -- CPUs that the kubelet takes or exchanges
     "CPUs of vCPUs are lost%s: %s": "cpus_lost",
     "CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus=%s": "cpus_offline",

@@ -124,6 +124,41 @@ async def test_without_a_sign_it_is_ready_as_soon_as_it_runs(fake_host: FakeHost
     await run(fake_host, plan_of(fake_host, None), Guest.is_ready)
 
 
+async def test_what_could_not_be_written_is_written_once_there_is_room(fake_host: FakeHost) -> None:
+    plan = fake_host.plan()
+    ready, receipt = (Path(plan.state_directory / name) for name in ("ready", "receipt.json"))
+    in_the_way = [path.with_name(f"{path.name}.new") for path in (ready, receipt)]  # what a full volume is to it
+
+    async def meanwhile(supervisor: Supervisor) -> None:
+        await wait_for(ready.exists)
+        for each in in_the_way:
+            each.mkdir()
+        receipt.unlink()
+        supervisor.restarted.announce()
+        supervisor.guest_state.panic = "of the test"
+        supervisor.guest_state.changed()
+        assert not ready.exists()
+        supervisor.guest_state.panic = ""
+        supervisor.guest_state.changed()
+        while not {"cannot show that the guest is ready", "the receipt is that of before"} <= failures(fake_host):
+            await trio.sleep(0.005)
+        for each in in_the_way:
+            each.rmdir()
+        while not (ready.exists() and receipt.exists()):
+            await trio.sleep(0.005)
+        fake_host.stop.ask("the test")
+
+    assert isinstance(await fake_host.run(plan, meanwhile=meanwhile), GuestEnd)
+    assert fake_host.faults.sentences == []
+
+
+def failures(fake_host: FakeHost) -> set[str]:
+    logged = fake_host.logged()
+    return {
+        words for words in ("cannot show that the guest is ready", "the receipt is that of before") if words in logged
+    }
+
+
 async def test_a_line_of_the_console_makes_it_ready_until_it_is_reset(fake_host: FakeHost) -> None:
     async def act(guest: Guest) -> None:
         await guest.prints(b"systemd[1]: starting\r\ndebian log")

@@ -17,6 +17,10 @@ RECEIPT = "receipt.json"
 """Where every thread is, while the guest runs."""
 
 
+PUBLISHED_AGAIN = 1.0
+"""Seconds until the next attempt to write one of them, where the last has failed: a volume that is full may have room again."""
+
+
 def discard_signs(path: PurePosixPath) -> None:
     """Remove from the state directory *path* the signs that a killed runner has left, as far as it is ours."""
     discard_left(path, (READY, RECEIPT))

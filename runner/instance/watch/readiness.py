@@ -20,7 +20,7 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.instance.parts.qemu import Qemu
-from runner.instance.parts.state_directory import READY
+from runner.instance.parts.state_directory import PUBLISHED_AGAIN, READY
 from runner.instance.supervisor import MINUTE, RESETS_OF_A_LOOP, Supervisor, kernel_time, loop_time
 from runner.instance.watch.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
 from runner.kernel import files
@@ -74,6 +74,8 @@ class Readiness:
             import_module(NEEDED[self._sign.sign])
         self._shown = ExitStack()
         self._running = False
+        self._unshown = trio.Event()
+        """Set when the file could not be made."""
         self._events = 0
         """Number of QEMU's events that were handled."""
         self._state.changed = self._show
@@ -98,7 +100,7 @@ class Readiness:
         self._supervisor.carry_over.offer("readiness", self._carried)
         with self._state.running(read, since), self._publishing(), machine.observed_by(self._handle):
             async with AsyncExitStack() as held:
-                for each in (watch, partial(self._follow_qemu, machine), self._follow_resets):
+                for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show_again):
                     await held.enter_async_context(self._supervisor.background_task(each))
                 if (ask := self._asking(machine)) is not None:
                     await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
@@ -161,9 +163,19 @@ class Readiness:
         try:
             files.publish(self._path, b"")
         except HostError as error:  # no reason to end a guest that runs
-            log.warning("cannot show that the guest is ready: %s", explain(error))
+            if (more := self._supervisor.log_limit.due("unshown")) is not None:
+                log.warning("cannot show that the guest is ready%s: %s", more, explain(error))
+            self._unshown.set()
         else:
             self._shown.callback(self._withdraw)
+
+    async def _show_again(self) -> None:
+        """Try again to have the file there when that has failed, as a volume that is full has room again."""
+        while True:
+            await self._unshown.wait()
+            await trio.sleep(PUBLISHED_AGAIN)
+            self._unshown = trio.Event()
+            self._show()
 
     def _withdraw(self) -> None:
         with self._supervisor.faults.recorded("remove the sign that the guest runs"):

@@ -12,9 +12,10 @@ import trio
 
 from runner.base.errors import HostError, PlacementError, RunnerError, explain
 from runner.base.table import aligned
+from runner.base.tasks import first_of
 from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import Qemu
-from runner.instance.parts.state_directory import RECEIPT
+from runner.instance.parts.state_directory import PUBLISHED_AGAIN, RECEIPT
 from runner.instance.parts.thread_placement import QemuThreads, read_back, read_threads, verified
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
@@ -69,6 +70,8 @@ class Receipts:
     receipt: Receipt
     unplugged: bool = False
     """Whether the guest has released a vCPU."""
+    _unpublished: trio.Event = attrs.field(factory=trio.Event, init=False)
+    """Set when the receipt could not be written."""
 
     def read(self) -> Receipt:
         """Return where the kernel says every thread is now.
@@ -128,7 +131,11 @@ class Receipts:
         if self.machine.updates:
             names["qemu_generation"] = self.machine.updates
         content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
-        files.publish(self.plan.state_directory / RECEIPT, content)
+        try:
+            files.publish(self.plan.state_directory / RECEIPT, content)
+        except HostError:
+            self._unpublished.set()
+            raise
 
     def carried(self) -> CarriedThreads:
         """Return what the program that renews this one must know of them."""
@@ -170,16 +177,19 @@ class Receipts:
         await self._publish_settled()
 
     async def follow_restarts(self) -> None:
-        """Publish the receipt anew after each restart of a child; may be cancelled at any moment."""
+        """Publish the receipt anew after each restart of a child, and where it could not be written; may be cancelled at any moment."""
         happened = self.supervisor.restarted.next
         while True:
-            await happened.wait()
-            happened = self.supervisor.restarted.next  # before the threads are read: one meanwhile is not missed
-            await trio.sleep(VERIFIED_AGAIN[0])  # the new process may still have to become its program
+            await first_of(happened.wait, self._unpublished.wait)
+            # The new process may still have to become its program.
+            await trio.sleep(PUBLISHED_AGAIN if self._unpublished.is_set() else VERIFIED_AGAIN[0])
+            # Before the threads are read: one meanwhile is not missed.
+            happened, self._unpublished = self.supervisor.restarted.next, trio.Event()
             try:
                 await self._publish_settled()
             except RunnerError as error:
-                log.warning("the receipt is that of before a restart: %s", explain(error))
+                if (more := self.supervisor.log_limit.due("receipt")) is not None:
+                    log.warning("the receipt is that of before a restart%s: %s", more, explain(error))
 
     async def _publish_settled(self) -> None:
         for pause in VERIFIED_AGAIN:
