@@ -18,6 +18,8 @@ from runner.plan.passthrough_plan import DevicePlan, LinkSpeed, PassthroughPlan
 AMD = "1002"
 PATH = "/etc/nccl-topology.xml"
 """Where the guest's file is."""
+FW_CFG = "opt/org.instance-runner/nccl-topology.xml"
+"""The name by which a guest without cloud-init finds it in QEMU's firmware configuration (``docs/specs/fw_cfg.rst``)."""
 
 
 def nccl_topology(machine: MachinePlan) -> str:

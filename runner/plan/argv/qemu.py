@@ -437,6 +437,12 @@ def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     if machine.seed is not None:
         yield from _node("seed", endpoints, read_only=True)
         yield from ("-device", "virtio-blk-pci,drive=seed,serial=cidata")
+    elif len(machine.passthrough.devices) > 1:
+        from runner.plan.nccl import FW_CFG, nccl_topology  # here, because few guests have such devices
+
+        topology = nccl_topology(machine)
+        if topology:
+            yield from ("-fw_cfg", f"name={FW_CFG},string={_comma(topology)}")
 
 
 def _networks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:

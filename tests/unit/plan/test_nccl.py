@@ -15,9 +15,10 @@ import pytest
 from runner.facts.host import HostFacts
 from runner.facts.pci import PciFact
 from runner.instance.parts.seed import seed_image
+from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.instance import InstancePlan
-from runner.plan.nccl import PATH, nccl_topology, vendor_data
+from runner.plan.nccl import FW_CFG, PATH, nccl_topology, vendor_data
 from runner.plan.passthrough_plan import DevicePlan
 from tests.support.fake_pci import recorded_pci, vfio_facts
 from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
@@ -143,9 +144,19 @@ def test_cloud_init_puts_the_file_where_nccl_finds_it(tmp_path: Path) -> None:
     assert seed.vendor_data is not None
     assert seed.vendor_data.content == vendor_data(nccl_topology(plan.machine))
     assert b"#cloud-boothook" in seed_image(seed)
-    assert not any("plan --nccl" in str(remark) for remark in plan.remarks)
+    assert not any(FW_CFG in str(remark) for remark in plan.remarks)
+    assert not any(FW_CFG in word for word in argv(plan))
     without, _ = planned(tmp_path / "without", "hgx-h200")
-    assert any("plan --nccl" in str(remark) for remark in without.remarks)
+    assert any(f"/by_name/{FW_CFG}/raw" in str(remark) for remark in without.remarks)
+    [word] = [word for word in argv(without) if FW_CFG in word]
+    assert word == f"name={FW_CFG},string={nccl_topology(without.machine).replace(',', ',,')}"
+    assert len(word) < 1 << 17, "Linux takes no longer argument (MAX_ARG_STRLEN)"
+
+
+def argv(plan: InstancePlan) -> list[str]:
+    files = {"kernel": 20} | ({} if plan.machine.seed is None else {"seed": 21})
+    devices = {device.address: 30 for device in plan.machine.passthrough.devices} | {"iommufd": 31}
+    return list(qemu_argv(plan.machine, QemuFds(10, 11, (12, 13), files, devices=devices)))
 
 
 @pytest.mark.parametrize("configured", ["", "NCCL_DEBUG=INFO\n", "NCCL_TOPO_FILE=/mine.xml\n"])
