@@ -16,6 +16,7 @@ _REMEDIES = {
     errno.ENODEV: "the device is not there any more",
     errno.ENOMEDIUM: "the device has no medium",
     errno.ESTALE: "the file server has lost it: mount the volume again",
+    errno.ENOLCK: "its file system takes no locks now: use one that does, or mount it with its lock service (NFS)",
     errno.EBUSY: "another program has it for itself, such as a mount or a device mapper",
     errno.EMFILE: "raise this process's limit of open files (RLIMIT_NOFILE)",
     errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",

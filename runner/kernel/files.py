@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, RefusedError
 from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.file_formats import HEAD, TAIL, identify
 from runner.facts.hardware import hugetlb_name
-from runner.kernel.limits import limited
+from runner.kernel.limits import limit_behind, limited
 
 _XFS_IOC_DIOINFO = 0x800C581E
 """``libxfs/xfs_fs.h``: the alignments of direct I/O in memory and in the file, and the most bytes of it."""
@@ -269,12 +269,14 @@ def directory(path: PurePosixPath) -> Iterator[int]:
 
     An empty directory of this user with mode 777 is closed to others first: an ``emptyDir`` of Kubernetes begins with that
     mode (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
+
+    Raises :exc:`~runner.base.errors.RefusedError`: nothing that lasts was begun then.
     """
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise limited(f"cannot make the directory {str(path)!r}", error) from error
+        raise _refused(f"cannot make the directory {str(path)!r}", error) from error
     with closing(fd):
         found = os.fstat(fd)
         open_to_all = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID == 0o777  # noqa: PLR2004 - a mode
@@ -282,22 +284,31 @@ def directory(path: PurePosixPath) -> Iterator[int]:
             os.fchmod(fd, 0o700)
             found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise HostError(
-                f"cannot use the directory {str(path)!r}: others may write there; name another one with --state-dir"
+            raise RefusedError(
+                f"cannot use the directory {str(path)!r}: others may write there",
+                remedy="name another one with --state-dir",
             )
         yield fd
 
 
 def claim(fd: int, path: PurePosixPath) -> None:
-    """Lock the directory *fd*, which is at *path*, for as long as it is open; refuse if another process has locked it."""
+    """Lock the directory *fd*, which is at *path*, for as long as it is open.
+
+    Raises :exc:`~runner.base.errors.RefusedError` if another process has locked it, or its file system takes no locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise HostError(
-            f"cannot use the directory {str(path)!r}: another runner uses it; give each instance a --state-dir of its own"
+        raise RefusedError(
+            f"cannot use the directory {str(path)!r}: another runner uses it",
+            remedy="give each instance a --state-dir of its own",
         ) from None
     except OSError as error:
-        raise HostError(f"cannot lock the directory {str(path)!r}") from error
+        raise _refused(f"cannot lock the directory {str(path)!r}", error) from error
+
+
+def _refused(sentence: str, error: OSError) -> RefusedError:
+    return RefusedError(sentence, remedy=limit_behind(error.errno or 0, "file"))
 
 
 def publish(path: PurePosixPath, content: bytes) -> None:

@@ -230,6 +230,7 @@ async def test_a_second_runner_does_no_harm_to_the_first(fake_host: FakeHost) ->
         assert before["console.log"] == b"guest: runs\r\n"
         result = await fake_host.run(fake_host.plan())
         assert isinstance(result, RunnerError)
+        assert result.status is Status.REFUSED
         assert "another runner uses it; give each instance a --state-dir of its own" in explain(result)
         assert {path.name: path.read_bytes() for path in state.iterdir() if path.is_file()} == before
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,8 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+import pytest
+
+from runner.base.errors import RefusedError, explain
 from runner.instance.parts.state_directory import discard_leftovers
 from runner.instance.supervisor import Faults
+from runner.kernel import files
 from runner.kernel.meeting_point import meeting_point
 
 
@@ -78,3 +84,22 @@ def test_where_they_met_is_a_fault_with_its_reason_if_it_cannot_be_removed(tmp_p
     [sentence] = faults.sentences
     assert sentence.startswith("could not remove the directory in which two QEMUs met: cannot remove 'meeting-")
     assert sentence.endswith("No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EWOULDBLOCK, "another runner uses it; give each instance a --state-dir of its own"),
+        (errno.ENOLCK, "No locks available; its file system takes no locks now: use one that does"),
+    ],
+)
+def test_a_state_directory_that_cannot_be_locked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    def flock(_fd: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with opened(tmp_path) as fd, pytest.raises(RefusedError) as refused:
+        files.claim(fd, PurePosixPath(tmp_path))
+    assert reason in explain(refused.value)

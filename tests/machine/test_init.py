@@ -269,8 +269,10 @@ def test_a_full_disk(start: ProgramStarter, full: Path, blank: str) -> None:
 def test_a_read_only_root(start: ProgramStarter, blank: str, full: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", full], check=True)
     run = start(blank, "", "--state-dir", str(full / "state"), boot=False)
-    assert run.wait() == 31
-    assert f"cannot make the directory '{full}/state': Read-only file system" in run.log
+    assert run.wait() == 30
+    assert (
+        f"cannot make the directory '{full}/state': Read-only file system; mount its file system for writing" in run.log
+    )
 
 
 def test_a_program_is_missing(start: ProgramStarter, blank: str) -> None:
