@@ -113,6 +113,9 @@ INSTANCE: Mapping[str, str] = {
     "the runner goes on after a fault of its own generation=%d pause=%.3fs: %s": "runner_resumed",
     "the runner has survived %d faults of its own in %g s, and not this one": "runner_faults_too_many",
     "the runner cannot continue after a fault of its own: %s": "runner_not_resumed",
+    "the event loop has ended:": "event_loop_ended",
+    "what is held cannot be taken over by another event loop: %s": "event_loop_not_replaced",
+    "the guest is powered down without an event loop": "guest_powered_down_plainly",
     "the receipt is that of before the renewal: %s": "receipt_not_renewed",
     "the guest does not run after the renewal status=%s": "guest_not_running",
     # -- the end

@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import trio
 
-from runner.base.errors import RunnerError, Status
-from runner.instance.init import ExitReport, Streams, failed_system_call
+from runner.base.errors import Status
+from runner.instance.init import ExitReport, Streams, of_running_guest, report_of, resume_as_init, with_faults
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
 if TYPE_CHECKING:
     from runner.instance.renewal.carried import CarriedOutputs  # only a runner that is renewed carries any
+    from runner.instance.supervisor import CarryOver
 
 log = logging.getLogger("runner")
 
@@ -29,6 +32,9 @@ class Outputs:
 
     def __init__(self, log_level: str, log_format: Literal["text", "json"]) -> None:
         self.termination_log: int | None = None
+        self._abandoned: list[trio.lowlevel.Task] = []
+        """The root tasks of event loops that have ended by themselves. Each keeps all of its loop's: they must not begin to
+        release what is not theirs any more, as they do when they are collected."""
         self._log_level = log_level
         self._log_format = log_format
         self.stdout, self.stderr = open_output(1, log_format), open_output(2, log_format)
@@ -72,28 +78,62 @@ class Outputs:
         if self._json_console is not None:
             self._json_console.take_over(carried.console_line)
 
-    def reported(self, act: Callable[[], Awaitable[ExitReport]]) -> int:
-        """Run *act*, log its report and write it to the termination log; return the exit status."""
-        report = _run(act)
+    def reported(self, act: Callable[[], Awaitable[ExitReport]], carry_over: CarryOver) -> int:
+        """Run *act*, log its report and write it to the termination log; return the exit status.
+
+        Before anything is reported of a renewed program that fails, the one before goes on; see :class:`CarryOver`.
+        """
+        report = self._run(act, carry_over)
         level = logging.INFO if report.status == Status.STOPPED else logging.ERROR
         for line in report.detail.splitlines():
             log.log(level, "%s", line)
         log.info("ended outcome=%s status=%d faults=%d", report.outcome, report.status, len(report.faults))
         _write_termination_log(self.termination_log, report)
+        if self._abandoned:
+            self.__exit__(None, None, None)
+            os._exit(report.status)
         return report.status
 
+    def _run(self, act: Callable[[], Awaitable[ExitReport]], carry_over: CarryOver) -> ExitReport:
+        root: trio.lowlevel.Task | None = None
 
-def _run(act: Callable[[], Awaitable[ExitReport]]) -> ExitReport:
-    try:
-        return trio.run(act)
-    except RunnerError as error:
-        return ExitReport.of(error)
-    except Exception as error:
-        report = failed_system_call(error)
-        if report is not None:
+        async def run() -> ExitReport:
+            nonlocal root
+            root = trio.lowlevel.current_root_task()
+            try:
+                return await act()
+            finally:
+                root = None
+
+        try:
+            return trio.run(run)
+        except Exception as error:
+            carry_over.go_back()
+            if root is not None:
+                self._abandoned.append(root)
+                return self._after_loop(carry_over, error)
+            report = report_of(error)
+            if report.status == Status.BUG:
+                log.exception("this is a bug of instance-runner:")
             return report
-        log.exception("this is a bug of instance-runner:")
-        return ExitReport(Status.BUG, "bug", f"{type(error).__name__}: {error}")
+
+    def _after_loop(self, carry_over: CarryOver, error: Exception) -> ExitReport:
+        """Go on without the event loop that *error* has ended: in another one, or report what is left."""
+        log.error("the event loop has ended:", exc_info=error)
+        if (resume := carry_over.resume_after_loop) is None:
+            found: CarryOver | tuple[str, ...] = (carry_over.unreleased(),)
+        else:
+            found = resume(error)
+        if isinstance(found, tuple):
+            report = report_of(error)
+            ran = resume is not None or carry_over.loop_ended_by is not None
+            return with_faults(of_running_guest(report) if ran else report, found)
+        assert found.taken_over is not None  # noqa: S101 - it is what that loop has held
+        found.taken_over.pop("outputs")
+        found.offer("outputs", self.carried)
+        with warnings.catch_warnings(action="ignore"):
+            error.__traceback__ = None  # it holds the loop that has ended, and with it there can be no other
+        return self._run(partial(resume_as_init, self.streams(found.taken_over["run"].http), found), found)
 
 
 def _write_termination_log(fd: int | None, report: ExitReport) -> None:

@@ -6,6 +6,7 @@ not become this program by exec.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -71,13 +72,14 @@ def resume(stage: ExecutedStage) -> int:
 
         def commit() -> None:
             stage.commit()
-            os.close(stage.fd)
+            with contextlib.suppress(OSError):  # there is no way back from here on
+                os.close(stage.fd)
             outputs.take_over(carried)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             _log(carry_over, committed_after(document))
 
         carry_over.commit, carry_over.fall_back = commit, stage.fall_back
-        return outputs.reported(partial(resume_as_init, outputs.streams(state["run"].http), carry_over))
+        return outputs.reported(partial(resume_as_init, outputs.streams(state["run"].http), carry_over), carry_over)
 
 
 def _state(document: dict[str, Any]) -> dict[str, Any]:

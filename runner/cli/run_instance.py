@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
             source = arguments.spec
             return await run_as_init(source, data, state_directory, streams, pid1=pid1, carry_over=carry_over)
 
-        return outputs.reported(act)
+        return outputs.reported(act, carry_over)
 
 
 def _read(spec: str) -> bytes:

@@ -26,6 +26,7 @@ from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import CarryOver, Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
+from runner.kernel.signals import received
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
@@ -152,8 +153,10 @@ async def resume_as_init(streams: Streams, carry_over: CarryOver) -> ExitReport:
 async def _supervised(
     run: Callable[[Supervisor], Awaitable[ExitReport]], streams: Streams, carry_over: CarryOver, *, pid1: bool
 ) -> ExitReport:
-    stop, faults = StopRequest(), Faults(begun=carry_over.go_back)
-    with trio.open_signal_receiver(*ASK_TO_STOP) as signals:
+    stop, faults = StopRequest(), Faults(begun=carry_over.go_back, own=carry_over.loop_ended_by)
+    if faults.own is not None:
+        stop.ask("a fault of instance-runner")
+    with received(*ASK_TO_STOP, note=stop.signals.add) as signals:
         try:
             if not carry_over.resuming:  # else when everything has been taken over
                 signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -169,14 +172,17 @@ async def _supervised(
             # again what its receiver has not delivered.
             signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     if faults.own is not None:
-        report = _of_running_guest(
-            failed_system_call(faults.own)
-            or ExitReport(Status.BUG, "bug", f"{type(faults.own).__name__}: {faults.own}")
-        )
-    if faults.sentences:
-        detail = f"{report.detail} ({report.outcome}), but not everything could be released"
-        return ExitReport(Status.DIRTY, "dirty", detail, tuple(faults.sentences))
-    return report
+        of_fault = of_running_guest(report_of(faults.own))
+        report = attrs.evolve(of_fault, detail=f"{of_fault.detail}; {report.detail}")
+    return with_faults(report, tuple(faults.sentences))
+
+
+def with_faults(report: ExitReport, faults: tuple[str, ...]) -> ExitReport:
+    """Return *report* with what could not be released, if there is any."""
+    if not faults:
+        return report
+    detail = f"{report.detail} ({report.outcome}), but not everything could be released"
+    return ExitReport(Status.DIRTY, "dirty", detail, faults)
 
 
 def _counting(supervisor: Supervisor) -> Supervisor:
@@ -291,7 +297,7 @@ async def _reported(run: Callable[[], Awaitable[ExitReport]], supervisor: Superv
         report = found
     if supervisor.guest_state.phase == "starting":
         return report
-    return _of_running_guest(report)
+    return of_running_guest(report)
 
 
 async def _reported_as_start(run: Callable[[], Awaitable[ExitReport]]) -> ExitReport:
@@ -338,11 +344,20 @@ async def _probes_served(
         yield
 
 
-def _of_running_guest(report: ExitReport) -> ExitReport:
+def of_running_guest(report: ExitReport) -> ExitReport:
     """Return *report* of what went wrong when the guest had begun to run: the start is over, and has not failed."""
     if report.status != Status.START_FAILED:
         return report
     return attrs.evolve(report, status=Status.MACHINE_DIED, outcome=Status.MACHINE_DIED.name.lower())
+
+
+def report_of(error: Exception) -> ExitReport:
+    """Return the report of an end by *error*."""
+    if isinstance(error, RunnerError):
+        return ExitReport.of(error)
+    if (report := failed_system_call(error)) is not None:
+        return report
+    return ExitReport(Status.BUG, "bug", f"{type(error).__name__}: {error}")
 
 
 def failed_system_call(error: BaseException) -> ExitReport | None:
@@ -377,3 +392,4 @@ def _os_error(error: BaseException | None) -> OSError | None:
 async def _obey(signals: AsyncIterator[int], stop: StopRequest) -> None:
     async for number in signals:
         stop.ask(signal_name(number))
+        stop.signals.discard(number)

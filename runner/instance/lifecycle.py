@@ -32,7 +32,7 @@ from runner.instance.parts.qemu import (
     started_within,
 )
 from runner.instance.parts.state_directory import RECEIPT, discard_leftovers
-from runner.instance.supervisor import StopRequestedError, Supervisor, carried_fd
+from runner.instance.supervisor import CarryOver, StopRequestedError, Supervisor, carried_fd
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.processes import Process
@@ -105,10 +105,11 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 refuse_dead(daemons())
                 await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
                 log.info("the guest runs")
-            async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
-                with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
-                    ended = await _ended(supervisor, machine, daemons, receipts, vcpus)
-            return await _powered_down(plan.shutdown, machine, ended)
+            with supervisor.carry_over.outliving_the_loop(partial(_resume_after_loop, supervisor)):
+                async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
+                    with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
+                        ended = await _ended(supervisor, machine, daemons, receipts, vcpus)
+                return await _powered_down(plan.shutdown, machine, ended)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
@@ -140,6 +141,12 @@ async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     from runner.instance.renewal.upgrade import resume_after_fault  # here, because nothing else needs it
 
     await resume_after_fault(supervisor, error)
+
+
+def _resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | tuple[str, ...]:
+    from runner.instance.renewal.after_loop import resume_after_loop  # here, because nothing else needs it
+
+    return resume_after_loop(supervisor, error)
 
 
 async def _wait_for_the_end(

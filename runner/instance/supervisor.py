@@ -51,6 +51,8 @@ class StopRequest:
     def __init__(self) -> None:
         self._event = trio.Event()
         self.reason = ""
+        self.signals: set[int] = set()
+        """The signals that were received and are not obeyed yet: the event loop has to pass them on, and may end before it does."""
         self.log_limit = LogRateLimit()
 
     def ask(self, reason: str) -> None:
@@ -133,6 +135,10 @@ RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
 QemuUpdateOutcome = Literal["updated", "fell_back", "lost"]
 """Another QEMU has the guest; the one before continues; the one before does not continue either, and the instance ends."""
 
+ResumeAfterLoop = Callable[[Exception], "CarryOver | tuple[str, ...]"]
+"""Has this program continue as a fresh process image after its event loop has ended with an error. Where that may not be done, it
+returns what another loop of this process takes over to power the guest down, or what could not be released without any loop."""
+
 ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 """Has this program continue as a fresh process image after its own fault; returns if that may not be done."""
 
@@ -156,6 +162,10 @@ class CarryOver:
     offers: dict[str, Callable[[], object]] = attrs.field(factory=dict)
     resume_after_fault: ResumeAfterFault | None = None
     """Only while the guest runs and everything is held."""
+    resume_after_loop: ResumeAfterLoop | None = None
+    """Only while everything is held and the guest has begun to run; an event loop that ends by itself runs no release."""
+    loop_ended_by: Exception | None = None
+    """The error by which the event loop of this process ended that had held what this one takes over, to release it."""
     not_now: dict[str, Callable[[], str]] = attrs.field(factory=dict)
     """By holder: returns what it is in the middle of, empty if nothing."""
     leaving: list[Callable[[], None]] = attrs.field(factory=list)
@@ -218,6 +228,10 @@ class CarryOver:
         """Carry over as *name* what *capture* returns at that moment."""
         self.offers[name] = capture
 
+    def unreleased(self, *alive: str) -> str:
+        """Return the fault that what is held, and the children *alive*, could not be released where no event loop runs."""
+        return f"could not release {', '.join([*alive, *self.offers])}: the event loop has ended"
+
     @contextmanager
     def renewable(self, resume_after_fault: ResumeAfterFault) -> Iterator[None]:
         """Let this process be renewed while the block runs: the guest runs, and everything is held."""
@@ -228,8 +242,22 @@ class CarryOver:
         self.resume_after_fault = resume_after_fault
         try:
             yield
+        except (trio.Cancelled, BaseExceptionGroup):
+            # Nothing of this program cancels the nest: a task of the event loop's own has failed, and no signal wakes it up any more.
+            if self.entry and self.resume_after_loop is not None:
+                self.resume_after_loop(HostError("a task of the event loop itself has failed"))
+            raise
         finally:
             self.resume_after_fault = None
+
+    @contextmanager
+    def outliving_the_loop(self, resume_after_loop: ResumeAfterLoop) -> Iterator[None]:
+        """Have *resume_after_loop* be called if the event loop ends in the block: everything is held, and nothing runs on."""
+        self.resume_after_loop = resume_after_loop
+        try:
+            yield
+        finally:
+            self.resume_after_loop = None
 
     async def startable(self) -> None:
         """Wait until a child may be started."""
@@ -340,6 +368,8 @@ class Supervisor:
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
     """For messages that the guest, or a client of a socket, can cause without end."""
     carry_over: CarryOver = attrs.field(factory=CarryOver)
+    clock: trio.abc.Clock = attrs.field(factory=trio.lowlevel.current_clock)
+    """The event loop's, which can be read when that has ended."""
 
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
@@ -394,9 +424,9 @@ class Supervisor:
         return await first_of(act, stopped)
 
 
-def kernel_time(moment: float) -> float:
-    """Return on the kernel's clock a *moment* on that of the event loop, which another program does not have."""
-    return time.monotonic() - (trio.current_time() - moment)
+def kernel_time(moment: float, clock: trio.abc.Clock) -> float:
+    """Return on the kernel's clock a *moment* on *clock*, that of the event loop, which another program does not have."""
+    return time.monotonic() - (clock.current_time() - moment)
 
 
 def loop_time(moment: float) -> float:

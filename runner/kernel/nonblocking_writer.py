@@ -106,13 +106,13 @@ class NonBlockingWriter:
                 self._backlog += self._dropped_message(self._dropped)
                 self._dropped = 0
             if self._poll is not None and not self._poll.poll(0):
-                self._waiting.set()
+                self._wait_for_room()
                 return
             try:
                 # At most PIPE_BUF: so much fits when poll(2) reports room.
                 written = os.write(self._fd, self._backlog[: 1 << 12])
             except BlockingIOError:
-                self._waiting.set()
+                self._wait_for_room()
                 return
             except OSError:
                 self._close()
@@ -122,12 +122,19 @@ class NonBlockingWriter:
     async def drain(self) -> None:
         """Write the backlog as the reader makes room; runs until cancelled, asleep while there is no backlog."""
         while True:
-            await self._waiting.wait()
-            self._waiting = trio.Event()
+            self._waiting = (
+                trio.Event()
+            )  # a new one: a task of an event loop that has ended may wait for the other still
+            if not self._backlog:
+                await self._waiting.wait()
             with contextlib.suppress(trio.ClosedResourceError):
                 while self._backlog and self._fd is not None:
                     await writable(self._fd)
                     self.flush()
+
+    def _wait_for_room(self) -> None:
+        if trio.lowlevel.in_trio_run():
+            self._waiting.set()
 
     def _close(self) -> None:
         if self._fd is not None:

@@ -18,8 +18,9 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
 from runner.kernel.limits import OutOfMemory, limit_in_words, limit_of_signal, limited, no_kills
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
+from runner.kernel.signals import received
 
 if TYPE_CHECKING:
     from runner.kernel.carried import CarriedProcess  # only a runner that is renewed carries any
@@ -45,6 +47,9 @@ KILLED_WITHIN = 5.0
 
 ASKED_EVERY = 1.0
 """Seconds after which a release that waits for a child asks the kernel itself: the signal that reports its end may be lost."""
+
+LOOKED_EVERY = 0.1
+"""Seconds between two looks whether a child has ended, where no event loop runs."""
 
 PIPE_SIZE = 1 << 16
 """Bytes a pipe holds (pipe(7)), and of a line of a child's output."""
@@ -259,6 +264,23 @@ class Process:
         self._up_or_ended.set()
 
 
+def alive_after(children: Iterable[Process], within: float) -> list[Process]:
+    """Wait up to *within* seconds for the end of all *children*, without an event loop, and return those that still live."""
+    deadline = time.monotonic() + within
+    while alive := list(filter(_lives, children)):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(LOOKED_EVERY)
+    return alive
+
+
+def _lives(child: Process) -> bool:
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
 def _state(pid: int) -> str:
     """Return the state of the process *pid*, a letter (proc_pid_stat(5)): ``D`` waits in the kernel, ``Z`` has threads that do."""
     try:
@@ -457,7 +479,7 @@ async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processe
     # Releases wait for statuses, so the waiter must outlive a cancellation from outside and ends only with the block. It is
     # not started with nursery.start(), whose own cancellation would wait for a shielded task without end.
     reaping = trio.CancelScope(shield=True)
-    with trio.open_signal_receiver(signal.SIGCHLD) as signals:
+    with received(signal.SIGCHLD) as signals:
         async with trio.open_nursery() as nursery:
             processes = Processes(nursery, prefix, environment, out_of_memory=OutOfMemory().kills)
             nursery.start_soon(processes._reap, signals, reaping)  # noqa: SLF001 - made in this function

@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.program_runs import RUNNER, until
-from tests.support.renewals import ProgramDirectory, RenewableRun, RenewableStarter, hook, make_program
+from tests.support.renewals import (
+    ProgramDirectory,
+    RenewableRun,
+    RenewableStarter,
+    failing,
+    hook,
+    make_program,
+    until_idle,
+)
 from tests.support.soak import some, times
 
 SHELL_DIGEST = "find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
@@ -570,6 +578,79 @@ def test_the_third_fault_in_ten_minutes_powers_the_guest_down(
     assert run.termination_log()["faults"] == []
 
 
+# -- the end of the event loop
+
+
+def test_an_event_loop_that_ends_does_not_end_the_guest(start: RenewableStarter) -> None:
+    """A fresh image goes on with everything; the guest prints without a pause, and each of its lines is there once."""
+    run = start(EVERYTHING, "--http", "127.0.0.1:9441", qemu={"ticks": 0.002})
+    children = run.children()
+    with failing(run, "epoll_wait:error=EIO:when=1"):
+        run.until_logged("the runner goes on after a fault of its own generation=1")
+    assert run.children() == children
+    assert run.status()["runner"]["outcome"] == "resumed"
+    ticks = [line for line in run.console.splitlines()[:-1] if line.startswith("tick ")]
+    assert ticks == [f"tick {number}" for number in range(len(ticks))]
+    assert run.stop() == 0
+    assert run.termination_log()["faults"] == []
+
+
+def test_a_stop_that_the_event_loop_does_not_pass_on_is_obeyed(start: RenewableStarter) -> None:
+    run = start(EVERYTHING)
+    with failing(run, "epoll_wait:error=EIO:when=2") as trace:  # the signal ends the first
+        until_idle(trace)
+        assert run.stop() == 0, run.log
+    assert "the runner goes on after a fault of its own generation=1" in run.log
+    assert "asked to stop reason=SIGTERM" in run.log
+    assert run.termination_log()["detail"] == "the guest powered down when asked to"
+
+
+def test_a_task_of_the_event_loop_that_fails_does_not_end_the_guest(start: RenewableStarter) -> None:
+    """It reads what has woken the loop up; trio cancels everything when it ends."""
+    run = start(EVERYTHING)
+    with failing(run, "recvfrom:error=EIO:when=1") as trace:
+        until_idle(trace)
+        os.kill(run.children()["dnsmasq"][0], signal.SIGKILL)
+        run.until_logged("the runner goes on after a fault of its own generation=1")
+        run.until_logged("dnsmasq was killed by SIGKILL; starting it again")
+    assert run.stop() == 0, run.log
+    assert run.termination_log()["faults"] == []
+
+
+def test_a_wake_up_that_fails_does_not_end_the_event_loop(start: RenewableStarter) -> None:
+    run = start(EVERYTHING)
+    with failing(run, "sendto:error=ENOBUFS"):
+        os.kill(run.children()["dnsmasq"][0], signal.SIGKILL)
+        run.until_logged("dnsmasq was killed by SIGKILL; starting it again")
+        until(lambda: "dnsmasq" in run.children(), "dnsmasq to be started again")
+    assert run.stop() == 0, run.log
+    assert "the event loop has ended" not in run.log
+
+
+def test_where_no_program_can_be_executed_another_event_loop_powers_the_guest_down(start: RenewableStarter) -> None:
+    run = start(EVERYTHING, "--http", "127.0.0.1:9441", qemu={"ticks": 0.1})
+    with failing(run, "epoll_wait:error=EIO:when=1", "execve:error=ENOMEM"):
+        assert run.wait() == 20, run.log
+    assert "the runner cannot continue after a fault of its own: cannot execute" in run.log
+    assert "system_powerdown" in [each["command"] for each in run.records("command")]
+    assert run.termination_log()["outcome"] == "machine_died"
+    assert run.termination_log()["detail"].endswith("; the guest powered down when asked to")
+    assert run.termination_log()["faults"] == []
+    assert not run.state.exists() or {each.name for each in run.state.iterdir()} == {"console.log"}
+
+
+def test_where_no_event_loop_lasts_the_power_button_is_pressed_without_one(start: RenewableStarter) -> None:
+    run = start("", qemu={"at_powerdown": None, "ticks": 0.1})
+    with failing(run, "epoll_wait:error=EIO:when=1+5", "execve:error=ENOMEM"):
+        assert run.wait() == 40, run.log
+    assert "the guest is powered down without an event loop" in run.log
+    assert [each["command"] for each in run.records("command")][-1] == "system_powerdown"
+    [fault] = run.termination_log()["faults"]
+    assert fault.startswith("could not release ")
+    assert fault.endswith(": the event loop has ended")
+    assert "machine_died" in run.termination_log()["detail"]
+
+
 STEPS = """
 class _Steps(trio.abc.Instrument):
     def __init__(self) -> None:
@@ -599,7 +680,7 @@ def test_everything_is_taken_over_in_one_step_of_the_event_loop(
     program.patch(
         "cli/outputs.py",
         ('\nlog = logging.getLogger("runner")\n', STEPS),
-        ("return trio.run(act)", "return trio.run(act, instruments=[STEPS])"),
+        ("return trio.run(run)", "return trio.run(run, instruments=[STEPS])"),
     )
     program.patch(
         "cli/resume.py",
@@ -612,7 +693,7 @@ def test_everything_is_taken_over_in_one_step_of_the_event_loop(
     run = start(EVERYTHING, "--http", "127.0.0.1:9441", "--log-format", "json")
     assert run.upgrade(program).returncode == 0, run.log
     names = json.loads(found.read_text())
-    assert names[-1].endswith("resume_as_init"), names
+    assert names[-1].endswith("Outputs._run.<locals>.run"), names
     assert [name for name in names if name.startswith("runner.")] == names[-1:]
     assert {name for name in names[:-1] if "trio" not in name.lower() and name != "<init>"} == set(), names
     assert run.stop() == 0

@@ -27,7 +27,7 @@ placement = "affinity"
 size = "32MiB"
 """
 
-MODULES, LINES = 110, 17_000
+MODULES, LINES = 110, 17_200
 """Modules of this project, and their lines, that may be imported by then: a tenth more than when this was written."""
 
 OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl resource qemu"

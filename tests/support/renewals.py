@@ -5,11 +5,13 @@ from __future__ import annotations
 import compileall
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from py_compile import PycInvalidationMode
@@ -160,6 +162,28 @@ class RenewableRun:
     def termination_log(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.root / "verdict").read_text())
         return found
+
+
+@contextmanager
+def failing(run: RenewableRun, *faults: str) -> Iterator[Path]:
+    """Have system calls of the runner fail as *faults* say, as strace(1) has them: ``NAME:error=ERROR:when=FIRST``.
+
+    Yield the file with all calls.
+    """
+    trace = run.root / "trace"
+    argv = ["strace", "-qq", "-o", str(trace), *(f"--inject={each}" for each in faults), "-p", str(run.pid)]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as strace:
+        status = Path(f"/proc/{run.pid}/status")
+        until(lambda: "TracerPid:\t0" not in status.read_text(), "strace to trace the runner")
+        try:
+            yield trace
+        finally:
+            strace.terminate()
+
+
+def until_idle(trace: Path) -> None:
+    """Wait until the runner with this *trace* sleeps in its event loop, where a signal finds it outside of any task."""
+    until(lambda: re.search(r"epoll_wait\([^\n]*\Z", trace.read_text(errors="replace")), "the runner to be idle")
 
 
 def _program(root: Path, name: str, fake: str, behaviour: Mapping[str, object]) -> None:

@@ -76,11 +76,11 @@ class RestartedChild:
     down: bool = False
     """Whether its end was logged, and it is to be started again."""
 
-    def carried(self) -> CarriedChild:
-        """Return what the program that renews this one must know of it."""
+    def carried(self, clock: trio.abc.Clock) -> CarriedChild:
+        """Return what the program that renews this one must know of it; *clock* is the event loop's."""
         from runner.instance.renewal.carried import CarriedChild
 
-        return CarriedChild(self.process.carried(), kernel_time(self.born), self.pause, self.down)
+        return CarriedChild(self.process.carried(), kernel_time(self.born, clock), self.pause, self.down)
 
     @classmethod
     def adopt(cls, supervisor: Supervisor, command: Command, carried: CarriedChild) -> RestartedChild:
@@ -101,7 +101,7 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
             child = RestartedChild(supervisor.processes.spawn(command), command, policy.first)
         else:
             child = RestartedChild.adopt(supervisor, command, carried)
-    supervisor.carry_over.offer(name, child.carried)
+    supervisor.carry_over.offer(name, partial(child.carried, supervisor.clock))
     try:
         if command.up and not supervisor.carry_over.resuming:
             await supervisor.unless_stopped(partial(_come_up, child.process))

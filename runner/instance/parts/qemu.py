@@ -261,8 +261,6 @@ class Qemu:
     @property
     def unfinished(self) -> str:
         """What it is in the middle of, empty if nothing."""
-        if self._updating is not None:
-            return "QEMU is being updated"
         if self.ends:
             return "the guest ends"
         return "a QMP command is being executed" if self._monitor.busy else ""
@@ -286,6 +284,11 @@ class Qemu:
         finally:
             self._updating.set()
             self._updating = None
+
+    @property
+    def undecided(self) -> str:
+        """Why it is not decided which QEMU has the guest, empty if it is."""
+        return "" if self._updating is None else "QEMU is being updated"
 
     async def decided(self) -> None:
         """Wait until it is decided which QEMU has the guest."""
@@ -561,6 +564,7 @@ async def paused_qemu(
                     machine.fds = held.enter_context(adopted_fds(carried.fds))
         machine.shares = endpoints.shares.daemons
         supervisor.carry_over.offer("qemu", machine.carried)
+        supervisor.carry_over.not_now["QEMU's update"] = lambda: machine.undecided
         supervisor.carry_over.not_now["qemu"] = lambda: machine.unfinished
         try:
             if theirs is not None:

@@ -13,15 +13,32 @@ rehearse only import that program and read the state, as a child; print why it c
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
-import signal
 import sys
-from importlib import import_module
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
-from typing import Any
+
+MOST_ATTEMPTS = 3
+"""How often this stage is executed until it has read its modules and the state: what fails may fail for a moment alone."""
+AGAIN = "again"
+"""The word that is added to its command line each time."""
+
+
+def try_again() -> None:
+    """Execute this stage once more, as it has changed nothing yet; return if that was often enough, or it is no program."""
+    if __name__ == "__main__" and sys.argv.count(AGAIN) + 1 < MOST_ATTEMPTS:
+        os.execve(sys.orig_argv[0], [*sys.orig_argv, AGAIN], os.environ)
+
+
+try:
+    import contextlib
+    import hashlib
+    import json
+    import signal
+    from importlib import import_module
+    from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+    from typing import Any
+except BaseException:
+    try_again()
+    raise
 
 COMMITTED_WITHIN = 10
 """Seconds from exec until a program must have taken everything over, unless it has ``within`` of its own; 0.2 are usual."""
@@ -104,7 +121,8 @@ class FirstStage:
         signal.alarm(0)
         self.committed = True
         if (own := self.document["stage"].get("fd")) is not None:
-            os.close(own)
+            with contextlib.suppress(OSError):
+                os.close(own)
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # noqa: PTH123 - one word
             comm.write(NAME)
 
@@ -127,10 +145,10 @@ class FirstStage:
         def too_late(_number: int, _frame: object) -> None:
             self.fall_back(TimeoutError(f"it has not taken everything over within {within} s"))
 
-        signal.signal(signal.SIGALRM, too_late)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-        signal.alarm(within)
         try:
+            signal.signal(signal.SIGALRM, too_late)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+            signal.alarm(within)
             status: int = self.import_program().resume(self)
         except BaseException as error:
             self.fall_back(error)
@@ -141,7 +159,11 @@ class FirstStage:
 def main() -> int:
     """Do what the command line says."""
     mode, fd, index, reason = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    try:
+        document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    except OSError:
+        try_again()
+        raise
     stage = FirstStage(fd, document, index, reason)
     if mode == "resume":
         return stage.resume()

@@ -56,7 +56,8 @@ MARGIN = 3
 """How many times as long as its child a program may take to take everything over: it does what the child did, and little more."""
 
 _REFUSED = f"{RefusedError.__name__}: "
-_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+"""Signals that the program that goes on receives."""
 
 
 def running_program(digest: str, manifest: str) -> dict[str, Any]:
@@ -88,18 +89,43 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
 
 async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program after its own fault; return if that was so too often, or cannot be."""
-    carry_over, now = supervisor.carry_over, time.monotonic()
+    carry_over = supervisor.carry_over
+    if not _is_survivable(carry_over):
+        return
+    try:
+        await _become(supervisor, _again(carry_over), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
+    except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
+        log.error("the runner cannot continue after a fault of its own: %s", explain(failure))  # noqa: TRY400
+
+
+def execute_again(supervisor: Supervisor, error: Exception) -> None:
+    """Become a fresh image of this program at once, whatever is half done; return if that may not be, or fails."""
+    if _is_survivable(supervisor.carry_over):
+        try:
+            failure = _execute(supervisor, _again(supervisor.carry_over), "fault", _reason(error))
+        except HostError as raised:
+            failure = raised
+        log.error("the runner cannot continue after a fault of its own: %s", explain(failure))
+
+
+def _is_survivable(carry_over: CarryOver) -> bool:
+    """Count a fault of this program's own, and tell whether it may be survived; it is logged if there were too many."""
+    now = time.monotonic()
     carry_over.own_faults = [each for each in carry_over.own_faults if now - each < FORGIVEN]
     if len(carry_over.own_faults) >= MOST_FAULTS:
         log.error("the runner has survived %d faults of its own in %g s, and not this one", MOST_FAULTS, FORGIVEN)
-        return
+        return False
     carry_over.own_faults.append(now)
-    reason = f"{type(error).__name__}: {error}"
-    try:
-        programs = [running_program(carry_over.digest, carry_over.manifest)]
-        await _become(supervisor, programs, "fault", QUIET_WITHIN_AFTER_FAULT, reason)
-    except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
-        log.error("the runner cannot continue after a fault of its own: %s", explain(failure))  # noqa: TRY400
+    return True
+
+
+def _again(carry_over: CarryOver) -> list[dict[str, Any]]:
+    """Return this program twice: where something fails while it takes over, it is tried once more."""
+    return [running_program(carry_over.digest, carry_over.manifest)] * 2
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str = "") -> Any:
@@ -166,7 +192,7 @@ async def _become(
     try:
         while True:
             if not (unfinished := _unfinished(supervisor)):
-                signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+                signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
                 try:
                     begun = supervisor.processes.begun
                     await _signals_handled()
@@ -227,11 +253,11 @@ def committed_after(document: Any) -> float:
 
 def taken_over(document: Any, state: dict[str, Any], index: int, reason: str) -> CarryOver:
     """Return what the program *index* of *document* has taken over; *reason* says why it is not the first one."""
-    upgraded = document["cause"] == "upgrade" and index == 0
-    outcome: Any = "renewed" if upgraded else "fell_back" if index else "resumed"
+    resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
+    outcome: Any = "resumed" if resumed else "renewed" if upgraded else "fell_back"
     return CarryOver(
         state,
-        document["generation"] + (not index),
+        document["generation"] + (resumed or upgraded),
         outcome=outcome,
         reason=reason or document["reason"],
         digest=document["programs"][index]["digest"],

@@ -110,8 +110,9 @@ class Readiness:
         from runner.instance.renewal.carried import CarriedReadiness
 
         line, left = self.console.begun
+        clock = self._supervisor.clock
         return CarriedReadiness(
-            kernel_time(trio.current_time() if self._state.since is None else self._state.since),
+            kernel_time(clock.current_time() if self._state.since is None else self._state.since, clock),
             self._state.waits_for,
             self._state.panic,
             self.console.pattern is not None,

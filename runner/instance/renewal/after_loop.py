@@ -1,0 +1,94 @@
+"""What is done when the event loop itself has ended under a guest that runs: it runs no task, and no release, any more.
+
+A failed system call of the loop's own is enough, such as the write that wakes it up (``WakeupSocketpair`` of trio), or a lack of
+memory in it. Everything that the tasks held is held still, so that, in this order,
+
+1. a fresh image of this program takes it over, as after another fault of this program's;
+2. where that may not be, or fails, another event loop of this process takes it over, powers the guest down and releases it;
+3. where that loop ends as well, the power button is pressed and the children are ended without one.
+
+Nothing here may wait for a task, or ask the event loop for the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+from runner.base.errors import HostError, explain
+from runner.instance.parts.daemons import STOPPED_WITHIN
+from runner.instance.renewal.carried import CarriedQemu, CarriedRun
+from runner.instance.renewal.upgrade import BLOCKED, execute_again
+from runner.instance.supervisor import CarryOver, Supervisor
+from runner.kernel.processes import KILLED_WITHIN, Process, alive_after
+
+log = logging.getLogger(__name__)
+
+_POWER_BUTTON = b'{"execute": "system_powerdown"}\n'
+
+
+def resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | tuple[str, ...]:
+    """Become a fresh image of this program; return what another loop takes over if that may not be, or fails.
+
+    If *error* has ended that other loop, power the guest down without one, and return what could not be released.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    carry_over = supervisor.carry_over
+    if carry_over.loop_ended_by is None:
+        # One that was received is obeyed by what goes on: the kernel keeps it until that unblocks it.
+        for number in supervisor.stop.signals or ({signal.SIGTERM} if supervisor.stop.reason else ()):
+            os.kill(os.getpid(), number)
+        try:
+            if not carry_over.not_now["QEMU's update"]():
+                execute_again(supervisor, error)
+            return _for_another_loop(carry_over, error)
+        except Exception as found:  # noqa: BLE001 - whatever it is, the guest is to power down in order
+            log.error("what is held cannot be taken over by another event loop: %s", explain(found))  # noqa: TRY400
+    log.error("the guest is powered down without an event loop")
+    return _end_children(supervisor)
+
+
+def _for_another_loop(carry_over: CarryOver, error: Exception) -> CarryOver:
+    """Return what is held, to be taken over in this process and released."""
+    return CarryOver(
+        {name: capture() for name, capture in carry_over.offers.items()},
+        carry_over.generation,
+        commit=_unblock_signals,
+        fall_back=lambda _: None,
+        outcome=carry_over.outcome,
+        reason=carry_over.reason,
+        digest=carry_over.digest,
+        manifest=carry_over.manifest,
+        own_faults=carry_over.own_faults,
+        entry=carry_over.entry,
+        loop_ended_by=error,
+    )
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _end_children(supervisor: Supervisor) -> tuple[str, ...]:
+    """Press the power button, end the children, and return what could not be released."""
+    offers, children = supervisor.carry_over.offers, list(supervisor.processes)
+    with contextlib.suppress(Exception):  # then QEMU gets its signal at once
+        _power_down(offers, next(child for child in children if child.role == "qemu"))
+    alive = children
+    for number, within in ((signal.SIGTERM, STOPPED_WITHIN), (signal.SIGKILL, KILLED_WITHIN)):
+        for child in alive:
+            with contextlib.suppress(HostError):
+                child.send_signal(number)
+        alive = alive_after(children, within)
+    return (supervisor.carry_over.unreleased(*(f"{child.role} (pid {child.pid})" for child in alive)),)
+
+
+def _power_down(offers: dict[str, Callable[[], object]], qemu: Process) -> None:
+    run, machine = offers["run"](), offers["qemu"]()
+    if not isinstance(run, CarriedRun) or not isinstance(machine, CarriedQemu):
+        raise HostError("cannot power the guest down: it is not known how")
+    os.write(machine.monitor.socket.number, _POWER_BUTTON)
+    alive_after([qemu], run.plan.shutdown.power_down)

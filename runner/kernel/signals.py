@@ -1,0 +1,32 @@
+"""Signals as the event loop receives them.
+
+Python runs a handler between any two instructions of any task; trio's adds the signal to a queue, and wakes the loop up by sending
+to a socket. Python itself has written to that socket already (``signal.set_wakeup_fd``), so that a failure to send is no error: it
+would be raised in the middle of what runs, a task of the loop itself with it, and end both.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import trio
+
+
+@contextmanager
+def received(*numbers: int, note: Callable[[int], object] = lambda _: None) -> Iterator[AsyncIterator[int]]:
+    """Receive the signals *numbers* for as long as the block runs; *note* is called at once, also if the loop then ends."""
+    with trio.open_signal_receiver(*numbers) as signals:
+        for number in numbers:
+            signal.signal(number, partial(_handle, note, signal.getsignal(number)))
+        yield signals  # trio puts back what was before its own handlers
+
+
+def _handle(note: Callable[[int], object], pass_on: Any, number: int, frame: FrameType | None) -> None:
+    note(number)
+    with suppress(OSError):
+        pass_on(number, frame)
