@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from typing import get_args
 
@@ -52,6 +53,12 @@ def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
     return counter(f"instance_runner_{name}", text, samples, labels)
 
 
+def _version() -> Iterator[str]:
+    """Yield this program's version; none where it was renewed by a directory without the metadata of its package."""
+    with suppress(metadata.PackageNotFoundError):
+        yield metadata.version("instance-runner")
+
+
 def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
     pod, state = plan.pod, supervisor.guest_state
     # Prometheus gives its targets the labels instance, job, namespace, pod, node and container (the Prometheus operator's
@@ -60,7 +67,7 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
     identity = {"name": plan.name, "pod_name": pod.name, "pod_namespace": pod.namespace, "node_name": pod.node}
     identity["placement"] = plan.placement.backend
     yield _gauge("info", "The instance's names and placement.", [(tuple(identity.values()), 1)], *identity)
-    yield _gauge("build_info", "The runner's version.", [((metadata.version("instance-runner"),), 1)], "version")
+    yield _gauge("build_info", "The runner's version.", [((each,), 1) for each in _version()], "version")
     yield _gauge("emulated", "1 while the guest is emulated in software.", [((), plan.machine.accel == "tcg")])
     phases = [((phase,), state.phase == phase) for phase in get_args(Phase)]
     yield _gauge("guest_state", "1 for the state that the guest is in.", phases, "state")
