@@ -16,6 +16,7 @@ import math
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -70,6 +71,22 @@ async def persistently(act: Callable[[], Awaitable[T]]) -> T:
                 raise
             shortages.note(error)
         await trio.sleep(AGAIN_AFTER)
+
+
+async def receive(line: socket.socket, size: int) -> bytes:
+    """Receive up to *size* bytes from the non-blocking *line*, none at its end, and return them in the same step of the event loop.
+
+    trio's own ``recv`` may have read them one step earlier, and a program that is renewed in between has lost them.
+    """
+
+    async def attempt() -> bytes:
+        await trio.lowlevel.checkpoint()
+        while True:
+            with suppress(BlockingIOError):
+                return line.recv(size)
+            await trio.lowlevel.wait_readable(line)
+
+    return await persistently(attempt)
 
 
 async def readable(fd: int | socket.socket) -> None:

@@ -26,7 +26,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -36,7 +35,7 @@ from runner.base.values import frozen
 from runner.kernel.fd_passing import TooManyFdsInFlightError, send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
 from runner.kernel.packages import without_init
-from runner.kernel.waiting import persistently
+from runner.kernel.waiting import receive
 
 with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instead of 1 ms
     from qemu.qmp.error import ProtocolError
@@ -130,6 +129,7 @@ class Monitor:
     """
 
     def __init__(self, ours: socket.socket) -> None:
+        self._ours = ours
         self._socket = trio.socket.from_stdlib_socket(ours)
         self._lines = LineFramer(LONGEST_LINE)
         self._greeting: Message | None = None
@@ -389,7 +389,7 @@ class Monitor:
 
     async def _receive(self) -> None:
         try:
-            data = await persistently(partial(self._socket.recv, 1 << 16))
+            data = await receive(self._ours, 1 << 16)
         except (trio.ClosedResourceError, OSError):
             self._fail(ExecInterruptedError(_HUNG_UP))
             return

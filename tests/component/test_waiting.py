@@ -20,7 +20,7 @@ from runner.controller.tasks import BEGUN_AGAIN, restarted
 from runner.kernel import inotify
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.sockets import hung_up
-from runner.kernel.waiting import SHORT, Shortages, persistently, shortages
+from runner.kernel.waiting import SHORT, Shortages, persistently, receive, shortages
 from runner.protocol.guest_agent import GuestAgent
 from runner.protocol.qmp import Monitor
 
@@ -175,3 +175,27 @@ async def test_a_task_of_the_controller_that_fails_is_begun_again(
     assert counters.task_failures == {"tuner": 2}
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 2
     del autojump_clock
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_what_is_received_is_returned_in_the_same_step(early: bool) -> None:  # noqa: FBT001
+    """A program that is renewed between two steps has it, or finds it in the kernel."""
+    ours, theirs = socket.socketpair()
+    found: list[bytes] = []
+
+    async def read() -> None:
+        found.append(await receive(ours, 100))
+
+    with ours, theirs:
+        ours.setblocking(False)
+        async with trio.open_nursery() as nursery:
+            if early:
+                theirs.send(b"some")
+            nursery.start_soon(read)
+            if not early:
+                await trio.testing.wait_all_tasks_blocked()
+                theirs.send(b"some")
+            while not found:
+                assert ours.recv(100, socket.MSG_PEEK) == b"some"
+                await trio.lowlevel.checkpoint()
+    assert found == [b"some"]

@@ -28,7 +28,7 @@ from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, adopted_socket, connected_pair, listening
-from runner.kernel.waiting import persistently, writable
+from runner.kernel.waiting import persistently, receive, writable
 from runner.plan.instance import ConsolePlan
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ class Console:
         """Pass the guest's output on until it ends; each piece of few lines is one step of the event loop."""
         if self.ended.is_set():  # already before this program was renewed
             return
-        line = trio.socket.from_stdlib_socket(self._line)
         while True:
-            self._received = self._received or await _receive(line)
+            self._received = self._received or await self._receive()
             if not self._received:
                 break
             for piece in pieces(self._received):
@@ -100,6 +99,12 @@ class Console:
                 await trio.lowlevel.checkpoint()
         self._show(b"")
         self.ended.set()
+
+    async def _receive(self) -> bytes:
+        try:
+            return await receive(self._line, 1 << 16)
+        except (trio.ClosedResourceError, OSError):  # QEMU has ended
+            return b""
 
     def carried(self, listener: Socket) -> CarriedConsole:
         """Return what the program that renews this one must know of it."""
