@@ -24,9 +24,9 @@ import logging
 import re
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from runner.protocol.carried import CarriedMonitor  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LONGEST_LINE = 4 << 20
 """Bytes; the longest reply that this program asks for, to ``query-qmp-schema``, has about 250 KiB.
@@ -246,16 +248,25 @@ class Monitor:
         QEMU executes commands in their order: while it owes a reply, there is nothing to be asked. The caller bounds the time.
         """
         if not self._unanswered:
-            reply: Any = await self.execute("query-status")
-            return str(reply.get("status")) if isinstance(reply, dict) else ""
+            return await self.run_state()
         before = self._replies
         await self._until(lambda: self._replies != before)
         return ""
 
-    async def answers_within(self, seconds: float) -> str:
-        """Return the guest's ``RunState``; see :meth:`answers`. Raises :exc:`SilentError` after so many *seconds*."""
+    async def run_state(self) -> str:
+        """Return the guest's ``RunState``, empty if QEMU's answer has none (``query-status``)."""
+        reply: Any = await self.execute("query-status")
+        return str(reply.get("status")) if isinstance(reply, dict) else ""
+
+    async def within(self, seconds: float, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what *ask* returns, which waits for QEMU. Raises :exc:`SilentError` after so many *seconds*.
+
+        Example::
+
+            await monitor.within(5, monitor.run_state)
+        """
         with trio.move_on_after(seconds):
-            return await self.answers()
+            return await ask()
         raise SilentError(max(self.owed_for, seconds))
 
     async def event(self) -> QmpEvent:

@@ -21,7 +21,7 @@ from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
 from runner.kernel.peers import Peers, boot_time
 from runner.kernel.sockets import Socket, accepted
 from runner.protocol.jsonrpc import RpcError
-from runner.protocol.qmp import Monitor, SilentError
+from runner.protocol.qmp import Monitor
 from runner.protocol.qmp_server import QmpSession, turn_away
 from runner.protocol.unix_server import Identify
 
@@ -103,11 +103,9 @@ class OperatorMonitor:
             raise RefusedError(f"cannot execute {command!r} here: {reason}")
         log.info("qmp executes command=%r pid=%d user=%d", command, peer.pid, peer.user_id)
         monitor = self.monitor()
-        await monitor.answers_within(QEMU_ANSWERS_WITHIN)
-        with trio.move_on_after(QEMU_ANSWERS_WITHIN) as late:
-            result = await monitor.execute(command, arguments, wanted=wanted)
-        if late.cancelled_caught:
-            raise SilentError(QEMU_ANSWERS_WITHIN)
+        await monitor.within(QEMU_ANSWERS_WITHIN, monitor.answers)
+        execute = partial(monitor.execute, command, arguments, wanted=wanted)
+        result = await monitor.within(QEMU_ANSWERS_WITHIN, execute)
         if command == "query-commands" and isinstance(result, list):
             return [each for each in result if refusal(str(each.get("name"))) is None]
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, assert_never
+from typing import assert_never
 
 import trio
 
@@ -17,7 +17,7 @@ from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
 from runner.instance.watch.receipts import Receipts
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
-from runner.protocol.qmp import QmpError, SilentError
+from runner.protocol.qmp import QmpError
 
 
 @frozen
@@ -37,7 +37,7 @@ class StatusReader:
     async def qemu_answers(self) -> None:
         """Raise :exc:`~runner.protocol.qmp.SilentError` unless QEMU answers; for requests that it is needed for."""
         self.supervisor.guest_state.ask_qemu()
-        await self.machine.monitor.answers_within(self.answers_within)
+        await self.machine.monitor.within(self.answers_within, self.machine.monitor.answers)
 
     async def read(self) -> dict[str, object]:
         """Return the state as JSON: sizes in bytes, times in seconds, CPU sets in the kernel's list format.
@@ -47,12 +47,10 @@ class StatusReader:
         plan, machine, state, error = self.plan, self.plan.machine, self.supervisor.guest_state, ""
         status, disks = "unknown", self.disks.listed_without_sizes()
         try:
-            await self.qemu_answers()
-            with trio.fail_after(self.answers_within):
-                reply: Any = await self.machine.monitor.execute("query-status")
-                status, disks = str(reply.get("status")), await self.disks.listed()
-        except (QmpError, trio.TooSlowError) as failure:
-            error = explain(failure) if isinstance(failure, QmpError) else explain(SilentError(self.answers_within))
+            state.ask_qemu()
+            status, disks = await self.machine.monitor.within(self.answers_within, self._asked)
+        except QmpError as failure:
+            error = explain(failure)
         qemu = {"version": self.machine.monitor.version, "generation": self.machine.updates, "error": error}
         return {
             "name": plan.name,
@@ -79,6 +77,10 @@ class StatusReader:
             "runner": self.runner(),
             "qemu": qemu,
         }
+
+    async def _asked(self) -> tuple[str, list[dict[str, object]]]:
+        monitor = self.machine.monitor
+        return await monitor.answers() or await monitor.run_state(), await self.disks.listed()
 
     def runner(self) -> dict[str, object]:
         """Return how often this program was renewed, its digest if it was by ``ctl upgrade``, and what came of the last time.

@@ -245,7 +245,7 @@ class Readiness:
             with suppress(QmpError):  # it has ended, or another QEMU has taken its place
                 try:
                     events = self._events
-                    self._note(await monitor.answers_within(QEMU_ANSWERS_WITHIN), events)
+                    self._note(await monitor.within(QEMU_ANSWERS_WITHIN, monitor.answers), events)
                 except SilentError as error:
                     self._state.qemu_silent = explain(error)
                     if (more := self._supervisor.log_limit.due("QEMU silent")) is not None:
