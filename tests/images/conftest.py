@@ -42,9 +42,17 @@ class Container:
             assert time.monotonic() < end, f"waited {SECONDS} s for {text!r}:\n{self.output}"
             time.sleep(0.05)
 
+    def until_started(self) -> None:
+        """Wait until the runtime has started its PID 1."""
+        argv = [*PODMAN, "container", "inspect", "--format", "{{.State.Running}}", self.name]
+        end = time.monotonic() + SECONDS
+        while subprocess.run(argv, check=False, capture_output=True, text=True).stdout.strip() != "true":
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < end, self.output
+
     def stop(self) -> int:
-        """Ask it to stop as ``podman stop`` does, which kills after 10 s, and return its exit status."""
-        subprocess.run([*PODMAN, "stop", self.name], check=True, capture_output=True, timeout=SECONDS)
+        """Ask it to stop as ``podman stop`` does, which kills after a while, and return its exit status."""
+        subprocess.run([*PODMAN, "stop", "--time", "60", self.name], check=True, capture_output=True, timeout=SECONDS)
         return self.wait()
 
     def wait(self) -> int:

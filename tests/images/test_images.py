@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
@@ -18,6 +19,8 @@ from packaging.utils import canonicalize_name
 
 from tests.images.built import LABELS, PROJECT
 from tests.images.conftest import NO_KVM, PODMAN, Run
+from tests.support.program_runs import FIRST_SECOND
+from tests.support.soak import some
 
 Files = Callable[[str], AbstractContextManager[Path]]
 MEGABYTES = {"gpu_instance": 240, "gpu_instance_backports": 242, "controller": 140}
@@ -97,6 +100,15 @@ def test_a_first_guest_has_a_shell_and_is_looked_at_by_the_commands_that_are_sho
     assert "vcpu 0" in judged
     assert container.stop() == 0, container.output
     assert "ended outcome=stopped status=0 faults=0" in container.output
+
+
+@pytest.mark.parametrize("milliseconds", some(FIRST_SECOND, 3))
+def test_a_stop_in_the_first_second_is_not_lost(run: Run, gpu_instance: str, milliseconds: int) -> None:
+    container = run(gpu_instance, "--privileged", *NO_KVM, "--tmpfs", "/srv/share:mode=777")
+    container.until_started()
+    time.sleep(milliseconds / 1000)  # the moment is what is tested
+    status = container.stop()
+    assert status in {0, 13}, (status, container.output)  # podman's SIGKILL would be 137
 
 
 def least(*capabilities: str) -> tuple[str, ...]:

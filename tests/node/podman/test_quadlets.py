@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,15 @@ def guest_is_up() -> bool:
     """Return whether the guest has said so; fail as soon as its service has ended."""
     assert show(INSTANCE, "ActiveState") == "active"
     return "ROM-GUEST-UP" in journal(f"CONTAINER_NAME={NAME}")
+
+
+@pytest.mark.parametrize("milliseconds", [50, 300])
+def test_a_stop_in_the_first_second_of_the_container_is_not_lost(milliseconds: int) -> None:
+    systemctl("start", "--no-block", INSTANCE)
+    until(lambda: podman("ps", "--quiet", "--filter", f"name={NAME}"), "the container", 2 * SECONDS)
+    time.sleep(milliseconds / 1000)  # the moment is what is tested
+    systemctl("stop", INSTANCE)
+    assert (show(INSTANCE, "Result"), show(INSTANCE, "ExecMainStatus")) == ("success", "0"), everything_said()
 
 
 def test_the_example_from_its_start_to_its_stop() -> None:
