@@ -35,8 +35,8 @@ DISTURBANCES = Check(
     "interrupts and the kernel's work queues take time from vCPUs, too, and deep idle states wake up late",
 )
 
-PROTOCOLS = (1, 2)
-"""The newest comes last; a controller of protocol 1 seals no instance."""
+PROTOCOLS = (3,)
+"""The newest comes last; a controller of an earlier one has no domain for each instance."""
 
 KubeletState = CpuState | Frozen
 """What ``cpu_manager_state`` holds, or why it does not settle."""

@@ -33,7 +33,6 @@ from runner.controller.tree.limits import (
     INSTANCE_MEMORY,
     Limits,
     default_memory,
-    default_memory_high,
     default_pod_memory,
     default_processes,
     parse_memory,
@@ -41,7 +40,6 @@ from runner.controller.tree.limits import (
     parse_weight,
 )
 from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
-from runner.controller.tree.memory_guard import MemoryGuard
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
@@ -80,11 +78,11 @@ class LimitOptions:
     """The limits of the command line, checked; ``None`` stands for no limit."""
 
     memory_max: int | Default | None = "default"
-    memory_high: int | Default | None = "default"
     pids_max: int | Default | None = "default"
-    pod_memory_min: int | Default | None = "default"
-    pod_pids_max: int | None = Limits().pod_pids_max
-    pod_cpu_weight: int = Limits().pod_cpu_weight
+    cpu_weight: int | Default = "default"
+    pod_memory: int | Default | None = "default"
+    pod_pids_max: int | None = Limits().instance_pids_max
+    pod_cpu_weight: int = Limits().instance_cpu_weight
 
 
 @frozen
@@ -193,9 +191,6 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                     nursery.start_soon(restarted, "tuner", tuner.follow, loop.counters)
                     serving = partial(UnixServer(methods, SocketLimits()).accept, listener)
                     nursery.start_soon(restarted, "socket", serving, loop.counters)
-                    if (least := loop.limits.pod_memory_min) is not None:
-                        guard = MemoryGuard(loop.tree, pods, least, loop.registered, loop.counters, loop.log_limit)
-                        nursery.start_soon(restarted, "memory guard", guard.run, loop.counters)
                     if options.metrics is not None:
                         http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
                         pages = partial(serve_http, http, Pages(loop, device_filter).respond)
@@ -221,27 +216,24 @@ def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
 
 def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugePool]) -> Limits:
     """Return the limits of the tree, by default those that fit this machine. Raises :class:`UsageError`."""
-    memory_max, memory_high, pids_max = options.memory_max, options.memory_high, options.pids_max
+    memory_max, pids_max = options.memory_max, options.pids_max
     if memory_max == "default":
         memory_max = default_memory(pods.procfs.memory_total(), pods.memory_limit())
-    if memory_high == "default":
-        memory_high = default_memory_high(memory_max)
-    if memory_max is not None and memory_high is not None and memory_high > memory_max:
-        raise UsageError(
-            f"cannot use --memory-high: its {memory_high} bytes are more than the {memory_max} of --memory-max; give less"
-        )
+    pod_memory = options.pod_memory
+    if pod_memory == "default":
+        pod_memory = default_pod_memory(memory_max)
+    if pod_memory is None or (memory_max is not None and pod_memory > memory_max):
+        raise UsageError("cannot use --pod-memory: it must be a size, and no more than --memory-max")
     if pids_max == "default":
         pids_max = default_processes(*(pods.procfs.setting(f"kernel/{name}") for name in ("pid_max", "threads-max")))
-    pod_memory_min = options.pod_memory_min
-    if pod_memory_min == "default":
-        pod_memory_min = default_pod_memory(memory_high)
     return Limits(
         memory_max=memory_max,
-        memory_high=memory_high,
+        cpu_weight=pods.cpu_weight() if options.cpu_weight == "default" else options.cpu_weight,
         pids_max=pids_max,
-        pod_pids_max=options.pod_pids_max,
-        pod_memory_min=pod_memory_min,
-        pod_cpu_weight=options.pod_cpu_weight,
+        instance_memory=pod_memory,
+        ram=pods.procfs.memory_total(),
+        instance_pids_max=options.pod_pids_max,
+        instance_cpu_weight=options.pod_cpu_weight,
         huge_page_sizes=tuple(hugetlb_name(pool.size) for pool in pools),
         swap=pods.procfs.has_swap(),
     )
@@ -422,19 +414,19 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "eighth of the machine's)",
     )
     add(
-        "--memory-high",
+        "--pod-memory",
         type=argument_type(parse_memory),
         default=argparse.SUPPRESS,
         metavar="SIZE",
-        help="memory.high of all together (default: a quarter below --memory-max)",
+        help="memory.max of a pod's instance until its guest's memory is charged to the pod; then it gets what the pod's own limit "
+        f"leaves, if that is more (default: {INSTANCE_MEMORY >> 20}M, on a small machine a quarter of --memory-max)",
     )
     add(
-        "--pod-memory-min",
-        type=argument_type(parse_memory),
+        "--cpu-weight",
+        type=argument_type(parse_weight),
         default=argparse.SUPPRESS,
-        metavar="SIZE",
-        help="while more than --memory-high is in use, the pod that holds most of it is ended, but none that holds less than "
-        f"this; max: none at all (default: a sixteenth of --memory-high, at least {INSTANCE_MEMORY >> 20}M, at most half)",
+        metavar="WEIGHT",
+        help="cpu.weight of all together (default: that of the kubelet's pods, which these were taken from)",
     )
     add(
         "--pids-max",
@@ -448,14 +440,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=argument_type(parse_processes),
         default=defaults.pod_pids_max,
         metavar="COUNT",
-        help="processes and threads of a pod in float, and of its instance's cgroup, or max",
+        help="processes and threads of a pod's instance, or max",
     )
     add(
         "--pod-cpu-weight",
         type=argument_type(parse_weight),
         default=defaults.pod_cpu_weight,
         metavar="WEIGHT",
-        help="cpu.weight of a pod in float, the same for each",
+        help="cpu.weight of a pod's instance, the same for each",
     )
 
 
@@ -485,9 +477,9 @@ def _options(arguments: argparse.Namespace) -> Options:
         handover=arguments.handover,
         limits=LimitOptions(
             memory_max=getattr(arguments, "memory_max", "default"),
-            memory_high=getattr(arguments, "memory_high", "default"),
+            cpu_weight=getattr(arguments, "cpu_weight", "default"),
             pids_max=getattr(arguments, "pids_max", "default"),
-            pod_memory_min=getattr(arguments, "pod_memory_min", "default"),
+            pod_memory=getattr(arguments, "pod_memory", "default"),
             pod_pids_max=arguments.pod_pids_max,
             pod_cpu_weight=arguments.pod_cpu_weight,
         ),

@@ -11,31 +11,20 @@ Without the device filter :class:`runner.controller.main.Pages` answers for the 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 import attrs
 from prometheus_client.metrics_core import Metric
 
+from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve.handover import Handover
 from runner.controller.tree.reconcile import ISOLATED, Observed
 from runner.controller.tune.disturbances import KINDS, SettingKind
 from runner.kernel.waiting import shortages
-from runner.kubelet.pod_cgroups import FLOAT
 from runner.protocol.exposition import Samples, counter, gauge, metrics_response
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
-
-_LAST_ENDS = 16
-
-
-@frozen
-class MemoryEnd:
-    """The end of processes of a pod because it held *held* bytes of the memory of float, more than any other."""
-
-    pod_uid: str
-    held: int
-    processes: int
 
 
 @attrs.define
@@ -53,10 +42,8 @@ class ControllerCounters:
     """Requests by method."""
     refusals: Counter[str] = attrs.field(factory=Counter)
     """Refused requests by reason."""
-    memory_ended: int = 0
-    """Processes ended by the memory guard."""
-    memory_ends: deque[MemoryEnd] = attrs.field(factory=lambda: deque(maxlen=_LAST_ENDS))
-    """The last times it did so."""
+    oom_kills: int = 0
+    """Processes that the kernel has ended because the domain of their instance was out of memory."""
     task_failures: Counter[str] = attrs.field(factory=Counter)
     """Failures of tasks that were begun again, by task."""
     disturbances: Counter[SettingKind] = attrs.field(factory=Counter)
@@ -76,19 +63,20 @@ class LoopStatus:
     """Why decisions are frozen; empty if they are not."""
     failed: str = ""
     """Why the last pass failed; empty if it did not."""
+    float_cpus: CpuSet = attrs.field(factory=CpuSet)
+    """Those of every float."""
 
 
 def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     """Yield every metric."""
     counters, observed = status.counters, status.observed
     instances = observed.instances() if observed else {}
-    floating = observed.groups.get(FLOAT) if observed else None
     cpus = sum(len(group.cpus) for group in instances.values())
     yield _gauge("instances", "Instances in the tree.", len(instances))
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
     sealed = sum(group.partition == ISOLATED for group in instances.values())
     yield _gauge("instances_enforced", "Instances whose CPUs the kernel keeps all others off.", sealed)
-    yield _gauge("float_cpus", "CPUs that float runs on.", len(floating.effective) if floating else 0)
+    yield _gauge("float_cpus", "CPUs that float runs on.", len(status.float_cpus))
     changing = {cpu for each in status.handovers for cpu in each.cpus}
     yield _gauge("handover_cpus", "CPUs of pods on which another pod's instance still runs.", len(changing))
     without_seccomp = len(status.without_seccomp())
@@ -105,7 +93,9 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     yield _counter("drift_repaired_total", "Cpusets found changed by others and put right.", counters.repairs)
     yield _counter("stale_removed_total", "Stale instances removed.", counters.removed)
     yield _counter("requests_total", "Requests by method.", counters.requests, "method")
-    yield _counter("memory_ended_total", "Processes ended because memory was short.", counters.memory_ended)
+    yield _counter(
+        "oom_kills_total", "Processes that the kernel has ended, out of memory in float.", counters.oom_kills
+    )
     yield _counter("task_failures_total", "Tasks that failed and were begun again.", counters.task_failures, "task")
     yield _counter(
         "shortages_total", "Calls that were made again as the kernel was short of something.", shortages.count

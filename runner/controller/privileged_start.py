@@ -16,7 +16,6 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
 from runner.kernel.privileges import (
     CAP_DAC_OVERRIDE,
-    CAP_KILL,
     CAP_SYS_NICE,
     CAP_SYS_PTRACE,
     CAP_SYS_RESOURCE,
@@ -28,7 +27,6 @@ log = logging.getLogger(__name__)
 
 KEPT_CAPABILITIES = (
     CAP_DAC_OVERRIDE,  # to write in the hierarchy's root
-    CAP_KILL,  # to end processes of any user when a pod has taken too much memory (runner/controller/tree/memory_guard.py)
     CAP_SYS_PTRACE,  # to read the namespaces and the descriptors of other processes
     CAP_SYS_NICE,  # to move threads that have more capabilities, as the kernel's (cpuset_can_attach, cap_safe_nice)
     CAP_SYS_RESOURCE,  # to send descriptors however many root's other processes have sent (net/unix/scm.c, too_many_unix_fds)

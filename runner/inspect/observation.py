@@ -110,8 +110,8 @@ class InstanceObservation:
 class KubeletObservation:
     """The CPUs that the kubelet has assigned, and those of the cgroups below the controller's root."""
 
-    float_cpus: CpuSet
-    """``cpuset.cpus.effective`` of float."""
+    floats: tuple[CpuSet, ...]
+    """``cpuset.cpus.effective`` of each instance's float."""
     shared_pool: CpuSet
     """``defaultCpuSet``; under policy none every CPU that is in no resource claim."""
     online: CpuSet
@@ -130,9 +130,19 @@ class KubeletObservation:
         return pool - held or pool
 
     @property
+    def float_cpus(self) -> CpuSet:
+        """The CPUs of the first float that has others than it should; where none has, those of all."""
+        return next(
+            (cpus for cpus in self.floats if not self._follows(cpus)), self.floats[0] if self.floats else self.wanted
+        )
+
+    @property
     def is_followed(self) -> bool:
-        """Whether float has them."""
-        return self.float_cpus == self.wanted or (self.by_claims and self.float_cpus <= self.wanted)
+        """Whether every float has them."""
+        return all(map(self._follows, self.floats))
+
+    def _follows(self, cpus: CpuSet) -> bool:
+        return cpus == self.wanted or (self.by_claims and cpus <= self.wanted)
 
 
 @frozen

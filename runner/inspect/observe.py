@@ -41,10 +41,12 @@ from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.kubelet.pod_cgroups import (
     FLOAT,
     NOT_SEALED,
+    VCPUS,
+    float_group,
     instance_group,
     instance_uid,
     parse_container,
-    pod_float_group,
+    vcpus_group,
 )
 from runner.kubelet.state_files import KubeletFiles
 from runner.placement.threads import (
@@ -279,26 +281,25 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
     """
     vcpus = sum(each.role is Role.VCPU for each in threads)
     number = max(len(cpus), vcpus) if vcpus else 0
-    # An instance that was registered with a controller of before has no cgroup of its own in float.
-    below = pod_float_group(pod_uid) if root.child(FLOAT).child(pod_uid).exists() else FLOAT
-    cgroups = CgroupPaths("", f"/{root.name}/{below}", f"/{root.name}/{instance_group(pod_uid)}", ends=True)
+    floating, of_vcpus = (f"/{root.name}/{group(pod_uid)}" for group in (float_group, vcpus_group))
+    cgroups = CgroupPaths("", floating, of_vcpus, ends=True)
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 
-def _guarantee(group: Cgroup) -> ObservedGuarantee:
-    """Return the guarantee by the state of *group*'s partition ("cpuset.cpus.partition" of cgroup-v2.rst)."""
+def _guarantee(domain: Cgroup) -> ObservedGuarantee:
+    """Return the guarantee by the state of the partition in *domain* ("cpuset.cpus.partition" of cgroup-v2.rst)."""
     try:
-        state = group.partition()
+        state = domain.child(VCPUS).partition()
     except CgroupError as error:
         return ObservedGuarantee(None, explain(error))
     if state == "isolated":
         return ObservedGuarantee("enforced")
-    reason = escaped(group.attribute(NOT_SEALED) or "") if state == "member" else f"its partition is {state!r}"
+    reason = escaped(domain.attribute(NOT_SEALED) or "") if state == "member" else f"its partition is {state!r}"
     return ObservedGuarantee("arranged", reason)
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:
-    """Return the instances below *root* and the CPUs their groups have in effect; one that vanishes is not there."""
+    """Return the instances below *root* and the CPUs of their vCPUs in effect; one that vanishes is not there."""
     try:
         names = root.children()
     except CgroupError as error:
@@ -308,20 +309,20 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
         pod_uid = instance_uid(name)
         if pod_uid is not None:
             try:
-                found[pod_uid] = root.child(name).effective_cpus()
+                found[pod_uid] = root.child(name).child(VCPUS).effective_cpus()
             except CgroupError:
                 continue
     return found
 
 
-def _roles_on_node(group: Cgroup, table: ProcessTable) -> Iterator[ObservedThread]:
-    """Yield the threads of the instance in *group*: all that share QEMU's PID namespace.
+def _roles_on_node(domain: Cgroup, table: ProcessTable) -> Iterator[ObservedThread]:
+    """Yield the threads of the instance in *domain*: all that share QEMU's PID namespace.
 
-    QEMU is the process most threads in *group* belong to. Its threads there are the vCPUs'; where they have QEMU's
+    QEMU is the process most threads in the vCPUs' cgroup belong to. Its threads there are the vCPUs'; where they have QEMU's
     names for vCPU threads, those with the name are, wherever they are.
     """
     try:
-        confined = group.threads()
+        confined = domain.child(VCPUS).threads()
     except CgroupError:
         return
     owners = Counter(
@@ -335,7 +336,7 @@ def _roles_on_node(group: Cgroup, table: ProcessTable) -> Iterator[ObservedThrea
         inside = process.namespace == qemu.namespace and qemu.namespace not in {None, INIT_PID_NAMESPACE}
         if inside and process is not qemu:
             for thread in process.threads:
-                yield ObservedThread(_role_by_name(process, thread, group.parent.name), None, thread)
+                yield ObservedThread(_role_by_name(process, thread, domain.parent.name), None, thread)
 
 
 def _machine_threads(qemu: ObservedProcess, confined: frozenset[int]) -> Iterator[ObservedThread]:
@@ -381,11 +382,13 @@ async def _kubelet_now(roots: Roots, root: Cgroup, files: KubeletFiles) -> Kubel
         state = await settled_cpu_state(files, present, pause=_PAUSE, readings=_READINGS)
         if isinstance(state, Frozen):
             return Unknown(state.reason)
+        instances = _instances(root)
+        floats = [root.child(instance_group(pod_uid)).child(FLOAT).effective_cpus() for pod_uid in instances]
         return KubeletObservation(
-            root.child(FLOAT).effective_cpus(),
+            tuple(floats),
             state.shared_pool,
             present.online,
-            _instances(root),
+            instances,
             state.assigned() if state.policy == "static" or state.exclusive() else None,
             by_claims=state.policy == "none",
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Self
@@ -212,10 +212,11 @@ class Cgroup:
 
     def read(self, file: str) -> str:
         """Return the content of control file *file* without its last line end."""
+        path = f"{self.path}/{file}"  # no Path: a pass over the controller's tree reads thousands of files
         try:
-            return read_at_once(self.path / file).decode().removesuffix("\n")
+            return read_at_once(path).decode().removesuffix("\n")
         except OSError as error:
-            raise _refused("read", str(self.path / file), error) from error
+            raise _refused("read", path, error) from error
 
     def read_if_there(self, file: str) -> str | None:
         """Return the content of *file* as :meth:`read` does, or ``None`` where its controller is off or the group is gone."""
@@ -243,9 +244,10 @@ class Cgroup:
 
         Without ``O_CREAT`` a misspelt name fails, and no file is ever created in an ordinary directory that is not a
         group. ``cgroup.threads`` can also be read by it (:func:`read_members`), which shows who has moved a thread where
-        it is; ``cgroup.events`` can be read only.
+        it is; ``cgroup.events`` and ``memory.events`` can be read only.
         """
-        mode = {"cgroup.threads": os.O_RDWR, "cgroup.events": os.O_RDONLY}.get(file, os.O_WRONLY)
+        reading = dict.fromkeys(("cgroup.events", "memory.events"), os.O_RDONLY)
+        mode = {"cgroup.threads": os.O_RDWR, **reading}.get(file, os.O_WRONLY)
         try:
             return open_at_once(self.path / file, mode)
         except OSError as error:
@@ -409,14 +411,35 @@ class Cgroup:
         """Yield the names of the files that limit the group's huge pages, of each size those in use and those reserved."""
         return (file.name for file in self.path.glob("hugetlb.*B.*max"))
 
-    def memory_in_use(self) -> tuple[int, int]:
-        """Return the bytes that the group is charged for, and those of them that are no page cache of files."""
-        used, stat = int(self.read("memory.current")), self.memory_stat()
-        return used, max(used - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
+    def huge_page_limit(self) -> int:
+        """Return the bytes of huge pages that the group may have in use; sizes without a limit count for nothing."""
+        texts = (self.read_if_there(file.name) or "" for file in self.path.glob("hugetlb.*B.max"))
+        return sum(int(text) for text in texts if text.isdecimal())
 
-    def memory_stat(self) -> Mapping[str, int]:
-        """Return ``memory.stat``: what the group and those below it are charged for, mostly in bytes."""
-        return {name: int(value) for name, value in map(str.split, self.read("memory.stat").splitlines())}
+    def memory_in_use(self) -> int:
+        """Return the bytes that the group and those below it are charged for."""
+        return int(self.read("memory.current"))
+
+    def memory_kept(self) -> int:
+        """Return those of the bytes that are no page cache of files, which the kernel takes back when it needs room."""
+        stat = {name: int(value) for name, value in map(str.split, self.read("memory.stat").splitlines())}
+        return max(self.memory_in_use() - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
+
+    def memory_limit(self) -> int | None:
+        """Return ``memory.max``; ``None`` if there is no limit, or no memory controller."""
+        text = self.read_if_there("memory.max")
+        return int(text) if text is not None and text.isdecimal() else None
+
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel has ended as the group, or one below it, was out of memory."""
+        return parse_oom_kills(self.read_if_there("memory.events") or "")
+
+    def kill(self) -> None:
+        """End every process of the group and of those below, also those that are forked meanwhile ("cgroup.kill").
+
+        A threaded group cannot be ended so (EOPNOTSUPP): its processes are its domain's.
+        """
+        self.write("cgroup.kill", "1")
 
     def _each(self, file: str) -> Iterator[int]:
         path = self.path / file
@@ -432,6 +455,12 @@ class Cgroup:
             return CpuSet.parse(text)
         except ValueError as error:
             raise CgroupError(f"cannot read {self.path / file}: {error}", errno.EBADMSG) from error
+
+
+def parse_oom_kills(events: str) -> int:
+    """Return ``oom_kill`` of ``memory.events``: it counts those below as well ("Memory Interface Files")."""
+    found = dict(line.split(maxsplit=1) for line in events.splitlines())
+    return int(found.get("oom_kill", 0))
 
 
 def _refused(verb: str, name: str, error: OSError) -> CgroupError:

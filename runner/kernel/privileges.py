@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runner.base.errors import HostError
 
-CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_SYS_NICE, CAP_SYS_RESOURCE = 1, 5, 19, 21, 23, 24
+CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_SYS_NICE, CAP_SYS_RESOURCE = 1, 19, 21, 23, 24
 """``include/uapi/linux/capability.h``."""
 _CAPABILITY_VERSION_3 = 0x20080522
 _CLONE_NEWCGROUP = 0x02000000

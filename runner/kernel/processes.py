@@ -313,6 +313,8 @@ class Processes:
     """Number of children that were started."""
     out_of_memory: Callable[[], str] = no_kills
     """Returns which memory was short for which the kernel has killed since it was asked last; asked for each child killed by SIGKILL."""
+    oom_score: int = 0
+    """How much more likely than this process its children are to be killed when memory is short (:func:`more_likely_to_be_killed`)."""
     observing: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
     """Runs each task of this class, none of which ends the program by a fault of its own then."""
 
@@ -334,7 +336,11 @@ class Processes:
             log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
         wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
-            with _pipe() as (output, theirs), _default_signals():
+            with (
+                _pipe() as (output, theirs),
+                _default_signals(),
+                more_likely_to_be_killed(self.oom_score),
+            ):
                 popen = subprocess.Popen(
                     (*wrapper, *self._prefix, *command.argv),
                     stdin=subprocess.DEVNULL if command.entering is None else command.entering,
@@ -488,6 +494,24 @@ async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processe
             finally:
                 reaping.cancel()
                 nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def more_likely_to_be_killed(more: int) -> Iterator[None]:
+    """Let what is forked in the block have an ``oom_score_adj`` that is larger by *more* than this process's, at most 1000.
+
+    A process may raise its own, and lower it again to what a privileged one has set, as container runtimes do
+    (``__set_oom_adj`` of ``fs/proc/base.c``). Where that fails the children are as likely to be killed as this process.
+    """
+    with contextlib.ExitStack() as held:
+        if more:
+            with contextlib.suppress(OSError, ValueError):
+                fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+                held.callback(os.close, fd)
+                own = int(os.read(fd, 16))
+                os.pwrite(fd, str(min(own + more, 1000)).encode(), 0)
+                held.callback(os.pwrite, fd, str(own).encode(), 0)
+        yield
 
 
 @contextmanager

@@ -59,44 +59,6 @@ class LinkTraffic:
 
 
 @frozen
-class ProcessMemory:
-    """Resident memory of a process in bytes (``Documentation/filesystems/proc.rst``, "Contents of the status fields")."""
-
-    anonymous: int
-    """Private memory (``RssAnon``)."""
-    shared: int
-    """Mapped memory of tmpfs and memfds (``RssShmem``); what is open and not mapped is not in it."""
-    tables: int
-    """Page tables (``VmPTE``)."""
-    threads: int
-
-
-LONG_STATUS = 1 << 14
-"""Bytes from which on a status is long: those of programs have some 1500, and 11 for each supplementary group."""
-
-
-@attrs.define
-class LongStatuses:
-    """A reader of statuses that reads no more once *left* long ones were read.
-
-    The kernel lists all supplementary groups of a thread in its status (``fs/proc/array.c``, ``task_state``), and
-    setgroups(2) takes 65,536 of them: that is a status of 700 KB, of which the kernel makes all for the first byte, 20 ms
-    each (measured).
-    """
-
-    left: int
-
-    def read(self, path: str) -> str:
-        """Return the status at *path*, nothing once there is none left to read. Raises ``OSError``."""
-        if not self.left:
-            return ""
-        text = _read(path)
-        if len(text) >= LONG_STATUS:
-            self.left -= 1
-        return text
-
-
-@frozen
 class MappedMemory:
     """A mapping of a file or of huge pages (``numa_maps``)."""
 
@@ -147,29 +109,6 @@ class Procfs:
             name=status["Name"],
             kernel=bool(int(stat[6]) & _PF_KTHREAD),
         )
-
-    def memory(self, pid: int, statuses: LongStatuses) -> ProcessMemory | None:
-        """Return the memory of process *pid*, read by *statuses*, or ``None`` when it has none (any more).
-
-        Its first thread may have ended before the others, and shows nothing then.
-        """
-        try:
-            status = _fields(statuses.read(f"{self.root}/{pid}/status"))
-            if "RssAnon" not in status:
-                others = (self._thread_status(pid, tid, statuses) for tid in self.thread_ids(pid))
-                status = next((each for each in others if "RssAnon" in each), {})
-            if "RssAnon" not in status:
-                return None
-            anonymous, shared, tables = (int(status[key].split()[0]) << 10 for key in ("RssAnon", "RssShmem", "VmPTE"))
-            return ProcessMemory(anonymous, shared, tables, int(status["Threads"]))
-        except (OSError, HostError):
-            return None
-
-    def _thread_status(self, pid: int, tid: int, statuses: LongStatuses) -> dict[str, str]:
-        try:
-            return _fields(statuses.read(f"{self.root}/{pid}/task/{tid}/status"))
-        except OSError:  # it has ended, and others may live
-            return {}
 
     def arguments(self, pid: int) -> tuple[str, ...]:
         """Return the command line of *pid*, empty when it is gone.

@@ -31,11 +31,11 @@ from runner.base.values import frozen
 INSTANCE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 """Pattern of an instance's name: a pod's UID, or another name without characters that are special in a path."""
 
-FLOAT = "float"
-"""The name of the controller's cgroup for all threads of instances but vCPUs."""
+FLOAT, VCPUS = "float", "vcpus"
+"""The names of the two cgroups of an instance: of all its threads but the vCPUs, and of these."""
 _INSTANCE = "instance-"
 NOT_SEALED = "user.instance-runner.not-sealed"
-"""The attribute of an instance's cgroup with the reason why it could not be made an isolated partition when that was asked for
+"""The attribute of an instance's domain with the reason why it could not be made an isolated partition when that was asked for
 last, empty if it could; it ends with the cgroup."""
 
 KUBEPODS = ("kubepods.slice", "kubelet.slice/kubelet-kubepods.slice", "kubepods", "kubelet/kubepods")
@@ -100,25 +100,30 @@ def parse_bare_container(path: str) -> ContainerCgroup | None:
 
 
 def instance_group(pod_uid: str) -> str:
-    """Return the name of the controller's cgroup for the instance in pod *pod_uid*; the inverse of :func:`instance_uid`."""
+    """Return the name of the domain of the instance in pod *pod_uid*; the inverse of :func:`instance_uid`."""
     return f"{_INSTANCE}{pod_uid}"
 
 
 def instance_uid(group: str) -> str | None:
-    """Return the pod UID in the name *group* of a cgroup of the controller; ``None`` if it is not an instance's."""
+    """Return the pod UID in the name *group* of an instance's domain; ``None`` if it is none."""
     pod_uid = group.removeprefix(_INSTANCE)
     return pod_uid if pod_uid != group and INSTANCE_NAME.fullmatch(pod_uid) else None
 
 
-def pod_float_group(pod_uid: str) -> str:
-    """Return the path, below the controller's root, of the cgroup in float of pod *pod_uid*; the inverse of :func:`float_uid`."""
-    return f"{FLOAT}/{pod_uid}"
+def float_group(pod_uid: str) -> str:
+    """Return the path, below the controller's root, of the cgroup of all threads of pod *pod_uid* but the vCPUs."""
+    return f"{instance_group(pod_uid)}/{FLOAT}"
 
 
-def float_uid(group: str) -> str | None:
-    """Return the pod UID in the path *group* of a cgroup of the controller; ``None`` if it is not a pod's in float."""
-    above, _, pod_uid = group.partition("/")
-    return pod_uid if above == FLOAT and INSTANCE_NAME.fullmatch(pod_uid) else None
+def vcpus_group(pod_uid: str) -> str:
+    """Return the path, below the controller's root, of the cgroup of the vCPU threads of pod *pod_uid*."""
+    return f"{instance_group(pod_uid)}/{VCPUS}"
+
+
+def group_uid(group: str) -> str | None:
+    """Return the pod UID of the domain, the float or the vCPUs' cgroup with the path *group*; ``None`` if it is none of these."""
+    domain, _, below = group.partition("/")
+    return instance_uid(domain) if below in {"", FLOAT, VCPUS} else None
 
 
 def is_pod_uid(name: str) -> bool:

@@ -48,6 +48,8 @@ class ControllerPlacement:
     """Whether processes that other programs start in the container are moved to float."""
     tuning: CpuTuning = CpuTuning()
     """What else the controller is asked for."""
+    overhead: int = 0
+    """Bytes that the instance needs besides the guest's memory."""
 
     backend: ClassVar[Literal["controller"]] = "controller"
     shared: ClassVar[bool] = False

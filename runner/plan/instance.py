@@ -218,7 +218,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         pod=facts.pod_name,
         state_directory=facts.state_directory,
         anchor=(str(sleep), "infinity"),
-        placement=_with_powered_devices(placement, passthrough, facts, problems),
+        placement=_with_devices(placement, ram.overhead, passthrough, facts, problems),
         dhcp=dhcp,
         console=ConsolePlan(spec.console.stdout, console_log, spec.console.log_size),
         machine=machine,
@@ -269,20 +269,22 @@ def _passthrough(
     return plan_passthrough(spec, topology, facts, user, accel, problems)
 
 
-def _with_powered_devices(
-    placement: Placement, passthrough: PassthroughPlan, facts: HostFacts, problems: Problems
+def _with_devices(
+    placement: Placement, overhead: int, passthrough: PassthroughPlan, facts: HostFacts, problems: Problems
 ) -> Placement:
-    """Return *placement*, under which the controller keeps the devices powered; remark what may lose its power without one."""
-    if not passthrough.devices:
-        return placement
+    """Return *placement* with what the controller is told: the bytes of *overhead*, and the devices that it keeps powered.
+
+    Without one, remark what may lose its power.
+    """
     if isinstance(placement, ControllerPlacement):
         devices = tuple(device.address for device in passthrough.devices)
-        return attrs.evolve(placement, tuning=attrs.evolve(placement.tuning, devices=devices))
-    from runner.plan.pci_judgements import power_remarks  # here, because few guests have devices of their own
+        return attrs.evolve(placement, overhead=overhead, tuning=attrs.evolve(placement.tuning, devices=devices))
+    if passthrough.devices:
+        from runner.plan.pci_judgements import power_remarks  # here, because few guests have devices of their own
 
-    vfio = facts.vfio
-    known = {} if vfio is None else vfio.devices
-    problems.remarks += power_remarks([known[device.address] for device in passthrough.devices])
+        vfio = facts.vfio
+        known = {} if vfio is None else vfio.devices
+        problems.remarks += power_remarks([known[device.address] for device in passthrough.devices])
     return placement
 
 

@@ -41,8 +41,8 @@ CONNECTED_WITHIN = 2.0
 _ATTEMPTS_APART = (0.001, 0.005)
 """Seconds between two attempts, at random, so that runners that start together do not make them together."""
 _METHOD_NOT_FOUND, _INVALID_PARAMS = -32601, -32602
-PROTOCOL = 2
-"""1: without ``sealCgroup`` and ``unsealCgroup``."""
+PROTOCOL = 3
+"""1: without ``sealCgroup`` and ``unsealCgroup``; 2: one float for all instances, and no domain for each."""
 BUSY = -32005
 """The error code of a server that has as many connections or requests as it may have."""
 
@@ -80,18 +80,29 @@ class ControllerBusyError(ControllerAbsentError):
 class CgroupFds:
     """Descriptors of four control files, open for writing, by which processes and threads change their cgroup.
 
-    Their order is that of the controller's message. ``cgroup.threads`` is open for reading as well, but for controllers
-    before this one.
+    Their order is that of the controller's message. ``cgroup.threads`` is open for reading as well.
     """
 
     float_procs: Descriptor
-    """``cgroup.procs`` of the pod's cgroup in float; from a controller that makes none, of float itself."""
+    """``cgroup.procs`` of float."""
     instance_threads: Descriptor
-    """``cgroup.threads`` of the instance's cgroup."""
+    """``cgroup.threads`` of the vCPUs' cgroup."""
     pod_procs: Descriptor
     """``cgroup.procs`` of the pod's own cgroup."""
     float_threads: Descriptor
     """``cgroup.threads`` of the same cgroup as :attr:`float_procs`."""
+    memory_events: Descriptor | None = None
+    """``memory.events`` of the domain that both are in, to be read; ``None`` if none was sent."""
+
+
+@frozen
+class MemoryNeed:
+    """What the controller is told of the instance's memory."""
+
+    overhead: int = 0
+    """Bytes that it needs besides the guest's; 0 if that is unknown."""
+    charged: bool = False
+    """Whether the guest's is charged to the pod, so that what the pod's limit leaves is the instance's."""
 
 
 @frozen
@@ -99,33 +110,45 @@ class Registration:
     """The answer to ``registerCgroup``."""
 
     instance: PurePosixPath
-    """The instance's cgroup, in the controller's mount of the hierarchy."""
+    """The cgroup of the vCPUs, in the controller's mount of the hierarchy."""
     float_cgroup: PurePosixPath
-    """The pod's cgroup in float, or float itself."""
-    float_below: PurePosixPath
-    """The same, below the instance's parent: ``float/<pod uid>`` or ``float``."""
+    """The cgroup of all other threads."""
     cpus: CpuSet
     """The CPUs of the instance's cgroup as the controller has read them back."""
     cgroup_fds: CgroupFds
+    protocol: int | None = None
+    """That of the controller; ``None`` if it is one by the article's words."""
+
+    def below_tree(self, cgroup: PurePosixPath) -> str:
+        """Return the path of one of both with the name of the cgroup above it: ``instance-<pod uid>/float``."""
+        return "/".join(cgroup.parts[-2:])
 
 
-async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup, held: ExitStack) -> Registration:
+async def register(
+    path: PurePosixPath,
+    pod_uid: str,
+    cpus: CpuSet,
+    pod: Cgroup,
+    held: ExitStack,
+    need: MemoryNeed | None = None,
+) -> Registration:
     """Register the instance of the pod *pod_uid* on *cpus*; *held* closes the descriptors, also when this raises.
 
-    *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths;
-    if it names the instance's cgroup alone, float is its sibling. May take 12 s, for which the controller waits for the
+    *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths; if it names the
+    vCPUs' cgroup alone, float is its sibling. May take 12 s, for which the controller waits for the
     kubelet. Raises :class:`CpusHeldError`, :class:`ControllerError`, :class:`ControllerAbsentError`, or
     :exc:`~runner.base.errors.HostError` for a response that is not understood.
     """
     received = _ReceivedFds(held)
     params: dict[str, object] = {"uuid": pod_uid, "cpuset": str(cpus)}
+    ours = {**params, "protocol": PROTOCOL, **attrs.asdict(need or MemoryNeed())}
     try:
         try:
-            result = await _call(path, "registerCgroup", {**params, "protocol": PROTOCOL}, received)
+            result = await _call(path, "registerCgroup", ours, received)
         except ControllerError as error:
             if error.code != _INVALID_PARAMS:
                 raise
-            result = await _call(path, "registerCgroup", params, received)  # of a controller before this parameter
+            result = await _call(path, "registerCgroup", params, received)  # of one that knows the article's alone
     except ControllerError as error:
         match error.data.get("within"), received.descriptors:
             case int() | float() as within, [cgroup_events]:
@@ -134,26 +157,39 @@ async def register(path: PurePosixPath, pod_uid: str, cpus: CpuSet, pod: Cgroup,
     instance = PurePosixPath(_text(result, "cgroup_path"))
     float_cgroup = PurePosixPath(_text(result, "float_path", str(instance.parent / "float")))
     cpuset = _text(result, "cpuset", str(cpus))
-    try:
-        float_below = float_cgroup.relative_to(instance.parent)
-    except ValueError as error:
-        raise HostError(
-            f"cannot understand the controller: it names {str(instance)!r} and {str(float_cgroup)!r}, which have no parent "
-            "in common"
-        ) from error
+    protocol = _check_shape(result, instance, float_cgroup)
     try:
         granted = CpuSet.parse(cpuset)
     except ValueError as error:
         raise HostError(f"cannot understand the controller: it grants CPUs {cpuset!r}") from error
     match received.descriptors:
-        case [float_procs, instance_threads, pod_procs, float_threads]:
-            cgroup_fds = CgroupFds(float_procs, instance_threads, pod_procs, float_threads)
+        case [float_procs, instance_threads, pod_procs, float_threads, *more] if len(more) <= 1:
+            cgroup_fds = CgroupFds(float_procs, instance_threads, pod_procs, float_threads, *more)
         # None at all, or the two of a controller that trusts every peer and does not know the container's cgroup.
         case [] | [_, _]:
             cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, held)
         case several:
-            raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 4")
-    return Registration(instance, float_cgroup, float_below, granted, cgroup_fds)
+            raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 5")
+    return Registration(instance, float_cgroup, granted, cgroup_fds, protocol)
+
+
+def _check_shape(result: object, instance: PurePosixPath, float_cgroup: PurePosixPath) -> int | None:
+    """Check that both cgroups are in one domain, and return the controller's protocol, ``None`` if it names none.
+
+    Raises :exc:`~runner.base.errors.HostError`.
+    """
+    if instance.parent != float_cgroup.parent:
+        raise HostError(
+            f"cannot understand the controller: it names {str(instance)!r} and {str(float_cgroup)!r}, which have no parent "
+            "in common"
+        )
+    protocol = result.get("protocol") if isinstance(result, dict) else None
+    if protocol is not None and (not isinstance(protocol, int) or protocol < PROTOCOL):
+        raise HostError(
+            f"cannot use the controller: it is older than this program (protocol {protocol} instead of {PROTOCOL})",
+            remedy="update the controller of this node first",
+        )
+    return protocol
 
 
 async def deregister(path: PurePosixPath, pod_uid: str) -> None:

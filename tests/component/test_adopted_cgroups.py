@@ -27,7 +27,7 @@ from runner.placement.backends import AffinityPlacement, ControllerPlacement, De
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
 
-PATHS = CgroupPaths("/pod", "/stelia/float/a", "/stelia/instance-a")
+PATHS = CgroupPaths("/pod", "/stelia/instance-a/float", "/stelia/instance-a/vcpus")
 FILES = ("float_procs", "instance_threads", "pod_procs", "float_threads")
 
 

@@ -345,7 +345,7 @@ async def test_a_controller_is_asked(tmp_path: Path) -> None:
     async with controlled(node):
         answer = await ask_controller(PurePosixPath(node.socket))
     assert isinstance(answer, dict)
-    assert (answer["protocol"], answer["policy"], answer["frozen"]) == (2, "static", None)
+    assert (answer["protocol"], answer["policy"], answer["frozen"]) == (3, "static", None)
     gone = await ask_controller(PurePosixPath(node.socket))
     assert gone == f"cannot reach the controller at '{node.socket}': No such file or directory"
     assert await ask_controller(PurePosixPath(tmp_path / "none" / "socket")) is None

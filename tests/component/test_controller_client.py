@@ -17,7 +17,7 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
 from runner.controller.serve import methods
-from runner.instance.parts.cgroups.controller import RegisteredCgroups
+from runner.instance.parts.cgroups.controller import RegisteredCgroups, check_domain
 from runner.instance.parts.cgroups.entered import InForce
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.files import Descriptor
@@ -26,10 +26,12 @@ from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
     CONNECTED_WITHIN,
+    PROTOCOL,
     CgroupFds,
     ControllerAbsentError,
     ControllerBusyError,
     ControllerError,
+    Registration,
     deregister,
     register,
     tune,
@@ -56,7 +58,7 @@ async def test_registers_gets_the_control_files_and_deregisters(node: Node) -> N
         registration = await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)
         assert str(registration.instance) == str(node.instance(A).path)
         assert str(registration.float_cgroup) == str(node.pod(A).path)
-        assert str(registration.float_below) == f"float/{A}"
+        assert registration.below_tree(registration.float_cgroup) == f"instance-{A}/float"
         assert registration.cpus == CPUS
         fds = registration.cgroup_fds
         for descriptor, group, file in (
@@ -192,8 +194,8 @@ def result(**answer: object) -> str:
         (result(), 3, "its answer has no 'cgroup_path'"),
         (result(cgroup_path=7), 3, "its answer has no 'cgroup_path'"),
         (result(cgroup_path="/a", cpuset="x"), 3, "it grants CPUs 'x'"),
-        (result(cgroup_path="/a"), 1, "it sends 1 descriptors instead of 4"),
-        (result(cgroup_path="/a"), 16, "it sends 16 descriptors instead of 4"),
+        (result(cgroup_path="/a"), 1, "it sends 1 descriptors instead of 5"),
+        (result(cgroup_path="/a"), 16, "it sends 16 descriptors instead of 5"),
         (result(cgroup_path="/nowhere/instance-1"), 0, "there is no such cgroup"),
         (result(cgroup_path="/nowhere/instance-1"), 2, "there is no such cgroup"),
         ("x" * 70000, 3, "its answer is longer than 65536 bytes"),
@@ -271,18 +273,39 @@ async def test_a_float_elsewhere_than_the_instance_is_an_error(tmp_path: Path) -
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
+async def test_a_controller_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """It has one float for all, and no domain for each instance."""
+    path = tmp_path / "controller.sock"
+    answer = result(cgroup_path=f"/stelia/instance-{A}", float_path="/stelia/float", protocol=2)
+    async with answering(path, sends(answer)):
+        with pytest.raises(HostError, match="update the controller of this node first"):
+            await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
+
+
+@pytest.mark.parametrize("named", [f"/stelia/instance-{B}", "/stelia", f"/stelia/instance-{A}/x"])
+def test_a_float_in_another_domain_than_the_pods_is_refused(named: str) -> None:
+    fds = CgroupFds(*(Descriptor(-1) for _ in range(4)))
+    for protocol in (PROTOCOL, None):
+        answer = Registration(PurePosixPath(named, "vcpus"), PurePosixPath(named, "float"), CPUS, fds, protocol)
+        if protocol is None:
+            check_domain(answer, A)  # by the article's words float is where it is said to be
+        else:
+            with pytest.raises(HostError, match=f"is not 'instance-{A}/float'"):
+                check_domain(answer, A)
+
+
 async def test_the_articles_controller_answers_with_a_path_alone(node: Node, tmp_path: Path) -> None:
     """Then float is a sibling of the path, and the cgroups are entered by their paths."""
     async with controlled(node):
         node.become(A)
-        node.instance(A).create()
+        for group in (node.domain(A), node.pod(A), node.instance(A)):
+            group.create()
         path = tmp_path / "old.sock"
         held = ExitStack()
         async with answering(path, sends(result(cgroup_path=str(node.instance(A).path)))):
             registration = await register(PurePosixPath(path), A, CPUS, node.mount.at(scope_path(A)), held)
-        assert str(registration.float_cgroup) == str(node.float_cgroup.path)
-        assert str(registration.float_below) == "float"
+        assert str(registration.float_cgroup) == str(node.pod(A).path)
         assert registration.cpus == CPUS
         number = registration.cgroup_fds.float_procs.number
-        assert Path(f"/proc/self/fd/{number}").readlink() == node.float_cgroup.path / "cgroup.procs"
+        assert Path(f"/proc/self/fd/{number}").readlink() == node.pod(A).path / "cgroup.procs"
         held.close()

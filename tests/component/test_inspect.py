@@ -209,15 +209,20 @@ class Node:
     directory: Path
 
     @property
-    def group(self) -> Path:
+    def domain(self) -> Path:
         return self.directory / "stelia" / f"instance-{UID}"
+
+    @property
+    def group(self) -> Path:
+        """Return the cgroup of its vCPUs."""
+        return self.domain / "vcpus"
 
     def write(self, default: str = str(FLOAT), float_cpus: str = str(FLOAT)) -> None:
         state = {"policyName": "static", "defaultCpuSet": default, "entries": {UID: {"main": str(CPU)}}, "checksum": 0}
-        (self.directory / "stelia" / "float").mkdir(parents=True, exist_ok=True)
+        for group in (self.domain / "float", self.group):
+            group.mkdir(parents=True, exist_ok=True)
         (self.directory / "cpu_manager_state").write_text(json.dumps(state))
-        (self.directory / "stelia" / "float" / "cpuset.cpus.effective").write_text(float_cpus)
-        self.group.mkdir(exist_ok=True)
+        (self.domain / "float" / "cpuset.cpus.effective").write_text(float_cpus)
         (self.group / "cpuset.cpus.effective").write_text(str(CPU))
 
     def inspect(self, *more: str) -> subprocess.CompletedProcess[str]:
@@ -318,7 +323,7 @@ def test_the_guarantee_is_that_of_the_kernel(
     if partition is not None:
         (node.group / "cpuset.cpus.partition").write_text(f"{partition}\n")
     if refused:
-        os.setxattr(node.group, NOT_SEALED, refused.encode())
+        os.setxattr(node.domain, NOT_SEALED, refused.encode())
     # An isolated partition takes its CPUs from the pod's cgroup, whatever its cpuset.cpus, and so from the anchors.
     anchor_cpus = [FLOAT] if guarantee == "enforced" else [FLOAT, CPU]
     instance.fake_instance.request("pin", instance.anchor, anchor_cpus)
@@ -332,10 +337,10 @@ def test_the_guarantee_is_that_of_the_kernel(
 
 
 def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
-    other = node.group.with_name("instance-416de7c2-21de-472d-817c-fa9d4306cb7d")
-    other.mkdir()
-    (other / "cpuset.cpus.effective").write_text(str(FLOAT))
-    (other / "cgroup.threads").write_text("")
+    other = node.domain.with_name("instance-416de7c2-21de-472d-817c-fa9d4306cb7d")
+    (other / "vcpus").mkdir(parents=True)
+    (other / "vcpus/cpuset.cpus.effective").write_text(str(FLOAT))
+    (other / "vcpus/cgroup.threads").write_text("")
     assert [found["name"] for found in node.report()["instances"]] == [UID, other.name.removeprefix("instance-")]
     (empty,) = node.report("416de")["instances"]
     assert [verdict["result"] for verdict in empty["verdicts"][:1]] == ["unknown"]

@@ -15,8 +15,9 @@ import pytest
 import trio
 
 from runner.base.errors import HostError
+from runner.instance.parts.cgroups.entered import OUT_OF_MEMORY, OomKills
 from runner.kernel.limits import own_groups
-from runner.kernel.processes import Command, _state, open_processes, signal_name
+from runner.kernel.processes import Command, _state, more_likely_to_be_killed, open_processes, signal_name
 from tests.support.leases import leasing
 
 
@@ -32,6 +33,39 @@ async def test_statuses() -> None:
         await process.wait()
         assert process.how_it_ended() == "exited with status 1, saying 'two'"
         assert list(process.last_lines) == ["one", "two"]
+
+
+async def test_a_child_that_the_kernel_has_killed_for_want_of_memory_is_told_from_others(tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\nmax 3\noom_kill 1\noom_group_kill 0\n")
+    with events.open() as file:
+        async with open_processes() as processes:
+            processes.out_of_memory = OomKills(file.fileno(), processes.out_of_memory).kills
+            before = processes.spawn(shell("kill -KILL $$"))
+            await before.wait()
+            assert before.how_it_ended() == "was killed by SIGKILL"
+            process = processes.spawn(shell("echo one; read -r _ </dev/zero"))
+            events.write_text("low 0\nmax 3\noom_kill 2\noom_group_kill 0\n")
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            assert process.how_it_ended() == f"was killed by the kernel: {OUT_OF_MEMORY}"
+            exited = processes.spawn(shell("exit 9"))
+            events.write_text("low 0\nmax 3\noom_kill 3\noom_group_kill 0\n")
+            await exited.wait()
+            assert exited.how_it_ended() == "exited with status 9"
+
+
+async def test_children_are_killed_before_this_process_when_memory_is_short(tmp_path: Path) -> None:
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    found = tmp_path / "found"
+    async with open_processes() as processes:
+        for more in (0, 150, 5000):
+            processes.oom_score = more
+            assert await processes.spawn(shell(f"cat /proc/self/oom_score_adj >{found}")).wait() == 0
+            assert int(found.read_text()) == min(own + more, 1000)
+            assert int(Path("/proc/self/oom_score_adj").read_text()) == own
+    with more_likely_to_be_killed(150):
+        assert int(Path("/proc/self/oom_score_adj").read_text()) == own + 150
 
 
 async def test_each_of_many_children_gets_its_own_status() -> None:

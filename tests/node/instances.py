@@ -19,6 +19,7 @@ from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import forked_controllers
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
+from tests.node.minimal_pods import BYSTANDER, Bystander, ask
 from tests.node.standin_kubelet import (
     MIB,
     PROJECT,
@@ -36,7 +37,8 @@ ARRANGED = pytest.mark.parametrize("controller_options", [("--partitions", "off"
 """For a test of what others can do on the vCPUs' CPUs where the kernel does not keep them off."""
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
 TREE = Cgroup(ROOT / "stelia")
-FLOAT = Cgroup(TREE.path / "float")
+FLOAT = Cgroup(TREE.path / f"instance-{BYSTANDER}" / "float")
+"""The float of a pod that has nothing else (:class:`~tests.node.minimal_pods.Bystander`)."""
 SOCKETS = "/run/instance-cgroup-controller"
 ENTRY = ("env", "--block-signal=TERM,INT,HUP", sys.executable, "-m", "runner", "run")
 PROJECT_MANIFEST = PROJECT / "examples/kubernetes/controller/daemonset.yaml"
@@ -115,6 +117,7 @@ class Controller:
         self.prefix: tuple[str, ...] = ()
         self.before = ""
         self.process: forked_controllers.Process | None = None
+        self.bystander: Bystander | None = None
 
     def start(self) -> None:
         """Start it, by the command *prefix* or after the code *before*, and wait until it answers."""
@@ -123,6 +126,12 @@ class Controller:
             self.process = forked_controllers.started(self.arguments, log, prefix=self.prefix, before=self.before)
         # With a prefix it imports for up to a minute where the node has to compile what it imports, and others load the machine.
         until(self.answers, "the controller to answer", 4 * SECONDS)
+        if self.bystander is None:
+            self.put_bystander()
+
+    def put_bystander(self) -> None:
+        """Have a float of a pod that has nothing else."""
+        self.bystander = Bystander(TREE.path, lambda: ask(self.socket, "getStatus")["frozen"])
 
     def answers(self) -> bool:
         """Return whether the socket accepts connections; fail when the process has ended."""
@@ -152,6 +161,8 @@ class Controller:
     def end(self) -> None:
         """Kill it and remove its tree, which must be empty of threads."""
         self.kill()
+        if self.bystander is not None:
+            self.bystander.end()
         until(lambda: not TREE.path.exists() or gone(TREE), "the tree to be empty")
 
 
@@ -182,13 +193,17 @@ class Instance:
         return str(Cgroup(inner) if inner.exists() else self.running.scope)
 
     @property
-    def group(self) -> Cgroup:
+    def domain(self) -> Cgroup:
         return Cgroup(TREE.path / f"instance-{self.uid}")
 
     @property
+    def group(self) -> Cgroup:
+        """Return the cgroup of its vCPUs."""
+        return Cgroup(self.domain.path / "vcpus")
+
+    @property
     def float_group(self) -> Cgroup:
-        """Return the pod's cgroup in float."""
-        return Cgroup(FLOAT.path / self.uid)
+        return Cgroup(self.domain.path / "float")
 
     def up(self) -> None:
         """Wait until its guest has reported that it is up."""

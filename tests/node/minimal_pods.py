@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.cpuset import CpuSet
-from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup import Cgroup, CgroupError
 from tests.node import forked_controllers
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
@@ -60,12 +61,26 @@ def take(kind, held):
     if kind == "tmpfs":
         with open(f"/mnt/{len(held)}", "wb") as file:
             file.write(bytes(1 << 20))
+    elif kind == "names":  # of empty files, with their inodes
+        for number in range(1000):
+            open(f"/mnt/{len(held)}-{number}-{'x' * 200}", "wb").close()
     elif kind == "memfd":
         held = held or [os.memfd_create("hoard")]
         os.write(held[0], bytes(1 << 20))
+    elif kind == "flight":  # sent, and closed: no process has it open
+        fd, (ours, theirs) = os.memfd_create("hoard"), socket.socketpair()
+        os.write(fd, bytes(1 << 20))
+        socket.send_fds(ours, [b"x"], [fd])
+        os.close(fd)
+        held = [*held, ours, theirs]
+    elif kind == "pipes":
+        reading, writing = os.pipe()
+        fcntl.fcntl(writing, 1031, 1 << 20)  # F_SETPIPE_SZ
+        os.write(writing, bytes(1 << 20))
+        held = [*held, reading, writing]
     return [*held, bytearray(b"x" * (1 << 20)) if kind == "anonymous" else held[0] if held else 0]
 def hoard(kind, mebibytes, processes):
-    if kind == "tmpfs":
+    if kind in ("tmpfs", "names"):
         library = ctypes.CDLL(None)
         assert library.unshare(CLONE_NEWNS) == library.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
         assert library.mount(b"none", b"/mnt", b"tmpfs", 0, b"size=4g") == 0
@@ -230,6 +245,47 @@ def allowed(pid: int, tid: int) -> str:
     return next(line.split()[1] for line in text.splitlines() if line.startswith("Cpus_allowed_list:"))
 
 
+BYSTANDER = "bystander"
+
+
+def ask(path: Path, method: str) -> Any:
+    """Call the controller at *path* as a process of the node, and return the result."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(json.dumps({"jsonrpc": "2.0", "method": method, "id": 1}).encode() + b"\n")
+        with connection.makefile() as lines:
+            return json.loads(lines.readline())["result"]
+
+
+class Bystander:
+    """A process in the float of a pod that is none of the kubelet's, in the tree *root*: it follows the shared pool."""
+
+    def __init__(self, root: Path, frozen: Callable[[], object]) -> None:
+        """Start it, and wait until its float has CPUs, or the controller's decisions are *frozen*."""
+        self.float_cgroup = Cgroup(root).child(f"instance-{BYSTANDER}").child("float")
+        self.process = subprocess.Popen(["sleep", "infinity"])
+        until(self._is_in_float)
+        until(lambda: self.float_cgroup.cpus() or frozen())
+
+    def _is_in_float(self) -> bool:
+        """Make the float, and move the process into it, unless the controller has removed it before, as nothing was in it."""
+        try:
+            self.float_cgroup.parent.create()
+            self.float_cgroup.parent.enable(["cpuset"])
+            self.float_cgroup.create()
+            self.float_cgroup.make_threaded()
+            self.float_cgroup.admit(self.process.pid)
+        except CgroupError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
+            return False
+        return True
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class Machine:
     """The controller and its environment: a kubelet's directory, the tree's root, and pods."""
 
@@ -245,17 +301,27 @@ class Machine:
         self.shared = self.all - self.a - self.b
         self.log = directory / "controller.log"
         self.pods: list[Pod] = []
+        self.bystander: Bystander | None = None
 
     @property
     def float_cgroup(self) -> Cgroup:
-        return self.root.child("float")
+        """Return the float of a pod that has nothing else (:class:`Bystander`)."""
+        return self.pod_float(BYSTANDER)
+
+    def domain(self, uid: str) -> Cgroup:
+        return self.root.child(f"instance-{uid}")
 
     def pod_float(self, uid: str) -> Cgroup:
-        """Return the cgroup of pod *uid* in float."""
-        return self.float_cgroup.child(uid)
+        return self.domain(uid).child("float")
 
     def instance(self, uid: str) -> Cgroup:
-        return self.root.child(f"instance-{uid}")
+        """Return the cgroup of the vCPUs of pod *uid*."""
+        return self.domain(uid).child("vcpus")
+
+    def counters(self, uid: str) -> dict[str, int]:
+        """Return ``memory.events`` of the domain of pod *uid*."""
+        events = (line.split() for line in self.domain(uid).read("memory.events").splitlines())
+        return {name: int(count) for name, count in events}
 
     def put_state(self, entries: dict[str, CpuSet]) -> CpuSet:
         """Write the kubelet's state with *entries* and return the shared pool."""
@@ -278,7 +344,7 @@ class Machine:
 
     @contextlib.contextmanager
     def controller(
-        self, *more: str, prefix: tuple[str, ...] = (), before: str = ""
+        self, *more: str, prefix: tuple[str, ...] = (), before: str = "", bystander: bool = True
     ) -> Iterator[forked_controllers.Process]:
         """Run the controller, by the command *prefix* or after the code *before*; it answers when the block begins."""
         places = ("--root", str(self.root.path), "--socket", str(self.socket), "--kubelet-dir", str(self.kubelet))
@@ -290,6 +356,8 @@ class Machine:
             try:
                 until(lambda: self.answers() or process.poll() is not None)
                 assert process.poll() is None, self.log.read_text()
+                if self.bystander is None and bystander:
+                    self.bystander = Bystander(self.root.path, lambda: self.ask("getStatus")["frozen"])
                 yield process
             finally:
                 process.kill()
@@ -301,19 +369,15 @@ class Machine:
         return False
 
     def ask(self, method: str) -> Any:
-        """Call the controller as a process of the node, and return the result."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(self.socket))
-            connection.sendall(json.dumps({"jsonrpc": "2.0", "method": method, "id": 1}).encode() + b"\n")
-            with connection.makefile() as lines:
-                return json.loads(lines.readline())["result"]
+        return ask(self.socket, method)
 
     def end(self) -> None:
         for pod in self.pods:
             pod.end()
+        if self.bystander is not None:
+            self.bystander.end()
         if self.root.exists():
-            until(lambda: all(self.pod_float(name).remove() for name in self.float_cgroup.children()))
-            until(lambda: all(self.root.child(name).remove() for name in self.root.children()))
+            until(lambda: all(each.remove() for each in reversed(self.root.below(1000))))
             until(self.root.remove)
         with contextlib.suppress(FileNotFoundError):
             (MOUNT.path / "kubepods.slice").rmdir()

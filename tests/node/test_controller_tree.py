@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError
 from tests.node.minimal_pods import MOUNT, TIMEOUT, A, B, Machine, allowed, cgroup_of, missing, reason, result, until
@@ -24,35 +25,63 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is
 
 def test_the_tree_is_built_and_follows_the_kubelet(machine: Machine) -> None:
     with machine.controller() as process:
-        assert machine.root.kind() == "domain threaded"
-        assert machine.root.enabled() == {"cpu", "cpuset", "pids"}
+        assert machine.root.kind() == "domain"
+        assert machine.root.enabled() >= {"cpu", "cpuset", "memory", "pids"}
+        assert machine.domain("bystander").kind() == "domain threaded"
+        until(lambda: machine.domain("bystander").enabled() == {"cpu", "cpuset", "pids"})
         assert machine.float_cgroup.kind() == "threaded"
-        assert machine.float_cgroup.enabled() == {"cpu", "pids"}
         assert machine.float_cgroup.effective_cpus() == machine.shared
         assert machine.float_cgroup.effective_mems() == machine.mems
         foreign = machine.root.child("foreign")
         foreign.create()
-        assert foreign.kind() == "domain invalid"
         shared = machine.put_state({B: machine.b})
         until(lambda: machine.float_cgroup.effective_cpus() == shared)
-        assert foreign.kind() == "domain invalid"
+        assert foreign.kind() == "domain"
+        assert foreign.cpus() == CpuSet()
         process.terminate()
         assert process.wait(TIMEOUT) == 0
     assert machine.float_cgroup.effective_cpus() == shared
 
 
-def test_half_built_trees_are_finished(machine: Machine) -> None:
+def test_half_built_domains_are_removed_and_made_by_a_registration(machine: Machine) -> None:
     machine.root.create()
     machine.root.enable(["cpuset", "memory"])
-    assert machine.root.enabled() == {"cpuset", "memory"}
-    machine.float_cgroup.create()
+    machine.domain(A).create()
+    machine.pod_float(A).create()
+    pod = machine.pod(A, machine.a)
     with machine.controller():
-        assert machine.root.enabled() == {"cpu", "cpuset", "pids"}
-        assert (machine.float_cgroup.kind(), machine.float_cgroup.effective_cpus()) == ("threaded", machine.shared)
-    machine.instance(A).create()
-    assert machine.instance(A).kind() == "domain invalid"
-    with machine.controller():
+        assert not machine.domain(A).exists()
+        assert result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         assert (machine.instance(A).kind(), machine.instance(A).effective_cpus()) == ("threaded", machine.a)
+        assert (machine.pod_float(A).kind(), machine.pod_float(A).effective_cpus()) == ("threaded", machine.shared)
+
+
+def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty(machine: Machine) -> None:
+    """One float for all, threaded, and threaded groups beside it: no domain can be made before they have gone."""
+    machine.root.create()
+    machine.root.enable(["cpuset"])
+    old = [machine.root.child("float"), machine.root.child("float").child(A), machine.domain(A)]
+    for group in old:
+        group.create()
+        group.make_threaded()
+    assert machine.root.kind() == "domain threaded"
+    pod = machine.pod(A, machine.a)
+    used = subprocess.Popen(["sleep", "infinity"])
+    try:
+        old[1].admit(used.pid)
+        with machine.controller(bystander=False):
+            answer = pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
+            assert "drain the node" in str(answer[0]["error"])
+            assert "drain the node" in str(machine.ask("getStatus")["faults"])
+            assert all(group.exists() for group in old)
+            used.kill()
+            used.wait()
+            until(lambda: not any(group.exists() for group in old))
+            assert machine.root.kind() == "domain"
+            assert result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
+    finally:
+        used.kill()
+        used.wait()
 
 
 def test_an_instance_needs_nothing_but_its_descriptors(machine: Machine) -> None:
@@ -68,18 +97,19 @@ def test_an_instance_needs_nothing_but_its_descriptors(machine: Machine) -> None
             "cgroup_path": str(machine.instance(A).path),
             "float_path": str(machine.pod_float(A).path),
             "cpuset": str(machine.a),
-            "protocol": 2,
+            "protocol": 3,
+            "memory": int(machine.domain(A).read("memory.max")),
         }
-        assert answer[1] == 4
+        assert answer[1] == 5
         assert machine.instance(A).effective_cpus() == machine.a
         assert pod.execute("write", 0, 0) == 2
-        assert cgroup_of(pod.pid) == f"/{machine.root.name}/float/{A}"
+        assert cgroup_of(pod.pid) == f"/{machine.root.name}/instance-{A}/float"
         assert len(pod.scope.processes()) == 1  # the anchor keeps it
         inner = pod.execute("thread")
         assert isinstance(inner, int)
         assert pod.execute("write", 1, inner) == len(str(inner)) + 1
         tid = next(iter(machine.instance(A).threads()))
-        assert cgroup_of(pod.pid, tid) == f"/{machine.root.name}/instance-{A}"
+        assert cgroup_of(pod.pid, tid) == f"/{machine.root.name}/instance-{A}/vcpus"
         assert allowed(pod.pid, tid) == str(machine.a)
         cpu = min(machine.a)
         assert pod.execute("pin", inner, [cpu]) is None
@@ -106,7 +136,7 @@ def test_a_pod_cannot_act_for_another_pod(machine: Machine) -> None:
         for in_float in (False, True):
             if in_float:
                 b.execute("write", 0, 0)
-                assert cgroup_of(b.pid).endswith(f"/float/{B}")
+                assert cgroup_of(b.pid).endswith(f"/instance-{B}/float")
             for uuid in (A, "123"):
                 assert reason(b.call(machine.socket, "registerCgroup", uuid=uuid, cpuset=str(machine.a))) == "identity"
                 assert reason(b.call(machine.socket, "deregisterCgroup", uuid=uuid)) == "identity"
@@ -186,11 +216,13 @@ def test_drift_is_corrected(machine: Machine) -> None:
         until(lambda: machine.float_cgroup.effective_cpus() == machine.shared)
         machine.root.set_cpus(machine.shared)
         until(lambda: machine.instance(A).effective_cpus() == machine.a)
-        machine.root.write("cgroup.subtree_control", "-cpuset")
+        with pytest.raises(CgroupError, match="a child still uses the controller"):
+            machine.root.write("cgroup.subtree_control", "-cpuset")
+        machine.domain(A).write("cgroup.subtree_control", "-cpuset")
 
         def whole() -> bool:
             with contextlib.suppress(CgroupError):
-                return machine.instance(A).cpus() == machine.a and machine.float_cgroup.cpus() == machine.shared
+                return machine.instance(A).cpus() == machine.a and machine.pod_float(A).cpus() == machine.shared
             return False
 
         until(whole)

@@ -139,7 +139,7 @@ def test_a_macvtap_is_opened_in_the_pods_cgroup_and_in_float_where_that_is_allow
     outside = "/sys/fs/cgroup"  # as a container's cgroup whose filter lets it use the device
     argv = (*FLOAT.entering(), sys.executable, "-c", OPEN_MACVTAP, name, str(index), outside)
     found = subprocess.run(argv, cwd=PROJECT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert found.startswith("opened 0::/stelia/float"), "where the container may use it, float's filter is not asked"
+    assert found.startswith(f"opened 0::{FLOAT}"), "where the container may use it, float's filter is not asked"
     restarted(controller, "--allow-macvtap")
     assert attempts(disk, more=(tap,)) == {**IN_FLOAT, tap: "done"}
     restarted(controller)
@@ -157,9 +157,12 @@ def restarted(controller: Controller, *more: str) -> None:
 def test_a_tree_that_was_made_anew_is_noticed(controller: Controller, disk: str) -> None:
     assert controller.process is not None
     controller.process.send_signal(signal.SIGSTOP)
+    assert controller.bystander is not None
+    controller.bystander.end()
     until(lambda: gone(TREE), "the tree to be removed")
     controller.process.send_signal(signal.SIGCONT)
-    until(FLOAT.path.exists, "the controller to make the tree again")
+    until(TREE.path.exists, "the controller to make the tree again")
+    controller.put_bystander()
     assert attempts(disk)["read the disk"] == "done"
     assert any("was removed, and its device filter with it; restart" in fault for fault in status(controller)["faults"])
     restarted(controller)
@@ -189,7 +192,7 @@ def test_the_capabilities_of_the_daemon_set_suffice_and_are_given_away(
         assert controller.process is not None
         process = Path(f"/proc/{controller.process.pid}")
         kept = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
-        left = f"{1 << 1 | 1 << 5 | 1 << 19 | 1 << 23 | 1 << 24:016x}"
+        left = f"{1 << 1 | 1 << 19 | 1 << 23 | 1 << 24:016x}"
         assert (kept["CapEff"], kept["CapPrm"], kept["CapInh"]) == (left, left, f"{0:016x}")
         assert kept["NoNewPrivs"] == "1"
         assert os.readlink(process / "ns" / "cgroup") == os.readlink("/proc/1/ns/cgroup")  # noqa: PTH115 - magic links

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
+from tests.node.cgroups import Cgroup
 from tests.node.forked_controllers import ForkedController
 from tests.node.instances import (
     FLOAT,
@@ -31,6 +32,7 @@ from tests.node.instances import (
     until,
     untouched,
 )
+from tests.node.minimal_pods import BYSTANDER
 from tests.node.standin_kubelet import Container, Pod
 from tests.support.soak import chance, times
 
@@ -93,7 +95,8 @@ class IsolationMonitor:
     def observe(self) -> None:
         before = instance_cpus()
         float_cpus = FLOAT.cpus()
-        threads = [thread for pid in TREE.read("cgroup.procs").split() for thread in threads_of(int(pid))]
+        pids = [pid for domain in TREE.children() for pid in domain.read("cgroup.procs").split()]
+        threads = [thread for pid in pids for thread in threads_of(int(pid))]
         after = instance_cpus()
         for name, cpus in before.items():
             if after.get(name) != cpus:
@@ -105,7 +108,7 @@ class IsolationMonitor:
                     self.violations.append(f"{other} has {theirs & cpus} of {name}")
             pod = name.removeprefix("instance-").replace("-", "_")
             for thread in threads:
-                of_the_instance = thread.cgroup.endswith(f"/{name}") or pod in thread.cgroup
+                of_the_instance = thread.cgroup.endswith(f"/{name}/vcpus") or pod in thread.cgroup
                 if not of_the_instance and not thread.cpus.isdisjoint(cpus):
                     self.violations.append(f"{thread} may run on {thread.cpus & cpus} of {name}")
         self.observations += 1
@@ -121,10 +124,10 @@ class IsolationMonitor:
 def instance_cpus() -> dict[str, CpuSet]:
     """Return the name and the CPUs of every instance's cgroup that has some."""
     found = {}
-    for group in TREE.children():
-        with contextlib.suppress(OSError):  # it may just be removed
-            if group.path.name.startswith("instance-") and group.read("cpuset.cpus"):
-                found[group.path.name] = group.cpus("cpuset.cpus")
+    for domain in TREE.children():
+        with contextlib.suppress(OSError):  # it may just be removed, and one has no vCPUs
+            if cpus := Cgroup(domain.path / "vcpus").cpus("cpuset.cpus"):
+                found[domain.path.name] = cpus
     return found
 
 
@@ -290,9 +293,7 @@ def test_three_at_once_while_another_pod_starts_and_ends(fleet: Fleet) -> None:
             assert "faults=0" in instance.running.output
             fleet.wait_removed(instance)
     assert FLOAT.cpus() == CpuSet(cpu for cpus in kubelet.numa.values() for cpu in cpus)
-    assert FLOAT.read("cgroup.threads") == ""
-    assert names(FLOAT) == []
-    assert names(TREE) == ["float"]
+    assert names(TREE) == [f"instance-{BYSTANDER}"]
 
 
 def test_every_way_to_end_an_instance_leaves_nothing_and_the_others_unchanged(fleet: Fleet) -> None:
@@ -324,4 +325,4 @@ def test_every_way_to_end_an_instance_leaves_nothing_and_the_others_unchanged(fl
     ended(c, lambda: c.running.kill("KILL"))
     kubelet.stop(c.uid)
     fleet.wait_removed(c)
-    assert names(TREE) == ["float"]
+    assert names(TREE) == [f"instance-{BYSTANDER}"]

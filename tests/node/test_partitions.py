@@ -278,15 +278,15 @@ def sealed(machine: Machine, pod: minimal_pods.Pod) -> str:
     if not pod.scope.processes() - {pod.pid}:
         pod.execute("anchor")
     result(pod.call(machine.socket, "registerCgroup", uuid=pod.uid, cpuset=str(pod.scope.cpus())))
-    pod.execute("write", -4, 0)
-    pod.execute("write", -3, pod.execute("thread"))
+    pod.execute("write", -5, 0)
+    pod.execute("write", -4, pod.execute("thread"))
     return str(result(pod.call(machine.socket, "sealCgroup", uuid=pod.uid))["guarantee"])
 
 
 def ended(machine: Machine, pod: minimal_pods.Pod) -> None:
     """Let *pod* go the way back."""
     result(pod.call(machine.socket, "unsealCgroup", uuid=pod.uid))
-    pod.execute("write", -2, 0)
+    pod.execute("write", -3, 0)
     assert result(pod.call(machine.socket, "deregisterCgroup", uuid=pod.uid)) == {"removed": True}
 
 

@@ -48,16 +48,16 @@ def test_an_instance_from_start_to_end(start: Start, kubelet: Kubelet, runtime: 
     receipt = instance.receipt()
     assert receipt["backend"] == "controller"
     assert CpuSet.parse(receipt["float_cpus"]) == kubelet.default
-    assert {name: path.rpartition("/")[2] for name, path in receipt["cgroups"].items()} == {
-        "pod": "",
-        "floating": instance.uid,
-        "instance": instance.group.path.name,
+    domain = instance.domain.path.name
+    assert {name: path.split("/")[-2:] for name, path in receipt["cgroups"].items()} == {
+        "pod": ["", ""],
+        "floating": [domain, "float"],
+        "instance": [domain, "vcpus"],
     }
     assert instance.stop() == 0
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
     assert not instance.group.path.exists(), "it was deregistered, with the entry still in the kubelet's state"
-    assert FLOAT.read("cgroup.threads") == ""
-    assert not instance.float_group.path.exists()
+    assert not instance.domain.path.exists()
 
 
 @pytest.mark.gate
@@ -165,6 +165,20 @@ def test_processes_executed_in_the_pod_are_kept_off_the_vcpus_cpus(start: Start,
         assert {thread.cgroup for thread in strays()} == {instance.scope}
     assert instance.stop() == 0
     assert not instance.group.path.exists()
+
+
+def test_a_guest_runs_and_ends_in_order_while_all_epoll_watches_are_taken(start: Start) -> None:
+    limit = Path("/proc/sys/fs/epoll/max_user_watches")
+    before = limit.read_text()
+    instance = start(1, "2-3")
+    instance.up()
+    try:
+        limit.write_text("1")
+        instance.is_placed()
+        assert instance.stop() == 0
+    finally:
+        limit.write_text(before)
+    assert "ended outcome=stopped status=0 faults=0" in instance.running.output
 
 
 def test_the_controller_may_be_down_while_the_instance_runs_and_when_it_ends(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -32,6 +32,7 @@ FILES = {
         "memory.max": "max",
         "memory.swap.max": "max",
         "memory.stat": "active_file 0\ninactive_file 0",
+        "memory.events": "low 0\nhigh 0\nmax 0\noom 0\noom_kill 0\noom_group_kill 0",
     },
     "hugetlb": {"hugetlb.2MB.max": "max", "hugetlb.2MB.rsvd.max": "max"},
     "pids": {"pids.max": "max"},
@@ -45,15 +46,17 @@ class FakeCgroup(Cgroup):
     def create(self) -> None:
         if self.exists():
             return
-        if self.parent.read_if_there("cgroup.max.descendants") == "0":
-            raise self._error("cgroup.max.descendants", self.name, errno.EAGAIN)
+        for above in self._ancestors():
+            most = above.read_if_there("cgroup.max.descendants") or "max"
+            if most.isdecimal() and len(above.below(1 << 10)) >= int(most):
+                raise self._error("cgroup.max.descendants", self.name, errno.EAGAIN)
         super().create()
         beneath = (self.parent.path / "cgroup.type").exists() and "threaded" in self.parent.kind()
         self._put("cgroup.type", "domain invalid" if beneath else "domain")
         self._put("cgroup.events", "populated 0\nfrozen 0")
         self._put("cgroup.max.descendants", "max")
         self._put("cgroup.subtree_control", "")
-        for file in ("cgroup.procs", "cgroup.threads"):
+        for file in ("cgroup.kill", "cgroup.procs", "cgroup.threads"):
             (self.path / file).touch()
         self._set_controllers(self.parent.enabled())
 
@@ -63,30 +66,27 @@ class FakeCgroup(Cgroup):
                 return False
             for file in self.path.iterdir():
                 file.unlink()
-        return super().remove()
+        removed = super().remove()
+        # A cgroup is the root of a threaded domain as long as it has threaded children.
+        above = self.parent
+        was_root = above.exists() and above.read_if_there("cgroup.type") == "domain threaded"
+        if was_root and not any(above.child(name).kind() == "threaded" for name in above.children()):
+            above._put("cgroup.type", "domain")
+        return removed
 
     def write(self, file: str, value: str) -> None:
         os.close(self.open(file))  # as in the kernel: a write creates no file
         match file:
             case "cgroup.type":
-                parent = self.parent
-                if value != "threaded" or self.populated() or parent.enabled() - THREADED_CONTROLLERS:
-                    raise self._error(file, value, errno.EOPNOTSUPP)
-                if parent.kind() != "threaded":
-                    parent._put("cgroup.type", "domain threaded")
-                self._put(file, value)
+                self._make_threaded(value)
             case "cgroup.subtree_control":
                 self._enable(value)
             case "cpuset.cpus" | "cpuset.mems":
-                asked = CpuSet.parse(value)
-                if self.populated() and not asked:
-                    raise self._error(file, value, errno.ENOSPC)
-                if asked and max(asked) > max(self._mount()._parse(file), default=0):
-                    raise self._error(file, value, errno.ERANGE)
-                self._put(file, str(asked))
-                self._update_effective()
+                self._set_cpuset(file, value)
             case "cgroup.threads":
                 self._move_thread(value)
+            case "cgroup.kill":
+                self._kill(value)
             case "pids.max" if value != "max" and not 0 <= int(value) <= MOST_PROCESSES:
                 raise self._error(file, value, errno.EINVAL)
             case _:
@@ -118,14 +118,43 @@ class FakeCgroup(Cgroup):
             root = root.parent
         groups = [attrs.evolve(self, path=path.parent) for path in root.path.rglob("cgroup.threads")]
         if not any(group.remove_thread(int(value)) for group in groups):
-            raise self._error("cgroup.threads", value, errno.ESRCH)
+            everywhere = self._mount().below(1 << 10)
+            elsewhere = any(
+                (group.path / "cgroup.threads").exists() and int(value) in group.threads() for group in everywhere
+            )
+            raise self._error("cgroup.threads", value, errno.EOPNOTSUPP if elsewhere else errno.ESRCH)
         self.put_threads(self.threads() | {int(value)})
+
+    def _make_threaded(self, value: str) -> None:
+        parent = self.parent
+        if value != "threaded" or self.populated() or parent.enabled() - THREADED_CONTROLLERS:
+            raise self._error("cgroup.type", value, errno.EOPNOTSUPP)
+        if parent.kind() != "threaded":
+            parent._put("cgroup.type", "domain threaded")
+        self._put("cgroup.type", value)
+
+    def _set_cpuset(self, file: str, value: str) -> None:
+        asked = CpuSet.parse(value)
+        if self.populated() and not asked:
+            raise self._error(file, value, errno.ENOSPC)
+        if asked and max(asked) > max(self._mount()._parse(file), default=0):
+            raise self._error(file, value, errno.ERANGE)
+        self._put(file, str(asked))
+        self._update_effective()
+
+    def _kill(self, value: str) -> None:
+        if self.kind() == "threaded":
+            raise self._error("cgroup.kill", value, errno.EOPNOTSUPP)
+        for group in (self, *self.below(1 << 10)):
+            group.put_threads(())
 
     def _enable(self, value: str) -> None:
         enabled = set(self.enabled())
         for word in value.split():
             if word[1:] not in self.controllers():
                 raise self._error("cgroup.subtree_control", value, errno.ENOENT)
+            if word[0] == "-" and any(word[1:] in self.child(name).enabled() for name in self.children()):
+                raise self._error("cgroup.subtree_control", value, errno.EBUSY)
             (enabled.add if word[0] == "+" else enabled.discard)(word[1:])
         if enabled - THREADED_CONTROLLERS and self.kind() == "domain threaded":
             raise self._error("cgroup.subtree_control", value, errno.EOPNOTSUPP)
@@ -152,6 +181,12 @@ class FakeCgroup(Cgroup):
         for name in self.children():
             if (self.path / name / "cpuset.cpus").exists():
                 self.child(name)._update_effective()
+
+    def _ancestors(self) -> Iterator[FakeCgroup]:
+        group = self.parent
+        while (group.path / "cgroup.type").exists():
+            yield group
+            group = group.parent
 
     def _mount(self) -> FakeCgroup:
         group = self

@@ -53,6 +53,9 @@ def scope_path(uid: str) -> str:
     return f"/kubepods.slice/kubepods-pod{uid.replace('-', '_')}.slice/cri-containerd-{ID}.scope"
 
 
+BYSTANDER = "bystander"
+
+
 @attrs.frozen
 class Node:
     """A fake Kubernetes node of 20 CPUs and 2 NUMA nodes."""
@@ -77,6 +80,7 @@ class Node:
                 if not part.endswith(".scope"):
                     group.write("cgroup.subtree_control", "+cpuset")
             group.write("cpuset.cpus", containers["instance"])
+        node.put_bystander()
         for pid in (1, os.getpid()):
             node.put_process(pid, "/", inner=1, namespace=HOST_NAMESPACE)
         (node.proc / "meminfo").write_text(f"MemTotal: {RAM >> 10} kB\n")
@@ -120,18 +124,32 @@ class Node:
 
     @property
     def float_cgroup(self) -> FakeCgroup:
-        return self.root.child("float")
+        """Return the float of a pod that is no pod of the kubelet's, and has nothing but that (:meth:`put_bystander`)."""
+        return self.pod(BYSTANDER)
 
     @property
     def socket(self) -> Path:
         return self.path / "controller.sock"
 
-    def instance(self, uid: str) -> FakeCgroup:
+    def domain(self, uid: str) -> FakeCgroup:
         return self.root.child(f"instance-{uid}")
 
+    def instance(self, uid: str) -> FakeCgroup:
+        """Return the cgroup of the vCPUs of pod *uid*."""
+        return self.domain(uid).child("vcpus")
+
     def pod(self, uid: str) -> FakeCgroup:
-        """Return the cgroup of pod *uid* in float."""
-        return self.float_cgroup.child(uid)
+        """Return the float of pod *uid*."""
+        return self.domain(uid).child("float")
+
+    def put_bystander(self) -> None:
+        """Make a domain in whose float something runs: it follows the shared pool, whatever instances there are."""
+        for group in (self.root, self.domain(BYSTANDER)):
+            group.create()
+            group.write("cgroup.subtree_control", "+cpuset")
+        self.float_cgroup.create()
+        self.float_cgroup.write("cgroup.type", "threaded")
+        self.float_cgroup.populate(True)
 
     def end_pod(self, uid: str) -> None:
         """Remove the pod's own cgroups, as the kubelet does when its last container has ended."""
@@ -224,19 +242,19 @@ class Client:
         self.buffer[:] = rest
         return line
 
-    async def ask(self, method: str, **params: str) -> dict[str, object]:
+    async def ask(self, method: str, **params: object) -> dict[str, object]:
         """Call *method* and return the whole response."""
         await self.send(json.dumps({"jsonrpc": "2.0", "method": method, "params": params, "id": 1}).encode() + b"\n")
         response = json.loads(await self.line())
         assert isinstance(response, dict)
         return response
 
-    async def result(self, method: str, **params: str) -> object:
+    async def result(self, method: str, **params: object) -> object:
         response = await self.ask(method, **params)
         assert "result" in response, response
         return response["result"]
 
-    async def refusal(self, method: str, **params: str) -> dict[str, object]:
+    async def refusal(self, method: str, **params: object) -> dict[str, object]:
         """Call *method*, which must be refused, and return the error's data with its message."""
         response = await self.ask(method, **params)
         error = response["error"]

@@ -148,7 +148,7 @@ def test_the_article_has_forty_vcpus_alone_on_isolated_cpus() -> None:
     threads = re.findall(r"^ *\d+  (\S.*?)  +([\d,-]+)  +(\d+)  (/\S+)$", table, re.MULTILINE)
     vcpus = [thread for thread in threads if thread[0].startswith("CPU ")]
     assert len(vcpus) == 40
-    assert {group for _, _, _, group in vcpus} == {"/stelia/instance-00000001…"}
+    assert {group for _, _, _, group in vcpus} == {"/stelia/instance-00000001…/vcpus"}
     assert all(allowed == running_on for _, allowed, running_on, _ in vcpus)
     assert {allowed for name, allowed, _, _ in threads if not name.startswith("CPU ")} == {"0,21-64,85-127"}
     isolated = CpuSet(int(allowed) for _, allowed, _, _ in vcpus)

@@ -43,7 +43,7 @@ PURE = (
         f"check.{module}"
         for module in ("context", "finding", "kernel_settings", "cpu_owners", "device_rights", "programs", "report")
     }
-    | {f"controller.tree.{module}" for module in ("float_memory", "limits", "reconcile")}
+    | {f"controller.tree.{module}" for module in ("limits", "reconcile")}
     | {f"controller.tune.{module}" for module in ("cache_groups", "disturbances", "tuning")}
 )
 EFFECTS = {

@@ -16,7 +16,7 @@ import yaml
 from runner.controller.main import command_line
 from runner.controller.privileged_start import KEPT_CAPABILITIES
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
-from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_KILL, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
+from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
 from runner.kubelet.pod import parse_quantity
 from runner.node_plan.quirks import NEWEST_MINOR, OLDEST_MINOR
 from runner.plan.instance import DEVICES_BACK, share_grace
@@ -226,7 +226,6 @@ def test_the_controller_gets_what_it_keeps_and_what_it_starts_with() -> None:
     assert "command" not in container
     names = {
         CAP_DAC_OVERRIDE: "DAC_OVERRIDE",
-        CAP_KILL: "KILL",
         CAP_SYS_NICE: "SYS_NICE",
         CAP_SYS_PTRACE: "SYS_PTRACE",
         CAP_SYS_RESOURCE: "SYS_RESOURCE",

@@ -3,11 +3,13 @@
 =================  ===================  ==========================================================================
 method             params               result
 =================  ===================  ==========================================================================
-registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol"}``, where ``float_path``
-                   [``protocol``]       is the pod's group in float; with it travel descriptors of that group's
-                                        ``cgroup.procs``, the instance's ``cgroup.threads``, the pod's own
-                                        ``cgroup.procs``, and ``cgroup.threads`` of the pod's group in float, in
-                                        this order; the kernel's threads in the pod's own group go to float
+registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol", "memory"}``:
+                   [``protocol``,       ``cgroup_path`` takes the vCPU threads, ``float_path``, beside it, all others;
+                   ``overhead``,        ``memory`` are the bytes that both may have. With it travel descriptors of
+                   ``charged``]         float's ``cgroup.procs``, the vCPUs' ``cgroup.threads``, the pod's own
+                                        ``cgroup.procs``, float's ``cgroup.threads``, and ``memory.events`` of the
+                                        instance's domain to read, in this order; the kernel's threads in the pod's
+                                        own group go to float
 deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
 sealCgroup         ``uuid``             ``{"guarantee": "enforced"}``: the kernel keeps all others off its CPUs; or
                                         ``{"guarantee": "arranged", "reason"}``
@@ -18,10 +20,12 @@ listInstances      none                 ``[{"uuid", "cgroup_path", "float_path",
                                         "populated", "guarantee", "awaited_by", "without_seccomp"}, …]``
 getStatus          none                 protocol, kubelet's policy, whether resource claims have CPUs, float, frozen
                                         reason, whether CPUs can be sealed, CPUs that change hands, faults,
-                                        disturbances, memory_ends, without_seccomp
+                                        disturbances, oom_kills, without_seccomp
 =================  ===================  ==========================================================================
 
-``uuid`` is the uid of the instance's pod. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
+``uuid`` is the uid of the instance's pod. ``overhead`` are the bytes that the instance needs besides the guest's memory: where less
+is left, it is refused. With ``charged``, when the guest's memory is charged to the pod, the instance gets what the pod's own limit
+leaves. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
 ``data: {"reason": …, …}``.
 
 The CPUs of an instance that is still being powered down may already be another's in the kubelet's state. Then ``conflict``
@@ -56,8 +60,9 @@ from runner.controller.serve.identity import (
     check_init_process,
     identify_container,
 )
+from runner.controller.tree.limits import LEAST_INSTANCE_MEMORY, memory_for, share_of
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import ISOLATED, ROOT, Group, holders, is_resized
+from runner.controller.tree.reconcile import ISOLATED, Group, floats_on, holders, is_resized
 from runner.controller.tune.host_tuner import TUNING, HostTuner
 from runner.controller.tune.tuning import Tuning
 from runner.kernel.cgroup import Cgroup, CgroupError
@@ -65,11 +70,8 @@ from runner.kernel.device_filter import cgroup_id
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kubelet.pod_cgroups import (
-    FLOAT,
     INSTANCE_NAME,
     ContainerCgroup,
-    instance_group,
-    pod_float_group,
 )
 from runner.protocol.controller_client import BUSY, PROTOCOL
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
@@ -87,7 +89,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "getStatus": (),
 }
 """Method → the names of its parameters, in the order in which they may be given without names."""
-OPTIONAL: Mapping[str, frozenset[str]] = {"registerCgroup": frozenset({"protocol"})}
+OPTIONAL: Mapping[str, frozenset[str]] = {"registerCgroup": frozenset({"protocol", "overhead", "charged"})}
 """Method → parameters besides, which may be left out."""
 
 CODES = {
@@ -115,6 +117,26 @@ SEALS_APART = 0.1
 """The same between any two on the node: many pods may ask together."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
+
+
+@frozen
+class MemoryRequest:
+    """What a registration says of memory."""
+
+    overhead: int
+    """Bytes that the instance needs besides the guest's memory; 0 if they are not named."""
+    charged: bool
+    """Whether the guest's memory is charged to the pod."""
+
+
+@frozen
+class PodMemory:
+    """What the limits of a pod say of its instance's memory, in bytes."""
+
+    left: int
+    """What they leave."""
+    share: int | None
+    """The pod's share of what all instances can have; ``None`` if that is not limited."""
 
 
 @frozen
@@ -208,7 +230,7 @@ class RpcMethods:
         pod_uid = _pod_uid(arguments["uuid"])
         match method:
             case "registerCgroup":
-                return await self._register(identify, pod_uid, arguments["cpuset"], arguments.get("protocol", 1))
+                return await self._register(identify, pod_uid, arguments)
             case "deregisterCgroup":
                 return await self._deregister(identify, pod_uid)
             case "sealCgroup":
@@ -220,29 +242,42 @@ class RpcMethods:
 
     # -- registerCgroup ----------------------------------------------------------------------------------------------
 
-    async def _register(self, identify: Identify, pod_uid: str, cpuset: object, protocol: object) -> RpcResult:
+    async def _register(self, identify: Identify, pod_uid: str, arguments: Mapping[str, object]) -> RpcResult:
         # First, because only a peer that may act is worth the time to parse its list.
         caller = await self._caller(identify, pod_uid)
-        asked = _cpuset(cpuset)
-        if _protocol(protocol) == 1 and self.partitions_required:
+        asked, protocol = _cpuset(arguments["cpuset"]), _number(arguments, "protocol", PROTOCOL)
+        memory = MemoryRequest(_number(arguments, "overhead", 0), charged=arguments.get("charged") is True)
+        if protocol < PROTOCOL:
             raise RequestRefusedError(
                 identity.HOST,
-                f"cannot register instance {pod_uid!r}: its runner is older than partitions, which --partitions required "
-                "demands; update its image",
+                f"cannot register instance {pod_uid!r}: its runner is older than this controller, and does not know that each "
+                f"instance has a domain of its own (protocol {protocol} instead of {PROTOCOL}); update its image",
+                lasting=True,
+            )
+        if "protocol" not in arguments and self.partitions_required:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot register instance {pod_uid!r}: its client names no protocol, and so does not seal its CPUs, which "
+                "--partitions required demands; use instance-runner",
                 lasting=True,
             )
         self._check_seccomp(identify, pod_uid)
-        result = await self._registered(identify, caller, pod_uid, asked)
+        result = await self._registered(identify, caller, pod_uid, asked, memory)
         if caller is not None:
             await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), pod_uid)
         return result
 
     async def _registered(
-        self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet
+        self,
+        identify: Identify,
+        caller: ContainerIdentity | None,
+        pod_uid: str,
+        asked: CpuSet,
+        memory: MemoryRequest,
     ) -> RpcResult:
         await trio.lowlevel.checkpoint()
         try:
-            return self._register_once(identify, caller, pod_uid, asked)
+            return self._register_once(identify, caller, pod_uid, asked, memory)
         except RequestRefusedError as error:
             if error.lasting:
                 raise
@@ -259,7 +294,7 @@ class RpcMethods:
                     with trio.move_on_at(deadline) as timeout:
                         await self.loop.next_pass()
                     try:
-                        return self._register_once(identify, caller, pod_uid, asked)
+                        return self._register_once(identify, caller, pod_uid, asked, memory)
                     except RequestRefusedError as again:
                         if again.lasting or timeout.cancelled_caught:
                             raise
@@ -267,20 +302,29 @@ class RpcMethods:
             self._waits.release()
 
     def _register_once(
-        self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet
+        self,
+        identify: Identify,
+        caller: ContainerIdentity | None,
+        pod_uid: str,
+        asked: CpuSet,
+        memory: MemoryRequest,
     ) -> RpcResult:
         """Register without waiting, so that nothing changes between the decision and its effect."""
         self._check_alive(identify)
         self._check_cpus(caller, pod_uid, asked)
         self._check_holders(pod_uid, asked)
-        group = self.loop.tree.group(instance_group(pod_uid))
+        bytes_of = self._memory(caller, pod_uid, memory)
+        group, floating = self.loop.tree.vcpus_of(pod_uid), self.loop.tree.float_of(pod_uid)
         existed = group.exists()
-        needed = (ROOT, FLOAT, instance_group(pod_uid), pod_float_group(pod_uid))
         faults = [
             fault.reason
-            for fault in self.loop.pass_over({pod_uid: asked})
-            if fault.group in needed and not fault.unlimited
+            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of)
+            if fault.pod_uid in (pod_uid, None) and not fault.unlimited
         ]
+        others = floats_on(asked, self.loop.observed or self.loop.observe(), but=pod_uid)
+        faults += [f"the float of pod {other!r} could not be shrunk, and runs on them still" for other in others]
+        if not faults and not floating.exists():
+            faults.append("no CPU is left for its float")
         if self.device_filter.missing:  # asked after the pass, which makes a root that was removed
             faults.append(self.device_filter.missing)
         effective = group.effective_cpus() if not faults else CpuSet()
@@ -294,18 +338,67 @@ class RpcMethods:
         what = "found" if existed else "registered"
         if (more := self.loop.log_limit.due(what, pod_uid)) is not None:
             log.info("instance %s%s uuid=%s cpus=%s", what, more, pod_uid, asked)
-        pod = self.loop.tree.pod(pod_uid)
-        control_files = [(pod, "cgroup.procs"), (group, "cgroup.threads")]
+        domain = self.loop.tree.domain(pod_uid)
+        control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
-            control_files += [(self.mount.at(caller.cgroup), "cgroup.procs"), (pod, "cgroup.threads")]
+            control_files += [(self.mount.at(caller.cgroup), "cgroup.procs"), (floating, "cgroup.threads")]
+            if domain.read_if_there("memory.events") is not None:
+                control_files.append((domain, "memory.events"))
         return RpcResult(
             {
                 "cgroup_path": str(group.path),
-                "float_path": str(pod.path),
+                "float_path": str(floating.path),
                 "cpuset": str(effective),
                 "protocol": PROTOCOL,
+                "memory": domain.memory_limit(),
             },
             tuple(control_files),
+        )
+
+    def _memory(self, caller: ContainerIdentity | None, pod_uid: str, request: MemoryRequest) -> Mapping[str, int]:
+        """Return what the domain of *pod_uid* gets, nothing if it keeps what it has. Raises :class:`RequestRefusedError`.
+
+        At first each gets the same. When the guest's memory is charged, what the pod's own limits leave, if that is more: the
+        tables of the guest's pages come later, and are charged to the domain. No client gets more than these leave; of that, it
+        gets its pod's share of all, or what it needs. All together never get more than the tree has.
+        """
+        observed, limits = self.loop.observed or self.loop.observe(), self.loop.limits
+        domain = observed.domains.get(pod_uid)
+        has = None if domain is None else domain.memory_max
+        if "memory" not in observed.offered or (has is not None and not request.charged):
+            return {}
+        wanted, pod = limits.instance_memory, self._pod_memory(caller, pod_uid) if request.charged else None
+        if pod is not None:
+            most = pod.left if pod.share is None else max(pod.share, request.overhead)
+            wanted = max(wanted, min(pod.left, most))
+        elif self.loop.source is None:
+            # The machine's owner starts these containers, and may leave them without a limit.
+            wanted = max(wanted, request.overhead)
+        others = sum(each.memory_max or 0 for uid, each in observed.domains.items() if uid != pod_uid)
+        found, least = memory_for(wanted, limits, others), request.overhead or LEAST_INSTANCE_MEMORY
+        if has is not None:
+            return {pod_uid: max(found, has)}
+        if limits.memory_max is not None and (left := max(limits.memory_max - others, 0)) < least:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot register instance {pod_uid!r}: it needs {least >> 20} MiB besides the guest's memory, and {left >> 20} of "
+                f"the {limits.memory_max >> 20} MiB of --memory-max are left; give the controller more, and reserve as much for "
+                "the system",
+                lasting=False,
+            )
+        return {pod_uid: found}
+
+    def _pod_memory(self, caller: ContainerIdentity | None, pod_uid: str) -> PodMemory | None:
+        """Return what the limits of the pod, and of the container of *caller*, leave; ``None`` if there is no limit."""
+        if caller is None:
+            return None
+        groups = [self.mount.at(caller.container.path), *map(Cgroup, self.loop.pods.existing(pod_uid))]
+        limited = [(group, limit) for group in groups if (limit := group.memory_limit()) is not None]
+        if not limited:
+            return None
+        return PodMemory(
+            left=min(max(limit - group.memory_kept(), 0) for group, limit in limited),
+            share=share_of(min(limit + group.huge_page_limit() for group, limit in limited), self.loop.limits),
         )
 
     def _check_holders(self, pod_uid: str, asked: CpuSet) -> None:
@@ -326,8 +419,8 @@ class RpcMethods:
             # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
             if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
                 log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
-            self.loop.tree.unseal(self.loop.tree.group(instance_group(other)))
-            self.loop.tree.group(instance_group(other)).remove()
+            self.loop.tree.unseal(self.loop.tree.vcpus_of(other))
+            self.loop.tree.vcpus_of(other).remove()
         mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked and not self._is_resized(pod_uid, mine, asked):
             raise RequestRefusedError(
@@ -358,7 +451,7 @@ class RpcMethods:
                     await trio.lowlevel.checkpoint()
                 if self.peers.is_kernel_thread(pid):
                     try:
-                        self.loop.tree.pod(pod_uid).admit(pid)
+                        self.loop.tree.float_of(pod_uid).admit(pid)
                         if (more := self.loop.log_limit.due("kernel thread moved", pod_uid)) is not None:
                             log.info("kernel thread moved to float%s pid=%d", more, pid)
                     except CgroupError as error:
@@ -446,7 +539,7 @@ class RpcMethods:
 
         What is not registered or is sealed takes no turn: every container of the node may ask, as often as it likes.
         """
-        group = self.loop.tree.group(instance_group(pod_uid))
+        group = self.loop.tree.vcpus_of(pod_uid)
         async with self._requests.setdefault(pod_uid, trio.Lock()):  # each instance has one place in the order
             if not group.exists():
                 return "it is not registered"
@@ -487,7 +580,7 @@ class RpcMethods:
     def _check_owner(self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str) -> None:
         """Check that the peer lives still, and that *caller*, its container, has the CPUs of the instance."""
         self._check_alive(identify)
-        group = self.loop.tree.group(instance_group(pod_uid))
+        group = self.loop.tree.vcpus_of(pod_uid)
         if caller is not None and self.loop.source is not None and not self.trusting and group.exists():
             # Not the CPUs in effect: a pod has none of its own while its instance is sealed.
             check_container(caller, self.mount.at(caller.container.path).cpus(), group.cpus(), pod_uid)
@@ -496,7 +589,7 @@ class RpcMethods:
 
     async def _deregister(self, identify: Identify, pod_uid: str) -> RpcResult:
         await self._owner(identify, pod_uid)
-        group = self.loop.tree.group(instance_group(pod_uid))
+        group = self.loop.tree.vcpus_of(pod_uid)
         if not group.exists():
             return RpcResult({"removed": False})
         self._unsealed(pod_uid)
@@ -521,14 +614,14 @@ class RpcMethods:
     async def _tune(self, identify: Identify, pod_uid: str, asked: object) -> RpcResult:
         tuning = _tuning(asked)
         await self._owner(identify, pod_uid)
-        group = self.loop.tree.group(instance_group(pod_uid))
-        if not group.exists():
+        domain = self.loop.tree.domain(pod_uid)
+        if not domain.exists():
             raise RequestRefusedError(
                 identity.CONFLICT,
                 f"cannot tune instance {pod_uid!r}: it is not registered; register it first",
                 lasting=True,
             )
-        group.set_attribute(TUNING, tuning.to_json())
+        domain.set_attribute(TUNING, tuning.to_json())
         self.loop.observe()
         missing = await self.tuner.tune_instance(pod_uid)
         if (more := self.loop.log_limit.due("tuned", pod_uid)) is not None:
@@ -546,8 +639,10 @@ class RpcMethods:
             [
                 {
                     "uuid": pod_uid,
-                    "cgroup_path": str(self.loop.tree.group(instance_group(pod_uid)).path),
-                    "float_path": str(self.loop.tree.pod(pod_uid).path),
+                    "cgroup_path": str(self.loop.tree.vcpus_of(pod_uid).path),
+                    "float_path": str(self.loop.tree.float_of(pod_uid).path),
+                    "memory": observed.domains[pod_uid].memory_max,
+                    "oom_kills": observed.domains[pod_uid].oom_kills,
                     "cpuset": str(group.cpus),
                     "effective": str(group.effective),
                     "populated": group.populated,
@@ -579,14 +674,13 @@ class RpcMethods:
         """Return the controller's state; of other pods a container learns no more than how many instances there are."""
         mine = self._visible(identify)
         observed = self.loop.seen()
-        floating = observed.groups.get(FLOAT)
         state = self.loop.state
         return RpcResult(
             {
                 "protocol": PROTOCOL,
                 "root": str(self.loop.tree.root.path),
-                "float_path": str(self.loop.tree.floating.path),
-                "float_cpuset": str(floating.effective) if floating is not None else None,
+                "float_path": str(self.loop.tree.float_of(mine).path) if mine else None,
+                "float_cpuset": str(self.loop.float_cpus()),
                 "instances": len(observed.instances()),
                 "kubelet": self.loop.source is not None,
                 "policy": None if isinstance(state, Frozen) else state.policy,
@@ -609,9 +703,11 @@ class RpcMethods:
                     *(fault.reason for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)),
                 ],
                 "disturbances": list(self.tuner.reasons) if mine is None else None,
-                "memory_ends": [
-                    attrs.asdict(end) for end in self.loop.counters.memory_ends if mine in (None, end.pod_uid)
-                ],
+                "oom_kills": {
+                    pod_uid: domain.oom_kills
+                    for pod_uid, domain in sorted(observed.domains.items())
+                    if domain.oom_kills and mine in (None, pod_uid)
+                },
                 "without_seccomp": sorted(each for each in self.loop.without_seccomp() if mine in (None, each)),
                 "trusting": self.trusting,
             }
@@ -680,7 +776,7 @@ class RpcMethods:
                     each.cpus,
                     each.holder,
                 )
-        events = (self.loop.tree.group(instance_group(refusal.holder)), "cgroup.events")
+        events = (self.loop.tree.vcpus_of(refusal.holder), "cgroup.events")
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values}, (events,))
 
     def _refused(self, identify: Identify, method: str, refusal: RequestRefusedError) -> RpcError:
@@ -726,9 +822,10 @@ def _cpuset(value: object) -> CpuSet:
     return cpus
 
 
-def _protocol(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RpcError(INVALID_PARAMS, "Invalid params: 'protocol' must be a whole number from 1 on")
+def _number(arguments: Mapping[str, object], name: str, default: int) -> int:
+    value = arguments.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise RpcError(INVALID_PARAMS, f"Invalid params: {name!r} must be a whole number")
     return value
 
 

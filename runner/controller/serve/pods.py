@@ -79,10 +79,6 @@ class PodCgroups:
             for directory, _, _ in islice(os.walk(top), _MOST_GROUPS):
                 yield from self._members(Path(directory))
 
-    def has_more_groups(self, pod_uid: str) -> bool:
-        """Tell whether :meth:`processes` leaves some of the cgroups of *pod_uid* out, because there are so many."""
-        return any(next(islice(os.walk(top), _MOST_GROUPS, None), None) for top in self.existing(pod_uid))
-
     def _members(self, directory: Path) -> Iterator[MemberProcess]:
         path = f"/{directory.relative_to(self.mount.path)}"
         container = self.container(path)
@@ -103,6 +99,14 @@ class PodCgroups:
             if limit is not None and limit.isdecimal():
                 return int(limit)
         return None
+
+    def cpu_weight(self) -> int:
+        """Return the ``cpu.weight`` of all pods; the kernel's default where there is no kubelet."""
+        for path in KUBEPODS:
+            weight = self.mount.at(f"/{path}").read_if_there("cpu.weight")
+            if weight is not None and weight.isdecimal():
+                return int(weight)
+        return 100
 
     def describe(self, tids: Iterable[int]) -> list[str]:
         """Return a phrase for each process of the threads *tids*: its number, its name with escapes, and its pod."""

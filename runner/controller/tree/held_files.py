@@ -1,4 +1,4 @@
-"""The files of the controller's cgroups, held open so that no process can take a lease that keeps the controller waiting.
+"""The files of the floats and the vCPUs' cgroups, held open so that no process can take a lease that keeps the controller waiting.
 
 A pod's root owns the files of cgroups, as the controller does, and reaches some: by the descriptors that the controller
 gives away, or by a mount. :mod:`runner.kernel.leases` has the kernel's rules.
@@ -26,9 +26,9 @@ FILES = (
     *("cgroup.controllers", "cgroup.events", "cgroup.max.descendants", "cgroup.procs", "cgroup.subtree_control"),
     *("cgroup.threads", "cgroup.type"),
     *("cpuset.cpus", "cpuset.cpus.effective", "cpuset.cpus.exclusive", "cpuset.cpus.partition", "cpuset.mems"),
-    *("cpu.weight", "memory.current", "memory.high", "memory.max", "memory.stat", "pids.max"),
+    "cpu.weight",
 )
-"""The control files of its groups that the controller opens."""
+"""The control files of these groups that the controller opens; of all others of the tree no pod gets a descriptor."""
 _MOST_AWAITED = 64
 """Files whose leases are waited for at a time, a thread each."""
 

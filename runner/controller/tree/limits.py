@@ -1,9 +1,8 @@
 """The limits of what runs in the controller's tree, which no pod's own limits hold for (pure).
 
-A process that has moved to float is no longer in its pod's cgroup. What it takes from then on is limited here: memory
-for all pods together, because a threaded cgroup cannot have a limit of its own ("Threads" of cgroup-v2.rst), processes
-for all together and for each pod. Huge pages nothing there may take: those of a guest are taken, and charged, in its
-pod's own cgroup.
+A process that has moved to float is no longer in its pod's cgroup. What it takes from then on is charged to the domain of its
+instance, and limited there: memory, processes, and a share of CPU time. What all together take is limited at the root. Huge
+pages nothing there may take: those of a guest are taken, and charged, in its pod's own cgroup.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ LEAST_MEMORY = 1 << 30
 """Bytes for the processes of some instances on a small machine, of which it may take half."""
 INSTANCE_MEMORY = 320 << 20
 """Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 138 to 266 MiB as ``plan`` counts them."""
+LEAST_INSTANCE_MEMORY = 64 << 20
+"""Bytes without which none is registered that does not name what it needs: PID 1 has 40 MiB."""
 MOST_PROCESSES = 1 << 22
 """``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""
 CPU_WEIGHTS = range(1, 10_001)
 """The values of ``cpu.weight`` ("CPU Interface Files")."""
 
 NO_LIMIT = "max"
-SWAP_MAX = "memory.swap.max"
-"""A file that a kernel without swap does not have ("Memory Interface Files")."""
+MEMORY_MAX, SWAP_MAX = "memory.max", "memory.swap.max"
+"""The latter is a file that a kernel without swap does not have ("Memory Interface Files")."""
 NO_GROUPS = {"cgroup.max.descendants": "0"}
 """Below the group nothing can be made. A pod that may make user namespaces mounts the hierarchy from its group on, and makes
 groups there ("Delegation"); with one below it, a group cannot be removed."""
@@ -39,32 +40,50 @@ class Limits:
     """The limits of the tree, as written to the kernel; ``None`` stands for no limit."""
 
     memory_max: int | None = None
-    """Bytes of everything in the tree; beyond, the kernel kills a process in the tree."""
-    memory_high: int | None = None
-    """Bytes from which on the kernel reclaims, and slows down the processes that ask for more."""
+    """Bytes of everything in the tree, which the limits of the instances do not exceed together."""
+    cpu_weight: int = 100
+    """The share of the tree in CPU time, beside all other pods."""
     pids_max: int | None = None
     """Processes and threads in the tree."""
-    pod_pids_max: int | None = 2048
-    """Processes and threads of one pod in float, and as many in its instance's cgroup."""
-    pod_memory_min: int | None = None
-    """Bytes; a pod that holds less of the tree's memory is not ended when it is short. ``None``: none is, whatever it holds."""
-    pod_cpu_weight: int = 100
-    """The share of a pod in float's CPU time."""
+    instance_memory: int = INSTANCE_MEMORY
+    """Bytes that an instance gets when it is registered."""
+    ram: int | None = None
+    """Bytes of memory that the machine has; ``None`` if that is unknown."""
+    instance_pids_max: int | None = 2048
+    """Processes and threads of one instance."""
+    instance_cpu_weight: int = 100
+    """The share of an instance in the tree's CPU time."""
     huge_page_sizes: tuple[str, ...] = ()
     """The sizes of huge pages that the kernel has, as in the names of control files, such as ``2MB``."""
     swap: bool = False
     """Whether the kernel has swap (CONFIG_SWAP), of which the tree gets none."""
 
     def of_root(self) -> Mapping[str, str]:
-        """Return file → value for the root of the tree. ``memory.high`` comes first: what it reclaims need not be killed.
+        """Return file → value for the root of the tree, without ``memory.high``, which would hold back vCPUs."""
+        return {
+            **self._of_memory(self.memory_max),
+            "pids.max": _written(self.pids_max),
+            "cpu.weight": str(self.cpu_weight),
+        }
 
-        No swap, as the kubelet gives none to Guaranteed pods: a pod that pages its memory out would hold what no guard sees.
+    def of_domain(self, memory_max: int | None, *, gone: bool) -> Mapping[str, str]:
+        """Return file → value for an instance's domain; what is left of a pod that has *gone* cannot fork, and gets the least share.
+
+        ``memory.oom.group`` stays 0: the kernel would end PID 1 with what is too large, and nothing would tell of it.
         """
         return {
-            "memory.high": _written(self.memory_high),
-            "memory.max": _written(self.memory_max),
+            **self._of_memory(memory_max),
+            "pids.max": NO_PROCESSES if gone else _written(self.instance_pids_max),
+            "cpu.weight": str(CPU_WEIGHTS[0] if gone else self.instance_cpu_weight),
+            "cgroup.max.descendants": "2",
+        }
+
+    def _of_memory(self, memory_max: int | None) -> Mapping[str, str]:
+        """No swap, as the kubelet gives none to Guaranteed pods."""
+        return {
+            MEMORY_MAX: _written(memory_max),
+            "memory.high": NO_LIMIT,
             **({SWAP_MAX: "0"} if self.swap else {}),
-            "pids.max": _written(self.pids_max),
             **dict.fromkeys(self._of_huge_pages(), "0"),
         }
 
@@ -76,16 +95,31 @@ class Limits:
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """The controllers that the parent of the tree must give its root, so that these limits can be written."""
+        """The controllers that the root and its instances must be given, so that these limits can be written."""
         return ("cpu", *(("hugetlb",) if self.huge_page_sizes else ()), "memory", "pids")
 
-    def of_instance(self, *, gone: bool) -> Mapping[str, str]:
-        """Return file → value for an instance's cgroup; what is left in that of a pod that has *gone* must not fork."""
-        return {**NO_GROUPS, "pids.max": NO_PROCESSES if gone else _written(self.pod_pids_max)}
 
-    def of_pod(self, *, gone: bool) -> Mapping[str, str]:
-        """Return file → value for a pod's cgroup in float; what is left in that of a pod that has *gone* gets the least share."""
-        return {**self.of_instance(gone=gone), "cpu.weight": str(CPU_WEIGHTS[0] if gone else self.pod_cpu_weight)}
+OF_FLOAT: Mapping[str, str] = {**NO_GROUPS}
+"""File → value for an instance's float."""
+OF_VCPUS: Mapping[str, str] = {**NO_GROUPS, "cpu.weight": str(CPU_WEIGHTS[0])}
+"""The same for the cgroup of its vCPUs. The kernel divides a cgroup's share among its children on all CPUs together
+(``calc_group_shares`` of ``kernel/sched/fair.c``); the vCPUs have their CPUs to themselves, and leave the share to float."""
+
+
+def memory_for(wanted: int, limits: Limits, others: int) -> int:
+    """Return the bytes of the *wanted* ones that an instance can have where all *others* together have so many."""
+    return wanted if limits.memory_max is None else max(min(wanted, limits.memory_max - others), 0) // MIB * MIB
+
+
+def share_of(pod: int, limits: Limits) -> int | None:
+    """Return the bytes of ``memory.max`` that are the share of a pod with a limit of *pod* bytes; ``None`` if nothing is limited.
+
+    It is the pod's share of the machine: all pods together have no more than the machine, so that no instance that keeps to it
+    is given what the next one needs.
+    """
+    if limits.memory_max is None or limits.ram is None:
+        return None
+    return limits.memory_max * pod // limits.ram
 
 
 def default_memory(ram: int, pods: int | None) -> int:
@@ -98,21 +132,9 @@ def default_memory(ram: int, pods: int | None) -> int:
     return max(reserved, ram // 8, min(LEAST_MEMORY, ram // 2)) // MIB * MIB
 
 
-def default_memory_high(memory_max: int | None) -> int | None:
-    """Return the default ``memory.high``: a quarter below *memory_max*, which is the time that the memory guard has.
-
-    The kernel makes a thread wait in proportion to the square of the excess, and then take 64 pages ("memory.high",
-    ``calculate_high_delay`` of ``mm/memcontrol.c``). Thousands of threads of a pod pass a sixteenth in a tenth of a second.
-    """
-    return None if memory_max is None else memory_max // 4 * 3 // MIB * MIB
-
-
-def default_pod_memory(memory_high: int | None) -> int | None:
-    """Return the default of what a pod may hold in any case: a sixteenth of *memory_high*, at least what an instance needs.
-
-    Half of it is the most, for a tree that has no room for an instance.
-    """
-    return None if memory_high is None else min(max(memory_high // 16, INSTANCE_MEMORY), memory_high // 2) // MIB * MIB
+def default_pod_memory(memory_max: int | None) -> int:
+    """Return the bytes that an instance gets at first: what one needs, on a small machine a quarter of *memory_max*."""
+    return INSTANCE_MEMORY if memory_max is None else min(INSTANCE_MEMORY, memory_max // 4) // MIB * MIB
 
 
 def default_processes(*most: str) -> int | None:

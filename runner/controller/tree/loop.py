@@ -36,6 +36,7 @@ from runner.controller.tree.reconcile import (
     Desired,
     Evict,
     Group,
+    Kill,
     Observed,
     Remove,
     Restrict,
@@ -45,6 +46,7 @@ from runner.controller.tree.reconcile import (
     desire,
     desire_without_kubelet,
     evictions,
+    float_cpus,
     reconcile,
     silent_fallbacks,
     stale,
@@ -57,7 +59,14 @@ from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError, LeasedError
 from runner.kernel.kubelet_files import Frozen, attempt
 from runner.kernel.sysfs import read_online_cpus
-from runner.kubelet.pod_cgroups import FLOAT, NOT_SEALED, instance_group, instance_uid
+from runner.kubelet.pod_cgroups import (
+    FLOAT,
+    NOT_SEALED,
+    VCPUS,
+    group_uid,
+    instance_uid,
+    vcpus_group,
+)
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 
@@ -66,7 +75,7 @@ log = logging.getLogger(__name__)
 _FILES = (
     *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
     *("cpuset.cpus.exclusive", "cpuset.cpus.partition"),
-    *("cpu.weight", "memory.high", "memory.max", "pids.max"),
+    *("cpu.weight", "memory.max", "pids.max"),
 )
 """Control files whose change may call for a pass; not among them are the runner's writes of its threads.
 
@@ -95,7 +104,12 @@ _SEEN_FOR = 0.1
 _MOST_REASON = 1000
 """Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
 _STRANGERS_NAMED = 8
-"""Threads whose processes are looked up for the log when an instance without a pod is emptied."""
+"""Processes that the log names when what is left of a pod is ended."""
+OUTDATED = (
+    "cannot make a domain for each instance: groups of an earlier version of this program are in use ({used}); drain the node, and "
+    "start the new version when their pods have ended"
+)
+"""Why nothing is done while a tree of the earlier shape is in use."""
 
 
 @frozen
@@ -111,7 +125,8 @@ class Intervals:
     eviction: float = 0.25
     """The same while an instance whose pod has gone is not empty yet."""
     frozen: float = 5.0
-    """The same while decisions are frozen, and while the kubelet has not said which container has some of the CPUs: neither a
+    """The same while decisions are frozen, while groups of an earlier version are in use,
+    and while the kubelet has not said which container has some of the CPUs: neither a
     directory that is not there yet nor the kubelet's API reports anything."""
     least: float = 0.1
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
@@ -138,8 +153,6 @@ class ReconcileLoop:
     """For what a pod can cause without end: requests, whether refused or not, and passes."""
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
-    registered: set[str] = attrs.field(factory=set)
-    """The pods that were registered; what one took in float it may hold after it has left, until its own cgroup is gone."""
     observed: Observed | None = None
     """The tree after the last pass."""
     faults: tuple[Fault, ...] = ()
@@ -155,6 +168,8 @@ class ReconcileLoop:
     """The files of :meth:`following`."""
     _pod_names: frozenset[str] = frozenset()
     """The names of the pods' own cgroups, for the instances there are."""
+    _oom_kills: dict[str, int] = attrs.field(factory=dict)
+    """Pod UID → what :attr:`~runner.controller.tree.reconcile.Domain.oom_kills` was."""
     _evicting: frozenset[str] = frozenset()
     """The instances whose pods have gone and that were not empty after the last pass."""
     _changed: bool = True
@@ -173,12 +188,18 @@ class ReconcileLoop:
     def status(self) -> LoopStatus:
         """Return what the pages show."""
         return LoopStatus(
-            self.counters, self.observed, self.handovers(), self.without_seccomp, self.frozen(), self.error
+            self.counters,
+            self.observed,
+            self.handovers(),
+            self.without_seccomp,
+            self.frozen(),
+            self.error,
+            self.float_cpus(),
         )
 
     def without_seccomp(self) -> frozenset[str]:
         """Return the pods that may write the files of their groups in the tree, as far as their first processes there show."""
-        pods = {} if self.observed is None else self.observed.pods
+        pods = {} if self.observed is None else self.observed.floats()
         return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
 
     def may_make_root(self, pid: int, namespace: int) -> bool:
@@ -188,7 +209,7 @@ class ReconcileLoop:
     def _may_make_root(self, pod_uid: str) -> bool:
         """Tell the same of pod *pod_uid*; one that hides its threads by a lease counts as one that may: it owns the file."""
         try:
-            return self._judge(pod_uid, lambda: sorted(self.tree.pod(pod_uid).threads())[:_MOST_JUDGED])
+            return self._judge(pod_uid, lambda: sorted(self.tree.float_of(pod_uid).threads())[:_MOST_JUDGED])
         except LeasedError:
             return True
         except CgroupError:  # it has been removed
@@ -230,7 +251,8 @@ class ReconcileLoop:
         """Look at the tree; also what :attr:`observed` is from now on."""
         observed = self.tree.observe()
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
-        candidates = {*observed.instances(), *observed.pods} - {*known}
+        candidates = {*observed.domains} - {*known}
+        self._tell_of_memory(observed)
         self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
         self._observed_at = time.monotonic()
         return self.observed
@@ -257,14 +279,27 @@ class ReconcileLoop:
         self.pass_over({})
         return self.observe()
 
-    def pass_over(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None = None) -> tuple[Fault, ...]:
+    def float_cpus(self) -> CpuSet:
+        """Return the CPUs of every float, whether there is one or not; none while decisions are frozen."""
+        desired = self.desired(self.machine())
+        if isinstance(desired, Frozen) or self.observed is None:
+            return CpuSet()
+        return float_cpus(desired, self.observed) & self.machine().online
+
+    def pass_over(
+        self,
+        grants: Mapping[str, CpuSet],
+        seals: Mapping[str, bool] | None = None,
+        memory: Mapping[str, int] | None = None,
+    ) -> tuple[Fault, ...]:
         """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
 
-        *seals* are instances to be sealed or unsealed (:func:`~runner.controller.tree.reconcile.reconcile`).
+        *seals* are instances to be sealed or unsealed, *memory* what domains are to get
+        (:func:`~runner.controller.tree.reconcile.reconcile`).
         While decisions are frozen, only what is to be unsealed is. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         try:
-            return self._pass(grants, seals)
+            return self._pass(grants, seals, memory)
         finally:
             if self._changed or self.held.leased or self.held.error:
                 self._hold()  # before anybody gets a descriptor of a new group
@@ -272,15 +307,16 @@ class ReconcileLoop:
     def _hold(self) -> None:
         self._changed = False
         with contextlib.suppress(CgroupError):  # the pass has said so
-            self.held.hold(group.path for group in self.tree.groups())
+            self.held.hold(group.path for group in self.tree.reachable())
         if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
             log.error("cgroup files are leased by other processes%s files=%d one=%s", more, len(leased), min(leased))
         if self.held.error and (more := self.log_limit.due("not held")) is not None:
             log.warning("cgroup files can be leased by other processes%s reason=%r", more, self.held.error)
 
-    def _pass(self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None) -> tuple[Fault, ...]:
+    def _pass(
+        self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None, memory: Mapping[str, int] | None
+    ) -> tuple[Fault, ...]:
         started = time.perf_counter()
-        self.registered.update(grants)
         machine = self.machine()
         desired = self.desired(machine)
         if isinstance(desired, Frozen):
@@ -293,7 +329,7 @@ class ReconcileLoop:
             self._count("frozen", started)
             return faults
         observed, faults = self._without_strangers(desired, machine, grants)
-        actions = reconcile(desired, observed, grants, seals)
+        actions = reconcile(desired, observed, grants, seals, memory)
         faults += self._apply(actions, observed, grants, machine)
         failed = {fault.group for fault in faults if not fault.unlimited}
         after = self.observe() if actions else observed
@@ -304,6 +340,8 @@ class ReconcileLoop:
             if name not in failed
         )
         faults += tuple(self._missing_limits(desired, after))
+        if used := after.populated_outdated():
+            faults += (Fault(ROOT, OUTDATED.format(used=", ".join(used[:_STRANGERS_NAMED]))),)
         self._report(faults)
         self._evicting = _evicted(evictions(desired, after, grants))
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
@@ -334,12 +372,12 @@ class ReconcileLoop:
         reason = self._seal(pod_uid)
         if reason != self.not_sealed(pod_uid):
             with contextlib.suppress(CgroupError):  # it says why, and changes nothing
-                self.tree.group(instance_group(pod_uid)).set_attribute(NOT_SEALED, reason)
+                self.tree.domain(pod_uid).set_attribute(NOT_SEALED, reason)
         return reason
 
     def not_sealed(self, pod_uid: str) -> str:
         """Return why instance *pod_uid* could not be sealed when it asked last; empty if it could, or has not asked."""
-        return escaped(self.tree.group(instance_group(pod_uid)).attribute(NOT_SEALED) or "")[:_MOST_REASON]
+        return escaped(self.tree.domain(pod_uid).attribute(NOT_SEALED) or "")[:_MOST_REASON]
 
     def _seal(self, pod_uid: str) -> str:
         if reason := self.no_partitions():
@@ -350,7 +388,7 @@ class ReconcileLoop:
             return ""
         if group is None or not group.populated:
             return "no thread is in its cgroup"
-        reasons = [fault.reason for fault in faults if fault.group == instance_group(pod_uid)]
+        reasons = [fault.reason for fault in faults if fault.group == vcpus_group(pod_uid)]
         return "; ".join(reasons) or self.frozen() or f"the kernel says {group.partition!r}"
 
     def no_partitions(self) -> str:
@@ -368,21 +406,34 @@ class ReconcileLoop:
     def _without_strangers(
         self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet]
     ) -> tuple[Observed, tuple[Fault, ...]]:
-        """Move what is left in the instances whose pods have gone; return the tree after it, and what went wrong."""
+        """End what is left of the pods that have gone; return the tree after it, and what went wrong."""
         observed = self.observe()
         actions = evictions(desired, observed, grants)
         if not actions:
             return observed, ()
         for pod_uid in _evicted(actions) - self._evicting:
-            threads = sorted(self.tree.group(instance_group(pod_uid)).threads())
+            processes = sorted(self.tree.domain(pod_uid).processes())
             log.warning(
-                "instance without a pod, its threads go to float uuid=%s threads=%d processes=%s",
+                "instance without a pod uuid=%s rest=%s processes=%d one=%s",
                 pod_uid,
-                len(threads),
-                "; ".join(self.pods.describe(threads[:_STRANGERS_NAMED])),
+                "ended" if desired.kills else "moved",
+                len(processes),
+                "; ".join(self.pods.describe(processes[:_STRANGERS_NAMED])),
             )
         faults = self.tree.apply(actions, machine.online)
         return self.observe(), faults
+
+    def _tell_of_memory(self, observed: Observed) -> None:
+        """Log and count the processes that the kernel has ended since the tree was observed last, as memory was short in a domain."""
+        before = self._oom_kills if self.observed is not None else None
+        self._oom_kills = {pod_uid: domain.oom_kills for pod_uid, domain in observed.domains.items()}
+        for pod_uid, domain in observed.domains.items():
+            ended = 0 if before is None else domain.oom_kills - before.get(pod_uid, 0)
+            if ended > 0:
+                self.counters.oom_kills += ended
+                if (more := self.log_limit.due("out of memory", pod_uid)) is not None:
+                    most = domain.memory_max
+                    log.warning("out of memory in float%s uuid=%s processes=%d most=%s", more, pod_uid, ended, most)
 
     def _missing_limits(self, desired: Desired, observed: Observed) -> Iterator[Fault]:
         for name in desired.limits.controllers:
@@ -474,7 +525,8 @@ class ReconcileLoop:
 
     def _interval(self) -> float:
         """Return the seconds after which a pass is made, whatever is or is not reported."""
-        if self.frozen() or (self.source is not None and self.source.awaits_containers):
+        outdated = self.observed is not None and self.observed.outdated
+        if self.frozen() or outdated or (self.source is not None and self.source.awaits_containers):
             return self.intervals.frozen
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
@@ -508,7 +560,7 @@ class ReconcileLoop:
     def _matters(self, event: inotify.FileEvent) -> bool:
         if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
             return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
-        ours = event.name == FLOAT or instance_uid(event.name) is not None or event.name in self._pod_names
+        ours = event.name in (FLOAT, VCPUS) or instance_uid(event.name) is not None or event.name in self._pod_names
         of_source = self.source is not None and self.source.reads(event.name)
         return ours or of_source or event.name == self.tree.root.name
 
@@ -524,12 +576,11 @@ class ReconcileLoop:
         observed = self.observed
         if observed is None:
             return
-        for group in (self.tree.root.parent, self.tree.root, *map(self.tree.group, observed.groups)):
+        domains = map(self.tree.domain, observed.domains)
+        for group in (self.tree.root.parent, self.tree.root, *domains, *map(self.tree.group, observed.groups)):
             self._watch(queue, group.path, _GROUP)
             self._watch_files(queue, map(group.path.joinpath, _FILES))
-        for pod_uid in observed.pods:
-            self._watch_files(queue, map(self.tree.pod(pod_uid).path.joinpath, _FILES))
-        pods = [path for pod_uid in observed.instances() for path in self.pods.existing(pod_uid)]
+        pods = [path for pod_uid in observed.domains for path in self.pods.existing(pod_uid)]
         for parent in {path.parent for path in pods}:
             self._watch(queue, parent, _PODS)
         self._pod_names = frozenset(path.name for path in pods)
@@ -559,9 +610,9 @@ class ReconcileLoop:
         """Log *actions* as an operator would tell them, and count repairs and removals."""
         for action in actions:
             match action:
-                case Remove(group) if instance_uid(group) is not None:
+                case Remove(group) if group.endswith(f"/{VCPUS}"):
                     self.counters.removed += 1
-                    log.info("stale instance removed uuid=%s", instance_uid(group))
+                    log.info("stale instance removed uuid=%s", group_uid(group))
                 case Seal(group) | Unseal(group):
                     self._tell_partition(action, observed.groups[group])
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
@@ -573,7 +624,7 @@ class ReconcileLoop:
                         log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
                     # Without a kubelet each registration changes float.
                     more = "" if self.source is not None else self.log_limit.due("written", group)
-                    if instance_uid(group) not in grants and more is not None:
+                    if group_uid(group) not in grants and more is not None:
                         log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
                 case _:
                     log.debug("action %r", action)
@@ -585,7 +636,7 @@ class ReconcileLoop:
         what = "sealed" if isinstance(action, Seal) else "unsealed"
         if (more := self.log_limit.due(what, action.group)) is not None:
             level = logging.WARNING if repaired else logging.INFO
-            pod_uid = instance_uid(action.group)
+            pod_uid = group_uid(action.group)
             log.log(level, "instance %s%s uuid=%s found=%r", what, more, pod_uid, found.partition)
 
     def _count(self, outcome: str, started: float) -> None:
@@ -594,7 +645,7 @@ class ReconcileLoop:
 
 
 def _evicted(actions: Iterable[Action]) -> frozenset[str]:
-    return frozenset(action.pod_uid for action in actions if isinstance(action, Evict))
+    return frozenset(action.pod_uid for action in actions if isinstance(action, Evict | Kill))
 
 
 @contextlib.asynccontextmanager

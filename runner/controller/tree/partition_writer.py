@@ -27,14 +27,14 @@ from runner.kernel.cgroup import CgroupError, write_control
 from runner.kernel.leases import LEASED
 from runner.kernel.privileges import CAP_SYS_ADMIN, keep_capabilities
 from runner.kernel.procfs import Procfs
-from runner.kubelet.pod_cgroups import instance_uid
+from runner.kubelet.pod_cgroups import group_uid, vcpus_group
 
 ANSWERS_WITHIN = 30.0
 """Seconds; the kernel rebuilds its scheduling domains meanwhile, 0.1 s on an emulated machine (measured)."""
 _READY = b"ready"
 _ENDED = "cannot make partitions: the partition writer has ended; restart the controller"
 _LONGEST = 1 << 15
-"""Bytes of a message: the name of an instance's cgroup and a list of CPUs, or the number of an error."""
+"""Bytes of a message: the path of an instance's cgroup and a list of CPUs, or the number of an error."""
 
 
 @frozen
@@ -54,7 +54,7 @@ class PartitionWriter:
         return self.connection.fileno() < 0 or bool(select.select([self.connection], [], [], 0)[0])
 
     def isolate(self, name: str) -> None:
-        """Write ``isolated`` to ``cpuset.cpus.partition`` of the cgroup *name* directly below the root.
+        """Write ``isolated`` to ``cpuset.cpus.partition`` of the vCPUs' cgroup *name*, as in ``instance-a/vcpus``.
 
         The kernel accepts that also where it makes no partition: read it back. Raises :class:`CgroupError` if the write is
         refused or the writer has ended.
@@ -83,7 +83,7 @@ class PartitionWriter:
 
 
 def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
-    """Fork the writer for the cgroups directly below *root*; no thread may have been started yet.
+    """Fork the writer for the cgroups of vCPUs below *root*; no thread may have been started yet.
 
     Raises :class:`HostError`.
     """
@@ -123,8 +123,8 @@ def _serve(connection: socket.socket, root: Path, procfs: Path) -> None:
 def obey(root: Path, message: bytes) -> int:
     """Do what *message* asks for; return 0 or the number of the error.
 
-    It is the name of an instance's cgroup, which is to be an isolated partition; with CPUs behind it, these are to be the
-    partition's. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
+    It is the path of an instance's cgroup of vCPUs, which is to be an isolated partition; with CPUs behind it, these are to be
+    the partition's. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
     (:mod:`runner.kernel.leases`).
     """
     name, space, text = message.decode("ascii", "replace").partition(" ")
@@ -132,7 +132,8 @@ def obey(root: Path, message: bytes) -> int:
         cpus = CpuSet.parse(text)
     except ValueError:
         return errno.EINVAL
-    if instance_uid(name) is None or bool(space) != bool(cpus):
+    pod_uid = group_uid(name)
+    if pod_uid is None or name != vcpus_group(pod_uid) or bool(space) != bool(cpus):
         return errno.EINVAL
     file, value = ("cpuset.cpus.exclusive", str(cpus)) if cpus else ("cpuset.cpus.partition", "isolated")
     try:
@@ -140,7 +141,7 @@ def obey(root: Path, message: bytes) -> int:
             at: int | None = None
             for part, flags in (
                 (str(root), os.O_PATH | os.O_DIRECTORY),
-                (name, os.O_PATH | os.O_DIRECTORY),
+                *((part, os.O_PATH | os.O_DIRECTORY) for part in name.split("/")),
                 (file, os.O_WRONLY | os.O_NONBLOCK),
             ):
                 at = os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)

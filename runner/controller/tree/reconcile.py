@@ -3,25 +3,27 @@
 The actions are single operations on the kernel, in an order in which each may fail or the program may die after any
 of them: a second pass from what is then found ends in the same tree. Two rules have precedence:
 
-* Only our own groups are touched: the root, ``float``, and ``instance-<name>`` and ``float/<name>`` with a well-formed
-  name; and what a pod has made below the latter two, when they are removed.
-* No action puts a CPU into two groups, and none opens a sealed instance's CPUs to others while it keeps some of them: a
-  partition shrinks and grows as it is. Groups shrink before others grow, a stale instance is removed before its CPUs
-  are given to another, and float does not get the CPUs of an instance that still runs although its pod is gone,
-  unless float would have no others.
+* Only our own groups are touched: the root, ``instance-<name>`` with a well-formed name, and its ``float`` and ``vcpus``; and
+  what a pod has made below the latter two, when they are removed.
+* No action puts a CPU into a float or two groups of vCPUs at once, and none opens a sealed instance's CPUs to others while it
+  keeps some of them: a partition shrinks and grows as it is. Groups shrink before others grow, all floats before an instance
+  gets its CPUs; a stale instance is removed before its CPUs are given to another, and no float gets the CPUs of an instance that
+  still runs although its pod is gone, unless it would have no others.
 
-A descriptor of a group can be passed on, so that threads of any pod may be in it, also after the end of the pod that it
-was made for. Before anything else is decided, such a group gets float's CPUs and what is in it is moved out
-(:func:`evictions`). The CPUs come first, because a process that holds a descriptor can put threads into the group as fast
-as they are moved out, so that it may never be empty; where even that fails, it is an instance that still runs.
+A descriptor of a group can be passed on, so that processes of any pod may be in it, also after the end of the pod that it
+was made for. Before anything else is decided, the vCPUs' group of such a pod gets float's CPUs, and all that is in its domain is
+ended (:func:`evictions`). The CPUs come first, because a process that holds the descriptors can enter as fast as others are
+ended, so that the group may never be empty; where even that fails, it is an instance that still runs.
 
 ``cpuset.mems`` only grows. Taking a node from a populated group makes the kernel migrate its members' pages
 at once ("Cpuset Interface Files" of cgroup-v2.rst), seconds for a guest's memory; where guest memory lies is
-decided by the process that populates it and by binding, not by these groups.
+decided by the process that populates it and by binding, not by these groups. The domains have neither ``cpuset.cpus`` nor
+``cpuset.mems`` of their own: they have the root's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 
@@ -29,10 +31,10 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
-from runner.controller.tree.limits import NO_PROCESSES, Limits
+from runner.controller.tree.limits import MEMORY_MAX, NO_LIMIT, NO_PROCESSES, OF_FLOAT, OF_VCPUS, Limits, memory_for
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
-from runner.kubelet.pod_cgroups import FLOAT, instance_group, instance_uid, pod_float_group
+from runner.kubelet.pod_cgroups import float_group, instance_group, vcpus_group
 from runner.kubelet.state import CpuState
 
 ROOT = ""
@@ -41,13 +43,13 @@ PARENT = ".."
 MEMBER, ISOLATED = "member", "isolated"
 """``cpuset.cpus.partition`` of a group that is no partition, and of one that has its CPUs to itself."""
 
-_BELOW = ("cpu", "pids")
-"""Those that the root and float switch on for their children. Without cpuset in float, its children have float's CPUs."""
+BELOW = ("cpu", "pids")
+"""Those that a domain switches on for its children, besides cpuset."""
 
 
 @frozen
 class Group:
-    """A group of ours below the root, as observed."""
+    """The float or the vCPUs' group of an instance, as observed."""
 
     kind: str
     """``cgroup.type``."""
@@ -75,12 +77,23 @@ class Group:
 
 
 @frozen
-class PodGroup:
-    """The group of a pod in float, as observed."""
+class Domain:
+    """The group of an instance that has its limits, as observed."""
 
-    kind: str
-    populated: bool
+    enabled: frozenset[str] = frozenset()
+    """``cgroup.subtree_control``."""
+    cpus: CpuSet = attrs.field(factory=CpuSet)
+    """``cpuset.cpus``, which is to be empty."""
+    exclusive: CpuSet = attrs.field(factory=CpuSet)
     limits: Mapping[str, str] = attrs.field(factory=dict)
+    oom_kills: int = 0
+    """Processes that the kernel has ended because the domain was out of memory."""
+
+    @property
+    def memory_max(self) -> int | None:
+        """The bytes that were promised to it; ``None`` if it has no limit yet."""
+        text = self.limits.get(MEMORY_MAX, NO_LIMIT)
+        return int(text) if text.isdecimal() else None
 
 
 @frozen
@@ -96,26 +109,37 @@ class Observed:
     """The root's ``cgroup.subtree_control``."""
     cpus: CpuSet = attrs.field(factory=CpuSet)
     mems: CpuSet = attrs.field(factory=CpuSet)
+    domains: Mapping[str, Domain] = attrs.field(factory=dict)
+    """Pod UID → its domain."""
     groups: Mapping[str, Group] = attrs.field(factory=dict)
-    """Float and the instances' groups by name; others are not read."""
-    pods: Mapping[str, PodGroup] = attrs.field(factory=dict)
-    """Pod UID → its group in float."""
-    float_enabled: frozenset[str] = frozenset()
-    """float's ``cgroup.subtree_control``."""
+    """The floats and the vCPUs' groups by their paths below the root; others are not read."""
     limits: Mapping[str, str] = attrs.field(factory=dict)
     """Control file → value, for the root's limits that the kernel offers."""
     memory_used: int = 0
     """Bytes that the root is charged for."""
-    memory_kept: int = 0
-    """Those of them that the kernel cannot take back by dropping page cache."""
     gone: frozenset[str] = frozenset()
     """The UIDs of pods that have a group here and no cgroup of their own any more."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
+    outdated: Mapping[str, bool] = attrs.field(factory=dict)
+    """Path of a group of the shape that earlier versions made → whether it is populated; those below others come first."""
 
     def instances(self) -> Mapping[str, Group]:
-        """Return the instances' groups by the instance's name."""
-        return dict(_instances(self.groups))
+        """Return the vCPUs' groups by the pods' UIDs."""
+        return {uid: self.groups[vcpus_group(uid)] for uid in sorted(self.domains) if vcpus_group(uid) in self.groups}
+
+    def floats(self) -> Mapping[str, Group]:
+        """Return the floats by the pods' UIDs."""
+        return {uid: self.groups[float_group(uid)] for uid in sorted(self.domains) if float_group(uid) in self.groups}
+
+    def shares_float(self, pod_uid: str) -> bool:
+        """Tell whether the vCPUs' group of *pod_uid* has CPUs of its float and no others, as :func:`evictions` leaves it."""
+        vcpus, floating = self.groups.get(vcpus_group(pod_uid)), self.groups.get(float_group(pod_uid))
+        return vcpus is not None and floating is not None and bool(vcpus.cpus) and vcpus.cpus <= floating.cpus
+
+    def populated_outdated(self) -> tuple[str, ...]:
+        """Return those of :attr:`outdated` that are in use."""
+        return tuple(path for path, populated in self.outdated.items() if populated)
 
 
 @frozen
@@ -135,6 +159,9 @@ class Desired:
     limits: Limits = attrs.field(factory=Limits)
     partitions: bool = True
     """Whether an instance may be an isolated partition."""
+    kills: bool = True
+    """Whether all that is left of a pod without a cgroup is ended; else it is moved to float: without a kubelet the cgroup is a
+    container's, which the runtime removes with its last anchor while the guest may run."""
 
 
 @frozen
@@ -170,23 +197,35 @@ class Restrict:
 
 
 @frozen
-class Evict:
-    """Move the threads that are in the instance's group of pod *pod_uid* to the pod's group in float.
+class Kill:
+    """End every process in the domain of pod *pod_uid*."""
 
-    The groups that the pod has made below the instance's are emptied in the same way, and removed.
+    pod_uid: str
+
+    @property
+    def group(self) -> str:
+        """The domain."""
+        return instance_group(self.pod_uid)
+
+
+@frozen
+class Evict:
+    """Move the threads that are in the vCPUs' group of pod *pod_uid* to its float.
+
+    The groups that the pod has made below are emptied in the same way, and removed.
     """
 
     pod_uid: str
 
     @property
     def group(self) -> str:
-        """The instance's group."""
-        return instance_group(self.pod_uid)
+        """The vCPUs' group."""
+        return vcpus_group(self.pod_uid)
 
 
 @frozen
 class Seal:
-    """Make an instance's group an isolated partition of *cpus*. It works without, so that a failure stops nothing."""
+    """Make a group of vCPUs an isolated partition of *cpus*. It works without, so that a failure stops nothing."""
 
     group: str
     cpus: CpuSet
@@ -196,12 +235,12 @@ class Seal:
 
 @frozen
 class Unseal:
-    """Make a group a member of its parent's partition again, without exclusive CPUs."""
+    """Make a group of vCPUs a member of its parent's partition again, without exclusive CPUs; its domain has none either then."""
 
     group: str
 
 
-Action = Make | Remove | Write | Restrict | Evict | Seal | Unseal
+Action = Make | Remove | Write | Restrict | Kill | Evict | Seal | Unseal
 
 
 def desire(state: CpuState, machine: OnlineCpus, limits: Limits) -> Desired:
@@ -221,7 +260,7 @@ def desire(state: CpuState, machine: OnlineCpus, limits: Limits) -> Desired:
 
 
 def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
-    """Return what *machine* wants where no kubelet shares out CPUs: all floats but what instances registered."""
+    """Return what *machine* wants where no kubelet shares out CPUs: float has all but what instances registered."""
     return Desired(
         cpus=machine.present,
         mems=machine.memory_nodes,
@@ -229,18 +268,28 @@ def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
         choices={},
         complete=False,
         limits=limits,
+        kills=False,
     )
 
 
 def reconcile(
-    desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None = None
+    desired: Desired,
+    observed: Observed,
+    grants: Mapping[str, CpuSet],
+    seals: Mapping[str, bool] | None = None,
+    memory: Mapping[str, int] | None = None,
 ) -> tuple[Action, ...]:
     """Return the actions that turn *observed* into *desired*, with an instance for each of *grants* as well.
 
     The caller has made sure that no granted CPU is another instance's (:func:`holders`). *seals* are the instances that
-    are to be sealed or unsealed; all others stay as they are, as long as a thread is in their groups.
+    are to be sealed or unsealed; all others stay as they are, as long as a thread is in their groups. *memory* is pod UID →
+    bytes that its domain gets; all others keep what they have.
+
+    While a tree of the earlier shape is in use nothing is done: a domain beside its threaded groups could hold nothing.
     """
-    return tuple(_actions(desired, observed, grants, seals or {}))
+    if observed.populated_outdated():
+        return ()
+    return tuple(_actions(desired, observed, grants, seals or {}, memory or {}))
 
 
 def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]:
@@ -249,25 +298,36 @@ def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]
     That takes no knowledge of the kubelet's state: the CPUs go back to the cpusets that name them.
     """
     return tuple(
-        Unseal(instance_group(pod_uid))
+        Unseal(vcpus_group(pod_uid))
         for pod_uid, group in observed.instances().items()
         if group.was_sealed and not (group.populated and seals.get(pod_uid, True))
     )
 
 
 def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group]:
-    """Return the instances, *but* one, that hold any of *cpus*; one that only shares float's holds none."""
+    """Return the vCPUs' groups, *but* one pod's, that hold any of *cpus*; one that only shares float's holds none."""
     return {
         pod_uid: group
         for pod_uid, group in observed.instances().items()
         if pod_uid != but
         and not (group.cpus or group.effective).isdisjoint(cpus)
-        and not (pod_uid in observed.gone and _shares_floats(group, observed.groups))
+        and not (pod_uid in observed.gone and observed.shares_float(pod_uid))
     }
 
 
+def floats_on(cpus: CpuSet, observed: Observed, *, but: str) -> tuple[str, ...]:
+    """Return the pods, *but* one, in whose floats threads may run on any of *cpus*: these could not be shrunk."""
+    return tuple(
+        pod_uid
+        for pod_uid, group in observed.floats().items()
+        if pod_uid != but
+        and group.populated
+        and not (group.effective & (group.cpus or group.effective)).isdisjoint(cpus)
+    )
+
+
 def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[str, ...]:
-    """Return the instances that are neither in the kubelet's state nor populated."""
+    """Return the pods whose vCPUs' groups are not populated, and that are not in the kubelet's state."""
     known = {*desired.choices, *grants}
     return tuple(
         pod_uid
@@ -277,66 +337,133 @@ def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) ->
 
 
 def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[Action, ...]:
-    """Return the actions that empty the instances whose pods have gone: strangers, or what a runtime has left behind.
+    """Return the actions that end what is left of the pods that have gone: strangers, or what a runtime has left behind.
 
     An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
     being powered down. An emptied group is removed by the pass that follows (:func:`reconcile`).
     """
+    if observed.populated_outdated():
+        return ()
     return tuple(_evictions(desired, observed, grants))
 
 
 def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
-    floating = observed.groups[FLOAT].cpus if FLOAT in observed.groups else CpuSet()
-    without_pod = _without_pod(desired, observed, grants)
-    for pod_uid, instance in observed.instances().items():
-        if pod_uid not in without_pod or not instance.populated:
+    for pod_uid in sorted(_without_pod(desired, observed, grants)):
+        vcpus, floating = observed.groups.get(vcpus_group(pod_uid)), observed.groups.get(float_group(pod_uid))
+        of_vcpus, of_float = (group is not None and group.populated for group in (vcpus, floating))
+        if not of_vcpus and not (of_float and desired.kills):
             continue
-        if instance.was_sealed:
-            yield Unseal(instance_group(pod_uid))
-        if floating and not _shares_floats(instance, observed.groups):
-            yield Write(instance_group(pod_uid), "cpuset.cpus", str(floating))
-        if instance.limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
+        if vcpus is not None and of_vcpus:
+            if vcpus.was_sealed:
+                yield Unseal(vcpus_group(pod_uid))
+            if floating is not None and floating.cpus and not observed.shares_float(pod_uid):
+                yield Write(vcpus_group(pod_uid), "cpuset.cpus", str(floating.cpus))
+        if observed.domains[pod_uid].limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
             yield Restrict(instance_group(pod_uid), "pids.max", NO_PROCESSES)
-        yield from _pod_group(pod_uid, observed)
-        yield Evict(pod_uid)
+        if desired.kills:
+            yield Kill(pod_uid)
+        elif floating is not None:
+            yield Evict(pod_uid)
 
 
 def _without_pod(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> frozenset[str]:
     """Return the pods that have gone and that no program names any more."""
-    return observed.gone - {*desired.choices, *grants}
+    return observed.gone.intersection(observed.domains) - {*desired.choices, *grants}
 
 
 def _actions(
-    desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], seals: Mapping[str, bool]
+    desired: Desired,
+    observed: Observed,
+    grants: Mapping[str, CpuSet],
+    seals: Mapping[str, bool],
+    memory: Mapping[str, int],
 ) -> Iterator[Action]:
+    for path in observed.outdated:
+        yield Remove(path)
     yield from _parent_actions(desired, observed)
     yield from _root_actions(desired, observed)
     yield from _root_limits(desired, observed)
-    removed = stale(desired, observed, grants)
-    groups = {name: group for name, group in observed.groups.items() if instance_uid(name) not in removed}
+    removed = frozenset(_removed(desired, observed, grants))
+    groups = {path: group for path, group in observed.groups.items() if path not in removed}
     without_pod = _without_pod(desired, observed, grants)
-    targets = _targets(desired, groups, grants, without_pod)
+    targets = _targets(desired, observed, groups, grants, without_pod)
     sealed = _sealed(desired, observed, targets, seals, without_pod)
     yield from _unseal_actions(sealed, observed)
-    for pod_uid in removed:
-        yield Remove(instance_group(pod_uid))
-    for name in targets:
-        if name not in groups:
-            yield Make(name)
-        if name not in groups or groups[name].kind != "threaded":
-            yield Write(name, "cgroup.type", "threaded")
-        mems = groups[name].mems if name in groups else CpuSet()
+    for path in observed.groups:
+        if path in removed:
+            yield Remove(path)
+    yield from _domains(desired, observed, groups, grants, memory)
+    for path in targets:
+        if path not in groups:
+            yield Make(path)
+        if path not in groups or groups[path].kind != "threaded":
+            yield Write(path, "cgroup.type", "threaded")
+        mems = groups[path].mems if path in groups else CpuSet()
         if mems | desired.mems != mems:
-            yield Write(name, "cpuset.mems", str(mems | desired.mems))
+            yield Write(path, "cpuset.mems", str(mems | desired.mems))
     yield from _cpuset_actions(targets, groups, sealed)
-    for name in targets:
-        if name != FLOAT:
-            found = groups[name].limits if name in groups else {}
-            wanted = desired.limits.of_instance(gone=instance_uid(name) in without_pod)
-            yield from _restrictions(name, wanted, found, observed)
-    if FLOAT in groups or FLOAT in targets:
-        yield from _float_actions(desired, observed, grants, frozenset(removed))
-    yield from _seal_actions(sealed, observed)
+    for path in targets:
+        limits = OF_VCPUS if path.endswith(_OF_VCPUS) else OF_FLOAT
+        yield from _restrictions(path, limits, groups[path].limits if path in groups else {}, observed)
+    yield from _seal_actions(sealed, observed, removed)
+
+
+def _domains(
+    desired: Desired,
+    observed: Observed,
+    groups: Mapping[str, Group],
+    grants: Mapping[str, CpuSet],
+    memory: Mapping[str, int],
+) -> Iterator[Action]:
+    """Make and limit the domains of *groups* and *grants*, and remove the others."""
+    without_pod = _without_pod(desired, observed, grants)
+    promised = {pod_uid: domain.memory_max or 0 for pod_uid, domain in observed.domains.items()}
+    for pod_uid in sorted({*observed.domains, *grants}):
+        if pod_uid in grants or any(path in groups for path in (float_group(pod_uid), vcpus_group(pod_uid))):
+            found = observed.domains.get(pod_uid)
+            if found is None:
+                yield Make(instance_group(pod_uid))
+            others = sum(promised.values()) - promised.get(pod_uid, 0)
+            promised[pod_uid] = _memory_of(found, memory.get(pod_uid), desired.limits, others)
+            wanted = desired.limits.of_domain(promised[pod_uid], gone=pod_uid in without_pod)
+            yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
+            yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
+        else:
+            yield Remove(instance_group(pod_uid))
+
+
+_OF_VCPUS = vcpus_group("").removeprefix(instance_group(""))
+
+
+def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[str]:
+    """Yield the groups that are to be removed: stale ones, and floats of nothing."""
+    leaving = stale(desired, observed, grants)
+    yield from map(vcpus_group, leaving)
+    staying = {*observed.instances(), *grants} - {*leaving}
+    yield from (
+        float_group(uid) for uid, group in observed.floats().items() if not group.populated and uid not in staying
+    )
+
+
+def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others: int) -> int:
+    """Return the ``memory.max`` of a domain: what it is to get, else what it has, else what every one gets at first."""
+    if wanted is None and found is not None and found.memory_max is not None:
+        return found.memory_max
+    return memory_for(limits.instance_memory if wanted is None else wanted, limits, others)
+
+
+def _domain_actions(path: str, desired: Desired, observed: Observed, found: Domain) -> Iterator[Action]:
+    """Finish the domain at *path*: its children are threaded, which takes threaded controllers alone."""
+    if found.cpus and not desired.cpus <= found.cpus:
+        yield Write(path, "cpuset.cpus", str(found.cpus | desired.cpus))
+    unwanted = sorted(found.enabled - THREADED_CONTROLLERS)
+    if unwanted:
+        yield Write(path, "cgroup.subtree_control", " ".join(f"-{name}" for name in unwanted))
+    if "cpuset" not in found.enabled:
+        yield Write(path, "cgroup.subtree_control", "+cpuset")
+    for name in BELOW:
+        if name in observed.offered - found.enabled:
+            yield Restrict(path, "cgroup.subtree_control", f"+{name}")
 
 
 def _sealed(
@@ -354,7 +481,7 @@ def _sealed(
     if observed.exclusive is None or not desired.partitions:
         return {}
     return {
-        instance_group(pod_uid): targets.get(instance_group(pod_uid), group.cpus)
+        vcpus_group(pod_uid): targets.get(vcpus_group(pod_uid), group.cpus)
         for pod_uid, group in observed.instances().items()
         if group.populated and seals.get(pod_uid, group.was_sealed) and pod_uid not in without_pod
     }
@@ -367,10 +494,10 @@ def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterato
             yield Unseal(name)
 
 
-def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[Action]:
-    together = CpuSet()
-    for cpus in sealed.values():
-        together |= cpus
+def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed, removed: frozenset[str]) -> Iterator[Action]:
+    if observed.exclusive is None:
+        return
+    together = CpuSet(cpu for cpus in sealed.values() for cpu in cpus)
     missing = {
         name: cpus
         for name, cpus in sealed.items()
@@ -378,8 +505,26 @@ def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[
     }
     for name, cpus in missing.items():
         yield Seal(name, cpus, together)
-    if not missing and observed.exclusive is not None and observed.exclusive != together:
+    for pod_uid, domain in observed.domains.items():  # from below: what a group has, the ones above must have
+        path = vcpus_group(pod_uid)
+        group, cpus = observed.groups.get(path), sealed.get(path, CpuSet())
+        unsealed = group is not None and group.was_sealed and not cpus
+        if (
+            path not in missing
+            and domain.exclusive != cpus
+            and not unsealed
+            and not _leaves(pod_uid, observed, removed)
+        ):
+            yield Restrict(instance_group(pod_uid), "cpuset.cpus.exclusive", str(cpus))
+    if not missing and observed.exclusive != together:
         yield Restrict(ROOT, "cpuset.cpus.exclusive", str(together))
+
+
+def _leaves(pod_uid: str, observed: Observed, removed: frozenset[str]) -> bool:
+    """Tell whether nothing of *pod_uid* stays."""
+    return not any(
+        path in observed.groups and path not in removed for path in (float_group(pod_uid), vcpus_group(pod_uid))
+    )
 
 
 def _names(group: Group, cpus: CpuSet | None) -> bool:
@@ -413,41 +558,6 @@ def _cpuset_actions(
             yield Write(name, "cpuset.cpus", str(target))
 
 
-def _float_actions(
-    desired: Desired, observed: Observed, grants: Mapping[str, CpuSet], removed: frozenset[str]
-) -> Iterator[Action]:
-    """Build or repair the pods' groups in float: one for each instance, as long as there is the instance or a member.
-
-    A group is made by a registration only, which gives its descriptors away: one that is made again would have others.
-    """
-    if "cpuset" in observed.float_enabled:
-        yield Restrict(FLOAT, "cgroup.subtree_control", "-cpuset")
-    for name in _BELOW:
-        if name in observed.offered - observed.float_enabled:
-            yield Restrict(FLOAT, "cgroup.subtree_control", f"+{name}")
-    instances = {*observed.instances(), *grants} - removed
-    without_pod = _without_pod(desired, observed, grants)
-    for pod_uid in sorted({*observed.pods, *grants}):
-        group = observed.pods.get(pod_uid)
-        if group is not None and not group.populated and pod_uid not in instances:
-            yield Remove(pod_float_group(pod_uid))
-            continue
-        yield from _pod_group(pod_uid, observed)
-        wanted_limits = desired.limits.of_pod(gone=pod_uid in without_pod)
-        yield from _restrictions(
-            pod_float_group(pod_uid), wanted_limits, {} if group is None else group.limits, observed
-        )
-
-
-def _pod_group(pod_uid: str, observed: Observed) -> Iterator[Action]:
-    """Make the group in float of pod *pod_uid*, or finish it."""
-    group = observed.pods.get(pod_uid)
-    if group is None:
-        yield Make(pod_float_group(pod_uid))
-    if group is None or group.kind != "threaded":
-        yield Write(pod_float_group(pod_uid), "cgroup.type", "threaded")
-
-
 def _restrictions(
     group: str, wanted: Mapping[str, str], found: Mapping[str, str], observed: Observed
 ) -> Iterator[Restrict]:
@@ -464,18 +574,13 @@ def _root_limits(desired: Desired, observed: Observed) -> Iterator[Restrict]:
 
 
 def withheld(desired: Desired, observed: Observed) -> tuple[tuple[str, str], ...]:
-    """Return the root's memory limits, file and value, that are not written because more is in use.
+    """Return the root's limits, file and value, that are not written because more is in use.
 
-    Lowering ``memory.max`` below what is in use kills; lowering ``memory.high`` drops page cache, which is harmless, and
-    slows down the processes when there is not enough of it ("Memory Interface Files").
+    Lowering ``memory.max`` below what is in use kills ("Memory Interface Files").
     """
-    wanted = desired.limits.of_root()
-    in_use = {"memory.high": observed.memory_kept, "memory.max": observed.memory_used}
-    return tuple(
-        (file, wanted[file])
-        for file, used in in_use.items()
-        if wanted[file].isdecimal() and observed.limits.get(file) != wanted[file] and used > int(wanted[file])
-    )
+    wanted = desired.limits.of_root()[MEMORY_MAX]
+    lower = wanted.isdecimal() and observed.limits.get(MEMORY_MAX) != wanted
+    return ((MEMORY_MAX, wanted),) if lower and observed.memory_used > int(wanted) else ()
 
 
 def _parent_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
@@ -488,7 +593,7 @@ def _parent_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
 
 
 def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
-    """Build or repair the root: threaded controllers only, and never fewer CPUs and memory nodes than it has."""
+    """Build or repair the root: never fewer CPUs and memory nodes than it has, and all controllers for its domains."""
     if not observed.exists:
         yield Make(ROOT)
     cpus, mems = observed.cpus | desired.cpus, observed.mems | desired.mems
@@ -496,77 +601,102 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
         yield Write(ROOT, "cpuset.mems", str(mems))
     if cpus != observed.cpus:
         yield Write(ROOT, "cpuset.cpus", str(cpus))
-    unwanted = sorted(observed.enabled - THREADED_CONTROLLERS)
-    if unwanted:
-        yield Write(ROOT, "cgroup.subtree_control", " ".join(f"-{name}" for name in unwanted))
     if "cpuset" not in observed.enabled:
         yield Write(ROOT, "cgroup.subtree_control", "+cpuset")
-    for name in _BELOW:
+    for name in desired.limits.controllers:
         if name in observed.offered - observed.enabled:
             yield Restrict(ROOT, "cgroup.subtree_control", f"+{name}")
 
 
-def _shares_floats(group: Group, groups: Mapping[str, Group]) -> bool:
-    """Tell whether *group* has CPUs of float's and no others, as :func:`evictions` leaves it."""
-    return FLOAT in groups and bool(group.cpus) and group.cpus <= groups[FLOAT].cpus
+def float_cpus(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet] | None = None) -> CpuSet:
+    """Return the CPUs that every float is to have: the shared pool, less what instances hold still.
+
+    With the orphans, instances whose pods have gone, on the whole shared pool, float joins them there, like every other pod
+    of the node.
+    """
+    grants = grants or {}
+    removed = frozenset(_removed(desired, observed, grants))
+    groups = {path: group for path, group in observed.groups.items() if path not in removed}
+    _, owned, orphaned = _owned(desired, observed, groups, grants, _without_pod(desired, observed, grants))
+    return desired.shared_pool - owned - orphaned or desired.shared_pool - owned
 
 
 def _targets(
-    desired: Desired, groups: Mapping[str, Group], grants: Mapping[str, CpuSet], without_pod: frozenset[str]
+    desired: Desired,
+    observed: Observed,
+    groups: Mapping[str, Group],
+    grants: Mapping[str, CpuSet],
+    without_pod: frozenset[str],
 ) -> Mapping[str, CpuSet]:
-    """Return the CPUs that each of our groups should have; float comes first, then the instances in order.
+    """Return the CPUs that each of our groups should have; the floats come first, then the vCPUs' groups in order.
+
+    Without any CPU to float on, floats are left as they are, and none is made. What is in the vCPUs' group of one of the pods
+    *without_pod* has float's CPUs, and follows float until it has ended.
+    """
+    targets, owned, orphaned = _owned(desired, observed, groups, grants, without_pod)
+    floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
+    if not floating:
+        return targets
+    uids = sorted({*observed.domains, *grants})
+    floats = [float_group(uid) for uid in uids if uid in grants or float_group(uid) in groups]
+    following = [
+        vcpus_group(uid) for uid in uids if vcpus_group(uid) in groups and _follows(uid, observed, without_pod)
+    ]
+    return {**dict.fromkeys((*floats, *following), floating), **targets}
+
+
+def _follows(pod_uid: str, observed: Observed, without_pod: frozenset[str]) -> bool:
+    return pod_uid in without_pod and observed.shares_float(pod_uid)
+
+
+def _owned(
+    desired: Desired,
+    observed: Observed,
+    groups: Mapping[str, Group],
+    grants: Mapping[str, CpuSet],
+    without_pod: frozenset[str],
+) -> tuple[Mapping[str, CpuSet], CpuSet, CpuSet]:
+    """Return the CPUs that each group of vCPUs should have, those of all, and those of instances whose pod is gone.
 
     An instance whose pod the kubelet no longer names still has live threads, or it would be stale: it is left alone
-    until they end, and no other instance gets its CPUs meanwhile. Without any CPU to float on, float is left as it is. What
-    is in the instance of one of the pods *without_pod* has float's CPUs, and follows float until it has been moved.
+    until they end, and no other instance gets its CPUs meanwhile.
     """
     targets: dict[str, CpuSet] = {}
-    orphaned, owned = CpuSet(), CpuSet()  # by instances whose pod is gone, and by all others
-    following = []
-    for pod_uid, group in _instances(groups):
-        if pod_uid in without_pod and _shares_floats(group, groups):
-            following.append(instance_group(pod_uid))
-        elif pod_uid not in grants and pod_uid not in desired.choices:
+    orphaned, owned, contested = CpuSet(), CpuSet(), _contested(desired)
+    instances = [(uid, groups[vcpus_group(uid)]) for uid in sorted(observed.domains) if vcpus_group(uid) in groups]
+    for pod_uid, group in instances:
+        if not _follows(pod_uid, observed, without_pod) and pod_uid not in grants and pod_uid not in desired.choices:
             orphaned |= group.cpus
-    for pod_uid, group in _instances(groups):
+    for pod_uid, group in instances:
         if pod_uid in grants or pod_uid not in desired.choices:
             continue
-        target = _choose(group.cpus, desired.choices[pod_uid], _others(desired, pod_uid))
+        target = _choose(group.cpus, desired.choices[pod_uid], contested)
         if target.isdisjoint(orphaned):
-            targets[instance_group(pod_uid)] = target
+            targets[vcpus_group(pod_uid)] = target
             owned |= target
         else:  # the kubelet has given away CPUs on which another instance's last threads still run; not yet
             owned |= group.cpus
     for pod_uid, cpus in sorted(grants.items()):
-        targets[instance_group(pod_uid)] = cpus
+        targets[vcpus_group(pod_uid)] = cpus
         owned |= cpus
-    # With the orphans on the whole shared pool, float joins them there, like every other pod of the node.
-    floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
-    return {FLOAT: floating, **dict.fromkeys(following, floating), **targets} if floating else targets
+    return targets, owned, orphaned
 
 
-def _others(desired: Desired, pod_uid: str) -> CpuSet:
-    """Return the CPUs of the shared pool and of other pods than *pod_uid*."""
-    return desired.shared_pool | _union(
-        cpus for other, choices in desired.choices.items() if other != pod_uid for cpus in choices
-    )
+def _contested(desired: Desired) -> CpuSet:
+    """Return the CPUs that are not one pod's alone: those of the shared pool, and those that several pods may have."""
+    pods = Counter(cpu for choices in desired.choices.values() for cpu in _union(choices))
+    return desired.shared_pool | CpuSet(cpu for cpu, number in pods.items() if number > 1)
 
 
-def _instances(groups: Mapping[str, Group]) -> list[tuple[str, Group]]:
-    named = ((instance_uid(name), group) for name, group in sorted(groups.items()))
-    return [(pod_uid, group) for pod_uid, group in named if pod_uid is not None]
-
-
-def _choose(current: CpuSet, choices: tuple[CpuSet, ...], others: CpuSet) -> CpuSet:
+def _choose(current: CpuSet, choices: tuple[CpuSet, ...], contested: CpuSet) -> CpuSet:
     """Return the cpuset of an instance that may have one of *choices* and now has *current*.
 
     Which of its pod's containers an instance is, is not recorded. A container that the kubelet resizes keeps most of its CPUs,
     so that its set is the nearest. Where that is ambiguous, an instance that has CPUs of several containers keeps those, and
     one whose container is one of several with CPUs in common gets the CPUs of these: still its pod's alone, and every vCPU
-    keeps the CPU it is pinned to. An init container that has ended keeps its entry: CPUs in it that are *others* by now, of
-    the shared pool or of other pods, say so.
+    keeps the CPU it is pinned to. An init container that has ended keeps its entry: CPUs in it that are *contested* by now say so.
     """
-    valid = tuple(cpus for cpus in choices if cpus.isdisjoint(others)) or choices
+    valid = tuple(cpus for cpus in choices if cpus.isdisjoint(contested)) or choices
     together = _union(valid)
     if current and current in (*valid, together):
         return current

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
-from typing import assert_never
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, reduce
+from typing import TypeVar, assert_never
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import explain
 from runner.base.values import frozen
-from runner.controller.tree.limits import SWAP_MAX
+from runner.controller.tree.limits import MEMORY_MAX, SWAP_MAX
 from runner.controller.tree.partition_writer import PartitionWriter
 from runner.controller.tree.reconcile import (
     ISOLATED,
     PARENT,
     ROOT,
     Action,
+    Domain,
     Evict,
     Group,
+    Kill,
     Make,
     Observed,
-    PodGroup,
     Remove,
     Restrict,
     Seal,
@@ -30,16 +31,18 @@ from runner.controller.tree.reconcile import (
     Write,
 )
 from runner.kernel.cgroup import Cgroup, CgroupError
-from runner.kubelet.pod_cgroups import FLOAT, INSTANCE_NAME, float_uid, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, group_uid, instance_group, instance_uid, vcpus_group
+
+T = TypeVar("T")
 
 MOVED_AT_ONCE = 256
 """Threads that one action moves out of a group: 0.2 ms each, and no request is answered meanwhile."""
 REMOVED_AT_ONCE = 256
 """Groups that one action removes below a group of ours, where a pod has made them."""
 
-_ROOT_LIMITS = ("memory.high", "memory.max", SWAP_MAX, "pids.max")
-_INSTANCE_LIMITS = ("cgroup.max.descendants", "pids.max")
-_POD_LIMITS = (*_INSTANCE_LIMITS, "cpu.weight")
+_ROOT_LIMITS = (MEMORY_MAX, "memory.high", SWAP_MAX, "pids.max", "cpu.weight")
+_DOMAIN_LIMITS = (*_ROOT_LIMITS, "cgroup.max.descendants")
+_GROUP_LIMITS = ("cgroup.max.descendants", "cpu.weight")
 
 
 @frozen
@@ -54,7 +57,7 @@ class Fault:
     @property
     def pod_uid(self) -> str | None:
         """The UID of the pod whose group it is, or ``None``."""
-        return instance_uid(self.group) or float_uid(self.group)
+        return group_uid(self.group)
 
 
 @frozen
@@ -65,14 +68,17 @@ class Tree:
     partition_writer: PartitionWriter | None = None
     """``None``: no partition is made."""
 
-    @property
-    def floating(self) -> Cgroup:
-        """The group of all threads without a CPU of their own."""
-        return self.root.child(FLOAT)
+    def domain(self, pod_uid: str) -> Cgroup:
+        """Return the domain of pod *pod_uid*."""
+        return self.group(instance_group(pod_uid))
 
-    def pod(self, pod_uid: str) -> Cgroup:
-        """Return the group in float of pod *pod_uid*."""
-        return self.floating.child(pod_uid)
+    def float_of(self, pod_uid: str) -> Cgroup:
+        """Return the float of pod *pod_uid*."""
+        return self.group(float_group(pod_uid))
+
+    def vcpus_of(self, pod_uid: str) -> Cgroup:
+        """Return the group of the vCPU threads of pod *pod_uid*."""
+        return self.group(vcpus_group(pod_uid))
 
     def group(self, name: str) -> Cgroup:
         """Return the group that the actions call *name*."""
@@ -84,14 +90,15 @@ class Tree:
             case names:
                 return reduce(Cgroup.child, names, self.root)
 
-    def groups(self) -> Iterator[Cgroup]:
-        """Yield the groups that there are, whose files are opened here: the parent, the root, and what is ours below it."""
-        yield self.root.parent
-        if self.root.exists():
-            yield self.root
-            yield from map(self.root.child, filter(_is_ours, self.root.children()))
-        if self.floating.exists():
-            yield from map(self.floating.child, filter(INSTANCE_NAME.fullmatch, self.floating.children()))
+    def _domains(self) -> Iterator[tuple[str, Cgroup]]:
+        for name in self.root.children() if self.root.exists() else ():
+            if (pod_uid := instance_uid(name)) is not None:
+                yield pod_uid, self.root.child(name)
+
+    def reachable(self) -> Iterator[Cgroup]:
+        """Yield the groups that there are of which pods get descriptors: the floats and the vCPUs' groups."""
+        for _, domain in self._domains():
+            yield from filter(Cgroup.exists, map(domain.child, (FLOAT, VCPUS)))
 
     def observe(self) -> Observed:
         """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
@@ -108,13 +115,16 @@ class Tree:
         delegated = self.root.parent.enabled()
         if not self.root.exists():
             return Observed(offered, delegated, exists=False)
-        groups = {}
-        for name in filter(_is_ours, self.root.children()):
-            group = _observe(self.root.child(name))
-            if group is not None:
-                groups[name] = group
-        exclusive = self.root.exclusive_cpus()
-        used, kept = self.root.memory_in_use() if "memory" in delegated else (0, 0)
+        domains, groups, outdated = {}, {}, dict(self._outdated())
+        huge_pages = tuple(self.root.huge_page_limits())
+        observe_domain = partial(_observe_domain, limits=(*_DOMAIN_LIMITS, *huge_pages))
+        for pod_uid, each in self._domains():
+            if each.name in outdated or (domain := _while_there(observe_domain, each)) is None:
+                continue
+            domains[pod_uid] = domain
+            for path, below in ((float_group(pod_uid), FLOAT), (vcpus_group(pod_uid), VCPUS)):
+                if (group := _while_there(_observe, each.child(below))) is not None:
+                    groups[path] = group
         return Observed(
             offered,
             delegated,
@@ -122,24 +132,25 @@ class Tree:
             enabled=self.root.enabled(),
             cpus=self.root.cpus() if "cpuset" in delegated else CpuSet(),
             mems=self.root.mems() if "cpuset" in delegated else CpuSet(),
+            domains=domains,
             groups=groups,
-            pods=dict(self._pods()) if FLOAT in groups else {},
-            float_enabled=self.floating.enabled() if FLOAT in groups else frozenset(),
-            limits=_limits(self.root, (*_ROOT_LIMITS, *self.root.huge_page_limits())),
-            memory_used=used,
-            memory_kept=kept,
-            exclusive=exclusive,
+            limits=_limits(self.root, (*_ROOT_LIMITS, *huge_pages)),
+            memory_used=self.root.memory_in_use() if "memory" in delegated else 0,
+            exclusive=self.root.exclusive_cpus(),
+            outdated=outdated,
         )
 
-    def _pods(self) -> Iterator[tuple[str, PodGroup]]:
-        for pod_uid in self.floating.children():
-            if INSTANCE_NAME.fullmatch(pod_uid):
-                group = self.pod(pod_uid)
-                try:
-                    yield pod_uid, PodGroup(group.kind(), group.populated(), _limits(group, _POD_LIMITS))
-                except CgroupError as error:
-                    if error.errno not in (errno.ENOENT, errno.ENODEV):
-                        raise
+    def _outdated(self) -> Iterator[tuple[str, bool]]:
+        """Yield the groups that earlier versions have made, and whether they are populated; each before the one above it.
+
+        They had one threaded float for all instances, with a group in it for each, and threaded groups of vCPUs beside it.
+        """
+        for name in self.root.children():
+            group = self.root.child(name)
+            if name == FLOAT or (instance_uid(name) is not None and _while_there(Cgroup.kind, group) in _OUTDATED):
+                for below in (*reversed(group.below(REMOVED_AT_ONCE)), group):
+                    if (populated := _while_there(Cgroup.populated, below)) is not None:
+                        yield str(below.path.relative_to(self.root.path)), populated
 
     def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
         """Apply *actions* in order; a failure is returned, and stops the actions on its own group only, but for a limit.
@@ -167,9 +178,9 @@ class Tree:
         match action:
             case Make():
                 group.create()
-            case Remove(name):
-                # A pod's group in float that has been populated again is no fault: its CPUs are nobody else's.
-                if not _removed(group) and instance_uid(name) is not None:
+            case Remove():
+                # A float that has been populated again is no fault: its CPUs are no other's. Nor is its domain.
+                if not _removed(group) and group.name == VCPUS:
                     return f"cannot remove {group.path}: it has been populated again"
             case Write(_, "cpuset.cpus", value):
                 asked = CpuSet.parse(value) & online
@@ -182,35 +193,49 @@ class Tree:
                 self.unseal(group)
             case Seal(_, cpus, together):
                 return self._seal(group, cpus, together, online)
-            case Evict(pod_uid):
-                _evict(group, self.pod(pod_uid))
+            case Kill() | Evict():
+                self._empty(action)
             case _ as never:
                 assert_never(never)
         return ""
+
+    def _empty(self, action: Kill | Evict) -> None:
+        group = self.group(action.group)
+        if isinstance(action, Kill):
+            group.kill()
+            for below in reversed(self.vcpus_of(action.pod_uid).below(REMOVED_AT_ONCE)):
+                below.remove()  # what has not ended yet is removed by the next pass
+        else:
+            _evict(group, self.float_of(action.pod_uid))
 
     def _is_sealed_with(self, group: Cgroup, effective: CpuSet, online: CpuSet) -> bool:
         """Tell whether *group* is an isolated partition, of which ``cpuset.cpus`` alone changes nothing, with *effective*."""
         return group.partition() == ISOLATED and effective == (group.exclusive_cpus() or CpuSet()) & online
 
     def unseal(self, group: Cgroup) -> None:
-        """End the partition of *group*, if it is one.
+        """End the partition of *group*, if it is one; its domain has no CPUs for itself then either.
 
-        The kernel gives back only CPUs that the root still has for itself (``remote_partition_disable``, Linux 6.12). Where
-        another program has taken them from the root, they would stay isolated for ever, so the root gets them again first.
+        The kernel gives back only CPUs that the groups above still have for themselves (``remote_partition_disable``, Linux
+        6.12). Where another program has taken them, they would stay isolated for ever, so these get them again first.
         """
-        exclusive, ours = group.exclusive_cpus(), self.root.exclusive_cpus()
+        exclusive = group.exclusive_cpus()
         try:
-            if exclusive and ours is not None and not exclusive <= ours:
-                self.root.write("cpuset.cpus.exclusive", str(ours | exclusive))
+            for above in (self.root, group.parent):
+                ours = above.exclusive_cpus()
+                if exclusive and ours is not None and not exclusive <= ours:
+                    above.write("cpuset.cpus.exclusive", str(ours | exclusive))
         finally:  # also where a cgroup beside the root has taken them: then they are that one's
             group.end_partition()
+        if group.name == VCPUS and group.parent.exclusive_cpus():
+            group.parent.write("cpuset.cpus.exclusive", "")
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
         """Make *group* an isolated partition of *cpus*, or one that it is already larger; return why it is not."""
         if self.partition_writer is None:
             return "the controller makes no partitions"
-        if self.root.exclusive_cpus() != together:
-            self.root.write("cpuset.cpus.exclusive", str(together))
+        for above, wanted in ((self.root, together), (group.parent, cpus)):
+            if above.exclusive_cpus() != wanted:
+                above.write("cpuset.cpus.exclusive", str(wanted))
         before = group.exclusive_cpus() if group.partition() == ISOLATED else None
         if before:
             return self._extend(self.partition_writer, group, before, cpus, online)
@@ -220,7 +245,7 @@ class Tree:
         """Make the partition *group*, which has *before*, one of *cpus*; return why it is not, and then it has *before* still."""
         reason = ""
         try:
-            writer.extend(group.name, cpus)
+            writer.extend(f"{group.parent.name}/{group.name}", cpus)
         except CgroupError as error:
             reason = explain(error)
         state, effective = group.partition(), group.effective_cpus()
@@ -235,7 +260,7 @@ class Tree:
         """Make *group* an isolated partition of *cpus*; return why it is none, and then nothing of one is left."""
         try:
             group.write("cpuset.cpus.exclusive", str(cpus))
-            writer.isolate(group.name)
+            writer.isolate(f"{group.parent.name}/{group.name}")
             state, effective = group.partition(), group.effective_cpus()
         except CgroupError:
             self.unseal(group)
@@ -246,8 +271,18 @@ class Tree:
         return f"cannot make {group.path} an isolated partition of the CPUs {cpus}: the kernel says {state!r} with {effective}"
 
 
-def _is_ours(name: str) -> bool:
-    return name == FLOAT or instance_uid(name) is not None
+_OUTDATED = {"threaded", "domain invalid"}
+"""``cgroup.type`` of an instance's group that is no domain."""
+
+
+def _while_there(read: Callable[[Cgroup], T], group: Cgroup) -> T | None:
+    """Return what *read* returns of *group*; ``None`` if that is gone."""
+    try:
+        return read(group)
+    except CgroupError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV):
+            return None
+        raise
 
 
 def _removed(group: Cgroup) -> bool:
@@ -273,9 +308,7 @@ def _move_threads(source: Cgroup, target: Cgroup) -> None:
 
     A number that was read earlier may be another thread's when it is written, so each is read just before. What is left is
     harmless: within those microseconds the thread has ended, and its number has gone to a new one (``idr_alloc_cyclic`` of
-    ``kernel/pid.c`` gives a number again after all others). A new thread of a container that is not in this tree cannot be
-    moved (EOPNOTSUPP). One of another instance is in float still, because its runner confines a vCPU's thread milliseconds
-    later, after asking QEMU for it, and reads back where it is; *target* has float's CPUs too.
+    ``kernel/pid.c`` gives a number again after all others). A thread of another domain cannot be moved (EOPNOTSUPP).
     """
     passed = {0}  # never 0, a thread that cannot be named here: written, it would mean this program
     for _ in range(MOVED_AT_ONCE):
@@ -296,15 +329,15 @@ def _limits(group: Cgroup, files: Iterable[str]) -> Mapping[str, str]:
     return {file: value for file, value in found.items() if value is not None}
 
 
-def _observe(group: Cgroup) -> Group | None:
-    try:
-        kind = group.kind()
-        populated = group.populated() or (group.name != FLOAT and bool(group.children()))
-    except CgroupError as error:
-        if error.errno in (errno.ENOENT, errno.ENODEV):
-            return None
-        raise
-    limits = _limits(group, _INSTANCE_LIMITS) if group.name != FLOAT else {}
+def _observe_domain(group: Cgroup, limits: Iterable[str]) -> Domain:
+    cpus = CpuSet.parse(group.read_if_there("cpuset.cpus") or "")
+    return Domain(group.enabled(), cpus, group.exclusive_cpus() or CpuSet(), _limits(group, limits), group.oom_kills())
+
+
+def _observe(group: Cgroup) -> Group:
+    kind = group.kind()
+    populated = group.populated() or (group.name == VCPUS and bool(group.children()))
+    limits = _limits(group, _GROUP_LIMITS)
     try:
         cpus, mems, effective = group.cpus(), group.mems(), group.effective_cpus()
         exclusive, partition = group.exclusive_cpus() or CpuSet(), group.partition()
@@ -312,5 +345,5 @@ def _observe(group: Cgroup) -> Group | None:
     except CgroupError as error:
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             raise
-        # No cpuset files: the controller is switched off in the root (or the group is gone since a moment ago).
+        # No cpuset files: the controller is switched off above (or the group is gone since a moment ago).
         return Group(kind, CpuSet(), CpuSet(), CpuSet(), populated, limits)

@@ -59,7 +59,7 @@ from runner.kernel.host_settings import (
 )
 from runner.kernel.leases import open_at_once, read_at_once
 from runner.kernel.procfs import Procfs
-from runner.kubelet.pod_cgroups import FLOAT, instance_group
+from runner.kubelet.pod_cgroups import instance_group
 
 log = logging.getLogger(__name__)
 
@@ -176,11 +176,10 @@ class HostTuner:
         observed = self.loop.observed
         if observed is None:
             return {}
-        floating = observed.groups[FLOAT].cpus if FLOAT in observed.groups else CpuSet()
         return {
-            pod_uid: TunedInstance(group.cpus - floating, read_tuning(self.loop.tree.group(instance_group(pod_uid))))
+            pod_uid: TunedInstance(group.cpus, read_tuning(self.loop.tree.domain(pod_uid)))
             for pod_uid, group in observed.instances().items()
-            if group.cpus - floating
+            if group.cpus and not observed.shares_float(pod_uid)
         }
 
     # -- in a thread -------------------------------------------------------------------------------------------------

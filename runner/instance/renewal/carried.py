@@ -83,6 +83,7 @@ class CarriedCgroups:
     float_threads: CarriedFd
     confined: frozenset[int]
     """The tids of the vCPU threads."""
+    memory_events: CarriedFd | None = None
 
 
 @frozen

@@ -16,6 +16,7 @@ from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.methods import Timeouts
 from runner.controller.serve.pods import MemberProcess, PodCgroups
 from runner.controller.tree.loop import Intervals
+from runner.kernel.cgroup import CgroupError
 from runner.kernel.kubelet_files import Frozen
 from tests.support.fake_node import (
     ANCHORS,
@@ -59,10 +60,11 @@ async def test_the_articles_exchange(node: Node) -> None:
         assert json.loads(await client.line()) == {
             "jsonrpc": "2.0",
             "result": {
-                "cgroup_path": str(node.root.path / "instance-123"),
-                "float_path": str(node.root.path / "float" / "123"),
+                "cgroup_path": str(node.root.path / "instance-123" / "vcpus"),
+                "float_path": str(node.root.path / "instance-123" / "float"),
                 "cpuset": "4-7",
-                "protocol": 2,
+                "protocol": 3,
+                "memory": 320 << 20,
             },
             "id": 123,
         }
@@ -70,9 +72,9 @@ async def test_the_articles_exchange(node: Node) -> None:
 
 async def test_builds_the_tree(node: Node) -> None:
     async with controlled(node):
-        assert node.root.kind() == "domain threaded"
-        assert node.root.enabled() == {"cpu", "cpuset", "pids"}
-        assert node.float_cgroup.enabled() == {"cpu", "pids"}
+        assert node.root.kind() == "domain"
+        assert node.root.enabled() == {"cpu", "cpuset", "hugetlb", "memory", "pids"}
+        assert node.float_cgroup.parent.enabled() == {"cpu", "cpuset", "pids"}
         assert (str(node.root.cpus()), str(node.root.mems())) == ("0-19", "0-1")
         assert node.float_cgroup.kind() == "threaded"
         assert (str(node.float_cgroup.cpus()), str(node.float_cgroup.mems())) == (SHARED, "0-1")
@@ -95,7 +97,7 @@ async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None
         assert json.loads(await client.line())["result"] == first
 
 
-async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
+async def test_the_answer_carries_five_descriptors_in_order(node: Node) -> None:
     node.become(B)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
     async with controlled(node), connected(node.socket) as client:
@@ -109,12 +111,16 @@ async def test_the_answer_carries_four_descriptors_in_order(node: Node) -> None:
                 str(node.instance(B).path / "cgroup.threads"),
                 str(node.scope(B).path / "cgroup.procs"),
                 str(node.pod(B).path / "cgroup.threads"),
+                str(node.domain(B).path / "memory.events"),
             ]
             for fd in (fds[0], fds[2]):
                 with pytest.raises(OSError, match="Bad file descriptor"):
                     os.read(fd, 1)  # for writing only
             for fd in (fds[1], fds[3]):
                 assert os.pread(fd, 100, 0).split() == []  # it lists the group's threads
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(fds[4], b"1")
+            assert b"oom_kill 0" in os.pread(fds[4], 100, 0)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -323,26 +329,31 @@ async def test_drift_is_corrected(node: Node) -> None:
         assert controller.loop.counters.repairs == 2
         node.float_cgroup.write("cpuset.mems", "0")
         await controller.until(lambda: str(node.float_cgroup.mems()) == "0-1")
-        node.root.write("cgroup.subtree_control", "-cpuset")
-        await controller.until(lambda: "cpuset" in node.root.enabled() and str(node.instance(B).cpus()) == "14-17")
+        with pytest.raises(CgroupError):  # EBUSY: those below have it
+            node.root.write("cgroup.subtree_control", "-cpuset")
+        node.domain(B).write("cgroup.subtree_control", "-cpuset")
+        await controller.until(lambda: "cpuset" in node.domain(B).enabled() and str(node.instance(B).cpus()) == "14-17")
 
 
-async def test_a_removed_cgroup_is_created_again(node: Node) -> None:
+async def test_a_removed_root_is_created_again(node: Node) -> None:
     node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert node.pod(B).remove()
-        assert node.float_cgroup.remove()
-        await controller.until(lambda: node.float_cgroup.exists() and str(node.float_cgroup.cpus()) == SHARED)
-        assert node.float_cgroup.kind() == "threaded"
+        node.float_cgroup.populate(False)
+        for group in (
+            node.instance(B),
+            node.pod(B),
+            node.domain(B),
+            node.float_cgroup,
+            node.float_cgroup.parent,
+            node.root,
+        ):
+            assert group.remove()
+        await controller.until(lambda: node.root.exists() and "cpuset" in node.root.enabled())
         # An instance is made by its registration only.
-        assert node.instance(B).remove()
-        assert node.float_cgroup.remove()
-        assert node.root.remove()
-        await controller.until(lambda: node.float_cgroup.exists() and str(node.float_cgroup.cpus()) == SHARED)
-        assert not node.instance(B).exists()
-        node.mount.write("cgroup.subtree_control", "-cpuset")  # as systemctl daemon-reload may do
-        await controller.until(lambda: "cpuset" in node.mount.enabled() and str(node.float_cgroup.cpus()) == SHARED)
+        assert not node.domain(B).exists()
+        with pytest.raises(CgroupError):  # EBUSY: the root has it
+            node.mount.write("cgroup.subtree_control", "-cpuset")
 
 
 async def test_an_instance_is_removed_when_its_pod_and_its_threads_have_ended(node: Node) -> None:
@@ -390,8 +401,6 @@ async def test_another_container_of_the_pod_does_not_take_over_its_instance(node
 
 
 async def test_foreign_groups_are_never_touched(node: Node) -> None:
-    node.root.create()
-    node.root.write("cgroup.subtree_control", "+cpuset")
     names = ["other", "instance-UPPER", "instance-a\nb", "instance-", "floats", "instance-a.b"]
     for name in names:
         node.root.child(name).create()
@@ -399,32 +408,57 @@ async def test_foreign_groups_are_never_touched(node: Node) -> None:
     async with controlled(node) as controller, connected(node.socket) as client:
         node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
         await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-13")
-        assert set(node.root.children()) == {*names, "float"}
+        assert set(node.root.children()) == {*names, "instance-bystander"}
         assert all((node.root.path / name / "cpuset.cpus").read_text() == "0-19\n" for name in names)
         assert await client.result("listInstances") == []
 
 
-async def test_half_built_groups_are_finished(node: Node) -> None:
-    node.root.create()
-    node.root.write("cgroup.subtree_control", "+cpuset")
-    made = node.root.child("made")
-    made.create()
-    made.write("cgroup.type", "threaded")
-    made.remove()
-    node.float_cgroup.create()
-    node.instance(B).create()
-    assert node.float_cgroup.kind() == node.instance(B).kind() == "domain invalid"
+async def test_half_built_domains_are_removed_and_half_built_groups_finished(node: Node) -> None:
+    for uid in (A, B):
+        node.domain(uid).create()
+    node.domain(B).write("cgroup.subtree_control", "+cpuset")
+    for group in (node.pod(B), node.instance(B)):
+        group.create()
     async with controlled(node):
-        assert node.float_cgroup.kind() == node.instance(B).kind() == "threaded"
-        assert (str(node.float_cgroup.cpus()), str(node.instance(B).cpus())) == (SHARED, "14-17")
+        assert not node.domain(A).exists()
+        assert node.pod(B).kind() == node.instance(B).kind() == "threaded"
+        assert (str(node.pod(B).cpus()), str(node.instance(B).cpus())) == (SHARED, "14-17")
 
 
-async def test_domain_controllers_in_the_root_are_switched_off(node: Node) -> None:
-    node.root.create()
-    node.root.write("cgroup.subtree_control", "+memory +cpuset")
-    async with controlled(node):
-        assert node.root.enabled() == {"cpu", "cpuset", "pids"}
-        assert node.float_cgroup.kind() == "threaded"
+async def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty_and_not_before(node: Node) -> None:
+    node.become(B)
+    node.float_cgroup.populate(False)
+    for group in (node.float_cgroup, node.float_cgroup.parent):
+        assert group.remove()
+    old = [node.root.child("float"), node.root.child("float").child(A), node.domain(A)]
+    for group in old:
+        group.create()
+        group.write("cgroup.type", "threaded")
+    old[1].put_threads([900])
+    old[0].populate(True)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        assert f"earlier version of this program are in use (float/{A}, float); drain the node" in controller.loop.error
+        assert Pages(controller.loop, controller.device_filter).respond("/readyz").status == 503
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert "drain the node" in str(refused["message"])
+        assert not node.domain(B).exists()
+        old[1].put_threads([])
+        old[0].populate(False)
+        await controller.eventually(lambda: controller.loop.error == "")
+        assert not any(group.exists() for group in old)
+        assert node.root.kind() == "domain"
+        assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+
+async def test_domain_controllers_in_a_domain_are_switched_off(node: Node) -> None:
+    node.become(B)
+    node.root.write("cgroup.subtree_control", "+memory")
+    node.domain(B).create()
+    node.domain(B).write("cgroup.subtree_control", "+memory")
+    node.pod(B).create()
+    async with controlled(node), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert node.domain(B).enabled() == {"cpu", "cpuset", "pids"}
 
 
 # -- frozen ----------------------------------------------------------------------------------------------------------
@@ -473,7 +507,7 @@ async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
     (node.kubelet / "cpu_manager_state").unlink()
     async with controlled(node) as controller:
         assert controller.loop.frozen()
-        assert not node.root.exists()  # nothing is known, so nothing is decided
+        assert str(node.float_cgroup.cpus()) == ""  # nothing is known, so nothing is decided
         node.put_state(SHARED, ENTRIES)
         await controller.until(lambda: not controller.loop.frozen())
         assert str(node.float_cgroup.cpus()) == SHARED
@@ -587,7 +621,7 @@ async def test_a_restart_after_the_pod_is_gone_cleans_up(node: Node) -> None:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
     node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
     async with controlled(node):
-        assert node.root.children() == ("float",)
+        assert node.root.children() == ("instance-bystander",)
         assert str(node.float_cgroup.cpus()) == "2-11,14-17"
 
 
@@ -605,7 +639,7 @@ async def test_without_a_kubelet_the_first_request_gets_the_cpus(node: Node) -> 
         node.instance("one").populate(False)
         await client.result("registerCgroup", uuid="two", cpuset="7-8")  # an empty instance is removed for it
         assert str(node.float_cgroup.cpus()) == "0-6,9-19"
-        assert node.root.children() == ("float", "instance-two")
+        assert node.root.children() == ("instance-bystander", "instance-two")
         assert (await client.refusal("registerCgroup", uuid="three", cpuset="0-1"))["reason"] == "cpuset"
         assert await client.result("deregisterCgroup", uuid="two") == {"removed": True}
         assert str(node.float_cgroup.cpus()) == "0-19"
@@ -641,6 +675,8 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "uuid": B,
                 "cgroup_path": str(node.instance(B).path),
                 "float_path": str(node.pod(B).path),
+                "memory": 320 << 20,
+                "oom_kills": 0,
                 "cpuset": "14-17",
                 "effective": "14-17",
                 "populated": False,

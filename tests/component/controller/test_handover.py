@@ -230,7 +230,8 @@ async def test_the_runner_waits_and_gets_the_cpus(node: Node, logged: Callable[[
         registration = await runner.register()
         assert str(registration.cpus) == OURS
         fds = registration.cgroup_fds
-        for descriptor in (fds.float_procs, fds.instance_threads, fds.pod_procs, fds.float_threads):
+        assert fds.memory_events is not None
+        for descriptor in (fds.float_procs, fds.instance_threads, fds.pod_procs, fds.float_threads, fds.memory_events):
             descriptor.close()
     assert f"instance '{B}' still runs on '14-17'" in logged("waiting for up to")[0]
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only

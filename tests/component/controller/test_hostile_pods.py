@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import logging
@@ -16,7 +17,7 @@ import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import LimitOptions
+from runner.controller.main import LimitOptions, Pages
 from runner.controller.serve.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
 from runner.controller.tree import loop
 from runner.controller.tree.held_files import FILES, HeldFiles
@@ -25,6 +26,7 @@ from runner.controller.tree.reconcile import Evict, Observed
 from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.procfs import Procfs
+from runner.protocol.controller_client import PROTOCOL
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import (
     ANCHORS,
@@ -54,7 +56,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def limits(node: Node) -> dict[str, str]:
-    return {file: node.root.read(file) for file in ("memory.high", "memory.max", "pids.max")}
+    return {file: node.root.read(file) for file in ("cpu.weight", "memory.max", "pids.max")}
 
 
 async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
@@ -62,18 +64,18 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
     options = LimitOptions(pod_pids_max=40, pod_cpu_weight=300)
     async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert controller.loop.registered == {B}
-        pod = node.pod(B)
-        assert (pod.kind(), pod.read("pids.max"), pod.read("cpu.weight")) == ("threaded", "40", "300")
-        assert not (pod.path / "cpuset.cpus").exists(), "it has float's CPUs, whatever they are"
-        assert node.instance(B).read("pids.max") == "40"
-        for group, file in ((pod, "pids.max"), (pod, "cpu.weight"), (node.instance(B), "pids.max")):
+        domain = node.domain(B)
+        assert (domain.kind(), domain.read("pids.max"), domain.read("cpu.weight")) == ("domain threaded", "40", "300")
+        assert (domain.read("memory.max"), domain.read("memory.swap.max")) == (str(320 << 20), "0")
+        assert domain.read("hugetlb.2MB.max") == domain.read("hugetlb.2MB.rsvd.max") == "0"
+        assert str(domain.cpus()) == "", "it has the root's"
+        for group, file in ((domain, "pids.max"), (domain, "cpu.weight"), (node.instance(B), "cpu.weight")):
             before = group.read(file)
             await trio.testing.wait_all_tasks_blocked(0.05)
             group.write(file, "77")
             await controller.until(lambda group=group, file=file, before=before: group.read(file) == before)  # type: ignore[misc]
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
-        assert not pod.exists()
+        assert not domain.exists()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
     node.become(B)
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        files = [group.path / file for group in (node.pod(B), node.instance(B), node.root) for file in FILES]
+        files = [group.path / file for group in (node.pod(B), node.instance(B)) for file in FILES]
         with attempting_leases(*filter(Path.exists, files)) as results:
             assert {*results} == {"refused"}
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
@@ -204,7 +206,7 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
 
 def test_files_are_held_for_writing_whatever_their_mode_is(tmp_path: Path) -> None:
     """A pod may change the mode of its own, and lease for reading what is open for reading alone."""
-    held, modes = HeldFiles(), {"cpuset.cpus": 0o444, "cgroup.procs": 0o200, "pids.max": 0o644, "memory.max": 0}
+    held, modes = HeldFiles(), {"cpuset.cpus": 0o444, "cgroup.procs": 0o200, "cpu.weight": 0o644, "cgroup.type": 0}
     with ExitStack() as files:
         files.callback(held.close)
         for name, mode in modes.items():
@@ -263,32 +265,148 @@ async def test_the_pods_group_stays_until_it_is_empty(node: Node) -> None:
 
 async def test_all_together_are_limited_by_the_size_of_the_node(node: Node) -> None:
     async with controlled(node):
-        assert limits(node) == {"memory.high": str(RAM // 32 * 3), "memory.max": str(RAM // 8), "pids.max": "250000"}
+        assert limits(node) == {"cpu.weight": "100", "memory.max": str(RAM // 8), "pids.max": "250000"}
         assert {node.root.read(f"{name}.max") for name in ("hugetlb.2MB", "hugetlb.2MB.rsvd", "memory.swap")} == {"0"}
-    node.mount.child("kubepods.slice").write("memory.max", str(RAM // 4 * 3))  # the kubelet reserves a quarter
+    pods = node.mount.child("kubepods.slice")
+    pods.write("memory.max", str(RAM // 4 * 3))  # the kubelet reserves a quarter
+    pods.write("cpu.weight", "790")
     async with controlled(node):
-        assert limits(node)["memory.max"] == str(RAM // 4)
-    options = LimitOptions(memory_max=None, memory_high=1 << 30, pids_max=None)
+        assert limits(node) == {"cpu.weight": "790", "memory.max": str(RAM // 4), "pids.max": "250000"}
+    options = LimitOptions(memory_max=None, cpu_weight=40, pids_max=None)
     async with controlled(node, limit_options=options):
-        assert limits(node) == {"memory.high": str(1 << 30), "memory.max": "max", "pids.max": "max"}
+        assert limits(node) == {"cpu.weight": "40", "memory.max": "max", "pids.max": "max"}
 
 
 async def test_memory_in_use_is_not_killed_by_a_new_limit(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     async with controlled(node, limit_options=LimitOptions(memory_max=None)):
         assert limits(node)["memory.max"] == "max"
-    current, stat = (node.root.path / name for name in ("memory.current", "memory.stat"))
+    current = node.root.path / "memory.current"
     current.write_text(f"{9 << 30}\n")
     async with controlled(node, limit_options=LimitOptions(memory_max=8 << 30)) as controller:
-        assert (limits(node)["memory.max"], limits(node)["memory.high"]) == ("max", "max")
+        assert limits(node)["memory.max"] == "max"
         assert "memory.max to 8589934592: more than that is in use; end instances, or give --memory-max" in caplog.text
         assert controller.loop.error == "", "the node is ready"
         warnings = len(caplog.records)
-        stat.write_text(f"active_file {3 << 30}\ninactive_file 0\n")  # a third of it is page cache
-        await controller.eventually(lambda: limits(node)["memory.high"] != "max")
-        assert limits(node)["memory.max"] == "max"
-        current.write_text(f"{7 << 30}\n")  # the kernel has dropped it
+        current.write_text(f"{7 << 30}\n")
         await controller.eventually(lambda: limits(node)["memory.max"] == str(8 << 30))
         assert [record for record in caplog.records[warnings:] if record.levelno >= logging.WARNING] == []
+
+
+async def test_an_instance_gets_what_its_pods_own_limit_leaves_when_the_guests_memory_is_charged(node: Node) -> None:
+    node.become(B)
+    for group, most, used in ((node.scope(B).parent, 6 << 30, 5 << 30), (node.scope(B), 5 << 30, 9 << 29)):
+        group.parent.write("cgroup.subtree_control", "+memory")
+        group.write("memory.max", str(most))
+        (group.path / "memory.current").write_text(f"{used}\n")
+    (node.scope(B).path / "memory.stat").write_text(f"active_file {64 << 20}\ninactive_file {64 << 20}\n")
+    async with controlled(node, limit_options=LimitOptions(memory_max=16 << 30)), connected(node.socket) as client:
+        asked = {"uuid": B, "cpuset": "14-17", "protocol": PROTOCOL, "overhead": 200 << 20}
+        first = await client.result("registerCgroup", **asked)
+        assert isinstance(first, dict)
+        assert first["memory"] == 320 << 20 == int(node.domain(B).read("memory.max"))
+        more = await client.result("registerCgroup", **asked, charged=True)
+        assert isinstance(more, dict)
+        left = (1 << 29) + (128 << 20)  # of the container's, which has less left than its pod; page cache is no reason
+        assert more["memory"] == left
+        (node.scope(B).path / "memory.current").write_text(f"{5 << 30}\n")
+        for charged in (False, True):
+            again = await client.result("registerCgroup", **asked, charged=charged)
+            assert isinstance(again, dict)
+            assert again["memory"] == left, "nothing is taken from what runs"
+
+
+async def test_what_an_idle_pod_leaves_is_not_all_its_own(node: Node) -> None:
+    """The share of a pod that has a quarter of the machine's memory is a quarter of what all instances can have."""
+    for uid, most in ((A, RAM // 2), (B, RAM // 4)):
+        for group in (node.scope(uid).parent, node.scope(uid)):
+            group.parent.write("cgroup.subtree_control", "+memory")
+            group.write("memory.max", str(most))
+    async with controlled(node, limit_options=LimitOptions(memory_max=2 << 30)), connected(node.socket) as client:
+        for uid, share in ((B, 512 << 20), (A, 1 << 30)):
+            node.become(uid)
+            asked = {"uuid": uid, "cpuset": ENTRIES[uid]["instance"], "protocol": PROTOCOL, "overhead": 300 << 20}
+            await client.result("registerCgroup", **asked)
+            more = await client.result("registerCgroup", **asked, charged=True)
+            assert isinstance(more, dict)
+            assert more["memory"] == share == int(node.domain(uid).read("memory.max"))
+
+
+async def test_an_instance_gets_what_it_needs_of_what_its_pod_leaves_also_beyond_its_share(node: Node) -> None:
+    node.become(B)
+    for group in (node.scope(B).parent, node.scope(B)):
+        group.parent.write("cgroup.subtree_control", "+memory")
+        group.write("memory.max", str(1 << 30))
+    async with controlled(node, limit_options=LimitOptions(memory_max=2 << 30)), connected(node.socket) as client:
+        for overhead, expected in (
+            (400 << 20, 400 << 20),
+            (8 << 30, 1 << 30),
+        ):  # what is named is no reason for more than that
+            asked = {"uuid": B, "cpuset": "14-17", "protocol": PROTOCOL, "overhead": overhead, "charged": True}
+            await client.result("registerCgroup", **asked)
+            assert int(node.domain(B).read("memory.max")) == expected
+
+
+async def test_all_instances_together_get_no_more_than_the_tree_has(node: Node) -> None:
+    options = LimitOptions(memory_max=900 << 20, pod_memory=320 << 20)
+    async with controlled(node, limit_options=options), connected(node.socket) as client:
+        node.become(A)
+        await client.result("registerCgroup", uuid=A, cpuset=ENTRIES[A]["instance"], overhead=100 << 20)
+        node.become(B)
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17", overhead=300 << 20)
+        assert "it needs 300 MiB besides the guest's memory, and 260 of the 900 MiB of --memory-max are left" in str(
+            refused
+        )
+        assert not node.domain(B).exists()
+        cut = await client.result("registerCgroup", uuid=B, cpuset="14-17", overhead=200 << 20, protocol=PROTOCOL)
+        assert isinstance(cut, dict)
+        assert cut["memory"] == 260 << 20
+        together = [int(group.read("memory.max")) for group in map(node.root.child, node.root.children())]
+        assert sum(together) == 900 << 20
+
+
+async def test_what_the_kernel_ends_for_want_of_memory_is_told(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.become(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        events = node.domain(B).path / "memory.events"
+        events.write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 2\noom_group_kill 0\n")
+        await controller.eventually(lambda: controller.loop.counters.oom_kills == 2)
+        assert f"out of memory in float uuid={B} processes=2 most={320 << 20}" in caplog.messages
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert status["oom_kills"] == {B: 2}
+        assert "oom_kills_total 2.0" in Pages(controller.loop, controller.device_filter).respond("/metrics").text
+        node.become(A)
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert status["oom_kills"] == {}
+    async with controlled(node) as controller:
+        assert controller.loop.counters.oom_kills == 0, "it was told"
+
+
+async def test_a_float_that_cannot_be_shrunk_keeps_its_cpus_from_others_and_blocks_no_one_else(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = FakeCgroup.write
+
+    def refusing(group: FakeCgroup, file: str, value: str) -> None:
+        if (group.path, file) == (node.float_cgroup.path, "cpuset.cpus"):
+            raise CgroupError(f"cannot write {value!r} to {group.path / file}", errno.ENOMEM)
+        write(group, file, value)
+
+    node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
+    async with controlled(node) as controller, connected(node.socket) as client:
+        assert str(node.float_cgroup.cpus()) == "2-11,14-17"
+        monkeypatch.setattr(FakeCgroup, "write", refusing)
+        node.put_state(SHARED, ENTRIES)
+        await controller.eventually(lambda: bool(controller.loop.faults))
+        node.become(B)
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert "the float of pod 'bystander' could not be shrunk, and runs on them still" in str(refused)
+        assert not node.instance(B).exists()
+        node.become(C)
+        assert await client.result("registerCgroup", uuid=C, cpuset="18-19")
+        assert {fault.pod_uid for fault in controller.loop.faults} == {"bystander"}
 
 
 async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -313,11 +431,11 @@ async def test_a_limit_that_the_kernel_refuses_stops_nothing(node: Node, caplog:
     async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert str(node.instance(B).cpus()) == "14-17"
-        assert node.pod(B).read("cpu.weight") == "100"
+        assert node.domain(B).read("cpu.weight") == "100"
         controller.loop.disturb()
         await controller.loop.next_pass()
         assert controller.loop.error == ""
-        for group in (node.root, node.instance(B), node.pod(B)):
+        for group in (node.root, node.domain(B)):
             assert caplog.text.count(f"to {group.path / 'pids.max'}") == 1
 
 
@@ -330,6 +448,7 @@ async def registered_and_given_away(node: Node) -> None:
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
     node.instance(B).put_threads([801, 802])
+    (node.domain(B).path / "cgroup.procs").write_text("801\n")
     node.put_process(801, "/stelia/float/x", inner=7, namespace="pid-c", name="evil\rname\x1b")
     node.put_process(802, "/stelia/float/x", inner=7, namespace="pid-c", leader=801)
     node.put_process(703, scope_path(C), inner=1, namespace="pid-c")
@@ -342,18 +461,14 @@ async def test_strangers_leave_the_cpus_of_a_pod_that_has_gone(node: Node, caplo
         node.put_state("2-11,14-17", WITHOUT_B)
         await controller.eventually(lambda: not controller.loop.frozen() and B not in controller.loop.state.assigned())  # type: ignore[union-attr]
         assert node.instance(B).threads() == {801, 802}, "its pod still exists: its guest is being powered down"
-        assert node.instance(B).read("pids.max") == "2048"
+        assert node.domain(B).read("pids.max") == "2048"
         await trio.testing.wait_all_tasks_blocked(0.05)  # no pass is made any more, until something is reported
         node.end_pod(B)
-        await controller.until(lambda: not node.instance(B).exists())  # woken by the removal
-        assert node.pod(B).threads() == {801, 802}
+        await controller.until(lambda: not node.domain(B).exists())  # woken by the removal
         await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-11,14-17")
-        assert node.pod(B).read("pids.max") == "0", "they cannot fork"
         [warning] = [record.getMessage() for record in caplog.records if "without a pod" in record.getMessage()]
-        assert f"uuid={B} threads=2 processes=801 'evil\\rname\\x1b' of pod {C}" in warning
+        assert f"uuid={B} rest=ended processes=1 one=801 'evil\\rname\\x1b' of pod {C}" in warning
         assert "\r" not in warning
-        node.pod(B).put_threads([])
-        await controller.until(lambda: not node.pod(B).exists())
 
 
 async def test_a_third_pod_registers_on_the_cpus_that_strangers_held(node: Node) -> None:
@@ -370,42 +485,52 @@ async def test_a_third_pod_registers_on_the_cpus_that_strangers_held(node: Node)
         assert not node.instance(B).exists()
 
 
-async def test_more_strangers_than_one_pass_moves(node: Node) -> None:
-    """Passes follow one another until the cgroup is empty; it has float's CPUs from the first one on."""
+async def test_what_cannot_be_ended_at_once_has_floats_cpus_meanwhile(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that hangs in the kernel, or others that enter as fast as they are ended."""
     await registered_and_given_away(node)
-    node.instance(B).put_threads(range(1000, 1000 + 2 * MOVED_AT_ONCE + 5))
     node.put_state("2-11,14-17", WITHOUT_B)
     node.end_pod(B)
+    kill = FakeCgroup.kill
+    monkeypatch.setattr(FakeCgroup, "kill", lambda _: None)
     async with controlled(node, intervals=OFTEN) as controller:
-        assert len(node.instance(B).threads()) == MOVED_AT_ONCE + 5
         assert str(node.float_cgroup.cpus()) == str(node.instance(B).cpus()) == "2-11,14-17", "their CPUs are free"
-        assert node.instance(B).read("pids.max") == "0"
-        await controller.until(lambda: not node.instance(B).exists())
-        assert len(node.pod(B).threads()) == 2 * MOVED_AT_ONCE + 5
+        assert node.domain(B).read("pids.max") == "0", "they cannot fork"
+        assert node.instance(B).threads() == {801, 802}
+        monkeypatch.setattr(FakeCgroup, "kill", kill)
+        await controller.until(lambda: not node.domain(B).exists())
+
+
+async def test_without_a_kubelet_threads_are_moved_some_at_a_time(node: Node) -> None:
+    """There the cgroup of a container is lost with its last anchor, and the guest may run."""
+    await registered_and_given_away(node)
+    node.instance(B).put_threads(range(1000, 1000 + MOVED_AT_ONCE + 5))
+    tree = Tree(FakeCgroup(node.root.path))
+    assert tree.apply([Evict(B)], CpuSet(range(20))) == ()
+    assert len(node.instance(B).threads()) == 5
+    assert len(node.pod(B).threads()) == MOVED_AT_ONCE
 
 
 async def test_threads_that_cannot_be_named_or_end_meanwhile(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     await registered_and_given_away(node)
     node.instance(B).put_threads([0, 801, 802])
-    node.put_state("2-11,14-17", WITHOUT_B)
-    node.end_pod(B)
     moved = []
-    group = type(node.instance(B))
-    write = group.write
+    write = FakeCgroup.write
 
-    def ending(self: object, file: str, value: str) -> None:
+    def ending(self: FakeCgroup, file: str, value: str) -> None:
         if file == "cgroup.threads":
             moved.append(value)
             if value == "801":
                 node.instance(B).remove_thread(801)
-        write(self, file, value)  # type: ignore[arg-type]
+        write(self, file, value)
 
-    monkeypatch.setattr(group, "write", ending)
-    async with controlled(node):
-        assert moved[:2] == ["801", "802"]
-        assert "0" not in moved, "0 would be this program"
-        assert node.instance(B).threads() == {0}
-        assert node.pod(B).threads() == {802}
+    monkeypatch.setattr(FakeCgroup, "write", ending)
+    assert Tree(FakeCgroup(node.root.path)).apply([Evict(B)], CpuSet(range(20))) == ()
+    assert moved[:2] == ["801", "802"]
+    assert "0" not in moved, "0 would be this program"
+    assert node.instance(B).threads() == {0}
+    assert node.pod(B).threads() == {802}
 
 
 @pytest.mark.parametrize("threads", [[], [801, 802]])
@@ -415,9 +540,10 @@ async def test_groups_that_a_pod_has_made_keep_no_cpus(node: Node, threads: list
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         for group in (node.instance(B), node.pod(B)):
+            group.write("cgroup.max.descendants", "max")  # as a pod can that mounts the hierarchy
             with pytest.raises(CgroupError, match=r"max\.descendants"):
                 group.child("x").create()
-            group.write("cgroup.max.descendants", "max")  # as a pod can that mounts the hierarchy
+            node.domain(B).write("cgroup.max.descendants", "max")  # as it cannot
             below = group.child("x").child("y")
             for each in (below.parent, below):
                 each.create()
@@ -432,13 +558,9 @@ async def test_groups_that_a_pod_has_made_keep_no_cpus(node: Node, threads: list
         node.end_pod(B)
     async with controlled(node, intervals=OFTEN) as controller, connected(node.socket) as client:
         assert await client.result("registerCgroup", uuid=C, cpuset="14-17")
-        if threads:
-            assert node.pod(B).threads() == set(threads)
-            for group in (node.instance(B), node.pod(B)):
-                group.populate(False)  # the kernel's, once what is in it has ended
         await controller.until(lambda: not node.instance(B).exists())
         assert controller.loop.error == ""
-        await controller.until(lambda: not node.pod(B).exists())
+        await controller.until(lambda: not node.domain(B).exists())
 
 
 async def test_more_groups_than_one_pass_removes(node: Node) -> None:
@@ -446,7 +568,8 @@ async def test_more_groups_than_one_pass_removes(node: Node) -> None:
     node.become(B)
     async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-    node.instance(B).write("cgroup.max.descendants", "max")
+    for group in (node.domain(B), node.instance(B)):
+        group.write("cgroup.max.descendants", "max")
     for number in range(REMOVED_AT_ONCE + 5):
         node.instance(B).child(f"x{number}").create()
     node.put_state("2-11,14-17", WITHOUT_B)
@@ -534,8 +657,8 @@ class NumbersGivenAgain(FakeCgroup):
     def confine(self, tid: int) -> None:
         super().confine(tid)
         root = self.parent.parent
-        if tid == 1000 and root.child(f"instance-{B}").remove_thread(1001):
-            root.child(f"instance-{A}").put_threads([1001])
+        if tid == 1000 and root.child(f"instance-{B}").child("vcpus").remove_thread(1001):
+            root.child(f"instance-{A}").child("vcpus").put_threads([1001])
 
 
 async def test_a_number_that_is_given_again_while_threads_are_moved_is_not_written(node: Node) -> None:

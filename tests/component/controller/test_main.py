@@ -211,10 +211,10 @@ def test_without_the_device_filter_it_runs_and_is_not_ready(built: Node) -> None
         assert process.wait(10) == 0
     assert f"cannot attach the device filter to {built.root.path}" in logged
     assert "CONFIG_CGROUP_BPF" in logged
-    dac_override, kill, sys_ptrace, sys_nice, sys_resource = 1, 5, 19, 23, 24  # include/uapi/linux/capability.h
+    dac_override, sys_ptrace, sys_nice, sys_resource = 1, 19, 23, 24  # include/uapi/linux/capability.h
     kept = capabilities(status, "CapEff")
     own = capabilities(Path("/proc/self/status").read_text(), "CapEff")
-    assert kept == own & {dac_override, kill, sys_ptrace, sys_nice, sys_resource}
+    assert kept == own & {dac_override, sys_ptrace, sys_nice, sys_resource}
     assert (capabilities(status, "CapPrm"), capabilities(status, "CapInh")) == (kept, set())
     assert "NoNewPrivs:\t1\n" in status
 
@@ -237,14 +237,14 @@ def test_a_cgroup_namespace_that_it_cannot_enter_ends_it(built: Node) -> None:
     assert "it takes CAP_SYS_ADMIN and CAP_SYS_PTRACE: No such file" in done.stderr
 
 
-def test_a_high_limit_above_the_highest_is_an_error_before_anything_is_touched(node: Node) -> None:
+def test_more_for_a_pod_than_for_all_is_an_error_before_anything_is_touched(node: Node) -> None:
     left = subprocess.run(
-        command(node, "--memory-max=1G", "--memory-high=2G"), capture_output=True, text=True, check=False
+        command(node, "--memory-max=1G", "--pod-memory=2G"), capture_output=True, text=True, check=False
     )
     assert left.returncode == 2
-    assert "cannot use --memory-high: its 2147483648 bytes are more than the 1073741824 of --memory-max" in left.stderr
+    assert "cannot use --pod-memory: it must be a size, and no more than --memory-max" in left.stderr
     assert "Traceback" not in left.stderr
-    assert not node.root.exists()
+    assert str(node.root.cpus()) == ""
 
 
 def test_a_procfs_that_is_none_is_an_error_before_anything_is_touched(node: Node) -> None:
@@ -252,7 +252,7 @@ def test_a_procfs_that_is_none_is_an_error_before_anything_is_touched(node: Node
     assert left.returncode == 31
     assert f"cannot enter the cgroup namespace of {node.path}/1" in left.stderr
     assert "Traceback" not in left.stderr
-    assert not node.root.exists()
+    assert str(node.root.cpus()) == ""
 
 
 def test_a_procfs_without_the_machines_memory_is_an_error_before_anything_is_touched(node: Node) -> None:
@@ -261,7 +261,7 @@ def test_a_procfs_without_the_machines_memory_is_an_error_before_anything_is_tou
     assert left.returncode == 31
     assert f"cannot read the machine's memory in {node.proc}" in left.stderr
     assert "Traceback" not in left.stderr
-    assert not node.root.exists()
+    assert str(node.root.cpus()) == ""
 
 
 def test_where_others_have_taken_all_inotify_queues_the_controller_starts(built: Node) -> None:

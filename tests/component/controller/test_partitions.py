@@ -66,24 +66,27 @@ def writer(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[
 
 
 def test_it_writes_the_cpus_of_a_partition(tmp_path: Path) -> None:
-    group = tmp_path / "instance-a"
-    group.mkdir()
+    group = tmp_path / "instance-a/vcpus"
+    group.mkdir(parents=True)
     (group / "cpuset.cpus.exclusive").write_text("4-5\n")
-    assert obey(tmp_path, b"instance-a 4-7,9") == 0
+    assert obey(tmp_path, b"instance-a/vcpus 4-7,9") == 0
     assert (group / "cpuset.cpus.exclusive").read_text() == "4-7,9\n"
-    for message in (b"instance-a ", b"instance-a x", b"instance-a 4 member", b"float 4", b" 4", b"instance-a 4\n/../5"):
+    for message in (
+        *(b"instance-a/vcpus ", b"instance-a/vcpus x", b"instance-a/vcpus 4 member", b"instance-a/float 4"),
+        *(b"instance-a 4", b" 4", b"instance-a/vcpus 4\n/../5"),
+    ):
         assert obey(tmp_path, message) == errno.EINVAL
     assert (group / "cpuset.cpus.exclusive").read_text() == "4-7,9\n"
 
 
 def test_it_writes_one_word_to_one_file_of_an_instance(tmp_path: Path) -> None:
-    group = tmp_path / "instance-a"
-    group.mkdir()
+    group = tmp_path / "instance-a/vcpus"
+    group.mkdir(parents=True)
     file = group / "cpuset.cpus.partition"
     file.write_text("member\n")
-    assert obey(tmp_path, b"instance-a") == 0
+    assert obey(tmp_path, b"instance-a/vcpus") == 0
     assert file.read_text() == "isolated\n"
-    assert obey(tmp_path, b"instance-b") == errno.ENOENT
+    assert obey(tmp_path, b"instance-b/vcpus") == errno.ENOENT
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,10 @@ def test_it_writes_one_word_to_one_file_of_an_instance(tmp_path: Path) -> None:
         b"float",
         b"instance-",
         b"instance-..",
+        b"instance-a",
+        b"instance-a/float",
+        b"instance-a/vcpus/",
+        b"instance-a/vcpus/vcpus",
         b"instance-a/../float",
         b"../x",
         b"instance-a\n",
@@ -109,11 +116,11 @@ def test_it_refuses_every_other_name(tmp_path: Path, message: bytes) -> None:
 
 
 def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, socket.socket]) -> None:
-    file = tmp_path / "instance-a" / "cpuset.cpus.partition"
-    file.parent.mkdir()
+    file = tmp_path / "instance-a/vcpus/cpuset.cpus.partition"
+    file.parent.mkdir(parents=True)
     file.write_text("member\n")
     with leasing(file):
-        number = obey(tmp_path, b"instance-a")
+        number = obey(tmp_path, b"instance-a/vcpus")
     assert (number, file.read_text()) == (errno.EAGAIN, "member\n")
     pair[1].send(str(number).encode())
     with pytest.raises(CgroupError, match="a process holds a lease on it"):
@@ -122,16 +129,18 @@ def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, sock
 
 def test_it_follows_no_link(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
-    for path in (root, other, root / "instance-b"):
-        path.mkdir()
-    (other / "cpuset.cpus.partition").write_text("member\n")
+    for path in (root / "instance-b/vcpus", root / "instance-c", other / "vcpus"):
+        path.mkdir(parents=True)
+    (other / "vcpus/cpuset.cpus.partition").write_text("member\n")
     (root / "instance-a").symlink_to(other)
-    (root / "instance-b" / "cpuset.cpus.partition").symlink_to(other / "cpuset.cpus.partition")
-    assert obey(root, b"instance-a") in (errno.ENOTDIR, errno.ELOOP)
-    assert obey(root, b"instance-b") == errno.ELOOP
+    (root / "instance-b/vcpus/cpuset.cpus.partition").symlink_to(other / "vcpus/cpuset.cpus.partition")
+    (root / "instance-c/vcpus").symlink_to(other / "vcpus")
+    for name in (b"instance-a/vcpus", b"instance-c/vcpus"):
+        assert obey(root, name) in (errno.ENOTDIR, errno.ELOOP)
+    assert obey(root, b"instance-b/vcpus") == errno.ELOOP
     (tmp_path / "link").symlink_to(root)
-    assert obey(tmp_path / "link", b"instance-b") in (errno.ENOTDIR, errno.ELOOP)
-    assert (other / "cpuset.cpus.partition").read_text() == "member\n"
+    assert obey(tmp_path / "link", b"instance-b/vcpus") in (errno.ENOTDIR, errno.ELOOP)
+    assert (other / "vcpus/cpuset.cpus.partition").read_text() == "member\n"
 
 
 def test_its_refusal_and_its_end_are_errors(pair: tuple[PartitionWriter, socket.socket]) -> None:
@@ -328,6 +337,7 @@ async def test_seals_of_many_instances_are_apart(
     monkeypatch.setattr(methods, "SEALS_APART", 0.2)
     async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
         for number in range(4):
+            node.domain(f"pod-{number}").create()
             node.instance(f"pod-{number}").create()
             node.instance(f"pod-{number}").put_threads([1000 + number])
             nursery.start_soon(seal, PurePosixPath(node.socket), f"pod-{number}")
@@ -368,7 +378,9 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
         trio.open_nursery() as nursery,
     ):
         for pod in ["greedy", "greedy", "greedy", *pods]:
-            node.instance(pod).create()
+            if not node.domain(pod).exists():
+                node.domain(pod).create()
+                node.instance(pod).create()
             node.instance(pod).put_threads([1000])
             nursery.start_soon(seal, PurePosixPath(node.socket), pod)
             await trio.testing.wait_all_tasks_blocked()
@@ -425,13 +437,16 @@ async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is
     ):
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "host"
-        assert "its runner is older than partitions" in str(refused["message"])
+        assert "its client names no protocol" in str(refused["message"])
         assert not node.instance(B).exists()
-        for wrong in (0, True, "2", "two"):
+        for wrong in (-1, True, "2", "two"):
             params = {"uuid": B, "cpuset": "14-17", "protocol": wrong}
             request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": params, "id": 1}
             await client.send(json.dumps(request).encode() + b"\n")
             assert json.loads(await client.line())["error"]["code"] == -32602
+        old = await client.refusal("registerCgroup", uuid=B, cpuset="14-17", protocol=2)
+        assert "its runner is older than this controller" in str(old["message"])
+        assert "update its image" in str(old["message"])
         with ExitStack() as held:
             await register(PurePosixPath(node.socket), B, CpuSet.parse("14-17"), node.scope(B), held)
         assert node.instance(B).exists()

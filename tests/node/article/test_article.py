@@ -38,8 +38,9 @@ def row(thread: Thread) -> str:
 def short(cgroup: str) -> str:
     """Return *cgroup* as the article's table has it: without the pod's slice, and with the beginning of its last name."""
     first, *between, last = cgroup.strip("/").split("/")
-    above = f"/{first}/float" if between == ["float"] else f"/{first}"
-    return f"{above}/{last[:8] if between == ['float'] else last[:17]}…"
+    if len(between) == 1 and between[0].startswith("instance-"):
+        return f"/{first}/{between[0][:17]}…/{last}"
+    return f"/{first}/{last[:17]}…"
 
 
 @pytest.mark.gate

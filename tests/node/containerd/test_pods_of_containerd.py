@@ -17,7 +17,7 @@ from tests.node.cgroups import SECONDS, Cgroup, cgroup_of, mask_of
 from tests.node.containerd.daemon import Containerd
 from tests.node.containerd.pods import Contained, KubeletOfContainerd, inspect
 from tests.node.images.manifested import Cluster
-from tests.node.instances import FLOAT, TREE, Instance, members_of, until
+from tests.node.instances import TREE, Instance, members_of, until
 from tests.node.standin_kubelet import Mount
 
 CONTROLLER, INSTANCE = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
@@ -60,7 +60,7 @@ def test_the_articles_layout_in_containerds_cgroups_until_its_stop(
     instance = Instance(kubelet, INSTANCE, EXCLUSIVE, running)
     instance.up()
     assert instance.receipt()["backend"] == "controller"
-    until(lambda: FLOAT.cpus() == kubelet.default, "float without the instance's CPUs")
+    until(lambda: instance.float_group.cpus() == kubelet.default, "float without the instance's CPUs")
     instance.is_placed()
     assert running.scope.cpus("cpuset.cpus") == EXCLUSIVE
     assert running.scope.cpus().isdisjoint(EXCLUSIVE), "the kernel keeps the pod's own processes off"

@@ -16,7 +16,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, SECONDS, cgroup_of, mask_of
-from tests.node.instances import FLOAT, ROM, TREE, members_of, threads_of, until
+from tests.node.instances import ROM, TREE, members_of, threads_of, until
 from tests.node.podman.conftest import podman
 from tests.node.standin_kubelet import PROJECT
 
@@ -117,8 +117,8 @@ def test_the_example_from_its_start_to_its_stop() -> None:
     assert scope.exists()
     vcpus = [each for pid in members_of(init) for each in threads_of(pid) if each.name.startswith("CPU ")]
     assert sorted(str(thread.cpus) for thread in vcpus) == [str(cpu) for cpu in sorted(EXCLUSIVE)]
-    assert {thread.cgroup for thread in vcpus} == {f"{TREE}/{group.name}"}
-    assert cgroup_of(init) == f"{FLOAT}/{name}"
+    assert {thread.cgroup for thread in vcpus} == {f"{TREE}/{group.name}/vcpus"}
+    assert cgroup_of(init) == f"{TREE}/{group.name}/float"
     assert mask_of(init).isdisjoint(EXCLUSIVE)
     status = podman("exec", NAME, "instance-runner", "ctl", "status")
     assert re.search(r"^guest +running for ", status, re.MULTILINE), status

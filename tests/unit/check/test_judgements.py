@@ -31,7 +31,7 @@ BURSTABLE = PodQos("burstable", "its oom_score_adj is 900")
 ERROR_NO_MEMORY = OSError(errno.ENOMEM, "Cannot allocate memory")
 STATIC = CpuState("static", CpuSet([0, 1]), {"a": {"main": SOME}})
 STATUS: dict[str, object] = {
-    "protocol": 2,
+    "protocol": 3,
     "float_cpuset": "0-1",
     "kubelet": True,
     "policy": "static",
@@ -220,7 +220,7 @@ CASES: list[tuple[Finding, Level, str]] = [
     (controller("Connection refused", POD, "affinity"), WARNING, "Connection refused"),
     (controller("Connection refused", CONTAINER), WARNING, "Connection refused"),
     (controller("Connection refused", CONTAINER, "controller"), FATAL, "Connection refused"),
-    (controller({**STATUS, "protocol": 3}), FATAL, "protocol 3"),
+    (controller({**STATUS, "protocol": 2}), FATAL, "protocol 2"),
     (controller({**STATUS, "frozen": "the file is empty"}), FATAL, "the file is empty"),
     (controller({**STATUS, "policy": "none"}), FATAL, "no exclusive CPUs"),
     (controller({**STATUS, "faults": ["one", "two"]}), WARNING, "2 faults: one"),

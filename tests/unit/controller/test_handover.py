@@ -10,9 +10,9 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve.handover import Handover, HandoverPendingError, handovers, pending_handovers
 from runner.controller.tree.reconcile import Observed, desire, holders, reconcile
-from runner.kubelet.pod_cgroups import FLOAT, instance_group
+from runner.kubelet.pod_cgroups import FLOAT, float_group, vcpus_group
 from runner.kubelet.state import CpuState
-from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded
+from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded, tree
 
 WANTED = {"a": CpuSet([1, 2]), "b": CpuSet([1, 2]), "c": CpuSet([2])}
 """Pod → its CPUs; CPU 0 is always float's."""
@@ -50,7 +50,8 @@ class NodeState:
 
     def populated(self, pod: str, *, populated: bool) -> NodeState:
         groups = dict(self.observed.groups)
-        groups[instance_group(pod)] = attrs.evolve(groups[instance_group(pod)], populated=populated)
+        for path in (vcpus_group(pod), float_group(pod)):
+            groups[path] = attrs.evolve(groups[path], populated=populated)
         return attrs.evolve(self, observed=attrs.evolve(self.observed, groups=groups))
 
     def registered(self, pod: str) -> NodeState | None:
@@ -88,7 +89,7 @@ class NodeState:
 
 def test_no_cpu_is_ever_two_instances_in_any_order() -> None:
     """What runs keeps its CPUs until it has ended, float has none of them, and the newcomer gets them then."""
-    start = NodeState({}, attrs.evolve(BUILT, groups={FLOAT: threaded(ALL)})).passed({})
+    start = NodeState({}, tree(BUILT, {FLOAT: threaded(ALL)})).passed({})
     states, left = {start.key: start}, [start]
     waited = 0
     while left:

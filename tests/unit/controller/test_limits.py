@@ -4,14 +4,17 @@ import pytest
 
 from runner.controller.tree.limits import (
     MOST_PROCESSES,
+    OF_FLOAT,
+    OF_VCPUS,
     Limits,
     default_memory,
-    default_memory_high,
     default_pod_memory,
     default_processes,
+    memory_for,
     parse_memory,
     parse_processes,
     parse_weight,
+    share_of,
 )
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
@@ -33,16 +36,32 @@ MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 )
 def test_the_default_of_memory_fits_the_machine(ram: int, pods: int | None, expected: int) -> None:
     assert default_memory(ram, pods) == expected
-    high = default_memory_high(expected)
-    assert high is not None
-    assert expected * 11 // 16 < high < expected * 13 // 16
-    assert high % MIB == 0
-    assert default_memory_high(None) is None
 
 
-def test_the_default_of_what_a_pod_may_hold() -> None:
-    found = [default_pod_memory(high) for high in (96 * MIB, GIB, 32 * GIB, None)]
-    assert found == [48 * MIB, 320 * MIB, 2 * GIB, None]
+def test_the_default_of_what_an_instance_gets_at_first() -> None:
+    found = [default_pod_memory(most) for most in (96 * MIB, GIB, 2 * GIB, 32 * GIB, None)]
+    assert found == [24 * MIB, 256 * MIB, 320 * MIB, 320 * MIB, 320 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "others", "expected"), [(8, 0, 8), (8, 56, 8), (8, 60, 4), (8, 64, 0), (8, 80, 0), (100, 10, 54)]
+)
+def test_an_instance_gets_no_more_than_is_left(wanted: int, others: int, expected: int) -> None:
+    assert memory_for(wanted * MIB, Limits(memory_max=64 * MIB), others * MIB) == expected * MIB
+    assert memory_for(wanted * MIB, Limits(), others * MIB) == wanted * MIB
+
+
+@pytest.mark.parametrize(
+    ("pod", "expected"),
+    [(512 * GIB, 64 * GIB), (128 * GIB, 16 * GIB), (8 * GIB, GIB), (2 * GIB, 256 * MIB), (0, 0)],
+)
+def test_a_pods_share_is_that_of_its_limit_in_the_machine(pod: int, expected: int) -> None:
+    assert share_of(pod, Limits(memory_max=128 * GIB, ram=TIB)) == expected
+
+
+def test_without_a_limit_of_all_a_pod_has_no_share() -> None:
+    assert share_of(GIB, Limits(ram=TIB)) is None
+    assert share_of(GIB, Limits(memory_max=GIB)) is None
 
 
 def test_the_default_of_processes_is_half_of_what_the_kernel_can_have() -> None:
@@ -81,18 +100,31 @@ def test_numbers() -> None:
 
 
 def test_what_is_left_of_a_pod_that_has_gone_cannot_fork_and_gets_the_least_time() -> None:
-    limits = Limits(pod_pids_max=None, pod_cpu_weight=3)
-    assert limits.of_pod(gone=False) == {"cgroup.max.descendants": "0", "pids.max": "max", "cpu.weight": "3"}
-    assert limits.of_pod(gone=True)["cpu.weight"] == "1"
-    assert limits.of_pod(gone=True)["pids.max"] == limits.of_instance(gone=True)["pids.max"] == "0"
+    limits = Limits(instance_pids_max=None, instance_cpu_weight=3)
+    assert limits.of_domain(MIB, gone=False) == {
+        "memory.max": str(MIB),
+        "memory.high": "max",
+        "pids.max": "max",
+        "cpu.weight": "3",
+        "cgroup.max.descendants": "2",
+    }
+    assert limits.of_domain(MIB, gone=True)["cpu.weight"] == "1"
+    assert limits.of_domain(MIB, gone=True)["pids.max"] == "0"
+
+
+def test_vcpus_leave_the_share_of_their_instance_to_float() -> None:
+    assert OF_VCPUS["cpu.weight"] == "1"
+    assert "cpu.weight" not in OF_FLOAT
+    assert OF_VCPUS["cgroup.max.descendants"] == OF_FLOAT["cgroup.max.descendants"] == "0"
 
 
 def test_no_huge_page_of_any_size_is_taken_or_reserved_in_float() -> None:
     limits = Limits(huge_page_sizes=("2MB", "1GB"))
     files = [f"hugetlb.{size}.{kind}" for size in ("2MB", "1GB") for kind in ("max", "rsvd.max")]
-    assert {file: value for file, value in limits.of_root().items() if file.startswith("hugetlb.")} == dict.fromkeys(
-        files, "0"
-    )
+    for found in (limits.of_root(), limits.of_domain(MIB, gone=False)):
+        assert {file: value for file, value in found.items() if file.startswith("hugetlb.")} == dict.fromkeys(
+            files, "0"
+        )
     assert limits.controllers == ("cpu", "hugetlb", "memory", "pids")
     assert Limits(swap=True).of_root()["memory.swap.max"] == "0", "the kubelet gives Guaranteed pods none"
     assert Limits().controllers == ("cpu", "memory", "pids"), (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
 
 import attrs
 import pytest
@@ -17,11 +16,12 @@ from runner.controller.tree.reconcile import (
     ROOT,
     Action,
     Desired,
+    Domain,
     Evict,
     Group,
+    Kill,
     Make,
     Observed,
-    PodGroup,
     Remove,
     Restrict,
     Seal,
@@ -30,6 +30,8 @@ from runner.controller.tree.reconcile import (
     desire,
     desire_without_kubelet,
     evictions,
+    float_cpus,
+    floats_on,
     holders,
     is_resized,
     reconcile,
@@ -38,26 +40,58 @@ from runner.controller.tree.reconcile import (
     withheld,
 )
 from runner.facts.hardware import OnlineCpus
-from runner.kubelet.pod_cgroups import FLOAT, float_uid, instance_group, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, group_uid, instance_group, instance_uid, vcpus_group
 from runner.kubelet.state import CpuState
-
-AnyGroup = TypeVar("AnyGroup", Group, PodGroup)
 
 ALL, NONE = CpuSet([0, 1, 2]), CpuSet()
 MEMS = CpuSet([0, 1])
 SETS = [CpuSet(cpus) for size in range(4) for cpus in itertools.combinations(ALL, size)]
 MACHINE = OnlineCpus(present=ALL, online=ALL, memory_nodes=MEMS)
 CPUSET = frozenset({"cpuset"})
-LIMITS = Limits(memory_max=64 << 20, memory_high=60 << 20, pids_max=100, pod_pids_max=10, pod_cpu_weight=7)
+LIMITS = Limits(memory_max=64 << 20, pids_max=100, instance_memory=8 << 20, instance_pids_max=10, instance_cpu_weight=7)
 BUILT = Observed(CPUSET, CPUSET, exists=True, enabled=CPUSET, cpus=ALL, mems=MEMS)
 """Of a kernel with cpuset alone; the limits have tests of their own."""
 
 
 def threaded(cpus: CpuSet, *, populated: bool = False, mems: CpuSet = MEMS) -> Group:
-    return Group("threaded", cpus, mems, cpus or ALL, populated)
+    return Group("threaded", cpus, mems, cpus or ALL, populated, {"cgroup.max.descendants": "0"})
 
 
 HALF_BUILT = Group("domain invalid", NONE, NONE, ALL, populated=False)
+BYSTANDER = "f"
+"""A pod that has a float, and nothing else of what the tests are about."""
+
+
+def tree(base: Observed, groups: Mapping[str, Group]) -> Observed:
+    """Return *base* with *groups*: ``instance-a`` names the vCPUs of pod ``a``, ``float`` all floats, one of a bystander too."""
+    floating = groups.get(FLOAT)
+    vcpus = {uid: group for name, group in groups.items() if (uid := instance_uid(name)) is not None}
+    below = frozenset({"cpu", "cpuset", "pids"} & base.enabled)
+    offered = {
+        file: value for file, value in LIMITS.of_domain(8 << 20, gone=False).items() if offers(base.enabled, file)
+    }
+    domain = Domain(enabled=below, limits=offered)
+    found = {vcpus_group(uid): with_limits_of(below, group) for uid, group in vcpus.items()}
+    uids = [*vcpus]
+    if floating is not None:
+        uids.append(BYSTANDER)
+        found |= {float_group(uid): floating for uid in uids}
+        found[float_group(BYSTANDER)] = attrs.evolve(floating, populated=True)
+    return attrs.evolve(base, domains=dict.fromkeys(uids, domain), groups=found)
+
+
+def with_limits_of(controllers: frozenset[str], group: Group) -> Group:
+    """Return *group* with the limits that it is to have, if it is finished."""
+    if group.kind != "threaded":
+        return group
+    limits = {"cgroup.max.descendants": "0", "cpu.weight": "1", **group.limits}
+    return attrs.evolve(group, limits={file: value for file, value in limits.items() if offers(controllers, file)})
+
+
+def floating(observed: Observed) -> CpuSet:
+    """Return the CPUs that each float has."""
+    [cpus] = {group.cpus for group in observed.floats().values()}
+    return cpus
 
 
 def perform(observed: Observed, action: Action) -> Observed:
@@ -65,16 +99,50 @@ def perform(observed: Observed, action: Action) -> Observed:
     if isinstance(action, Seal | Unseal):
         return perform_on_partition(observed, action)
     if isinstance(action, Restrict) and (action.group, action.file) == (ROOT, "cpuset.cpus.exclusive"):
+        below = union(domain.exclusive for domain in observed.domains.values())
+        assert below <= CpuSet.parse(action.value)
         return attrs.evolve(observed, exclusive=CpuSet.parse(action.value))
+    if isinstance(action, Kill | Evict):
+        return empty(observed, action)
     if action.group in ("", ".."):
         return perform_on_root(observed, action)
-    if float_uid(action.group) is not None or isinstance(action, Evict):
-        return perform_in_float(observed, action)
+    if instance_uid(action.group) is not None:
+        return perform_on_domain(observed, action)
     return perform_on_group(observed, action)
+
+
+def perform_on_domain(observed: Observed, action: Action) -> Observed:
+    domains = dict(observed.domains)
+    uid = instance_uid(action.group)
+    assert uid is not None
+    below = [path for path in observed.groups if group_uid(path) == uid]
+    match action:
+        case Make():
+            assert uid not in domains
+            domains[uid] = Domain()
+        case Remove():
+            assert not below
+            del domains[uid]
+        case Write(_, "cgroup.subtree_control", words) | Restrict(_, "cgroup.subtree_control", words):
+            enabled = switched(domains[uid].enabled, words)
+            assert enabled <= observed.enabled
+            domains[uid] = attrs.evolve(domains[uid], enabled=enabled)
+        case Restrict(_, "cpuset.cpus.exclusive", value):
+            vcpus = observed.groups.get(vcpus_group(uid))
+            assert (NONE if vcpus is None else vcpus.exclusive) <= CpuSet.parse(value), "it shrinks from below"
+            domains[uid] = attrs.evolve(domains[uid], exclusive=CpuSet.parse(value))
+        case Restrict(_, file, value) if offers(observed.enabled, file):
+            domains[uid] = attrs.evolve(domains[uid], limits={**domains[uid].limits, file: value})
+        case _:
+            raise AssertionError(action)
+    return attrs.evolve(observed, domains=domains)
 
 
 def perform_on_group(observed: Observed, action: Action) -> Observed:
     groups = dict(observed.groups)
+    uid = group_uid(action.group)
+    assert uid is not None
+    domain = observed.domains[uid]
     match action:
         case Make(name):
             groups[name] = HALF_BUILT
@@ -85,6 +153,7 @@ def perform_on_group(observed: Observed, action: Action) -> Observed:
         case Write(name, "cgroup.type", "threaded"):
             groups[name] = attrs.evolve(groups[name], kind="threaded")
         case Write(name, "cpuset.cpus", value):
+            assert "cpuset" in domain.enabled
             cpus = CpuSet.parse(value)
             assert cpus, "no cgroup of the controller is left without CPUs"
             in_effect = groups[name].exclusive if groups[name].partition == ISOLATED else cpus
@@ -96,9 +165,7 @@ def perform_on_group(observed: Observed, action: Action) -> Observed:
             groups[name] = attrs.evolve(groups[name], exclusive=cpus, effective=cpus)
         case Write(name, "cpuset.mems", value):
             groups[name] = attrs.evolve(groups[name], mems=CpuSet.parse(value))
-        case Restrict("float", "cgroup.subtree_control", word):
-            return attrs.evolve(observed, float_enabled=switched(observed.float_enabled, word))
-        case Restrict(name, "pids.max" | "cgroup.max.descendants" as file, value) if offers(observed.enabled, file):
+        case Restrict(name, "cpu.weight" | "cgroup.max.descendants" as file, value) if offers(domain.enabled, file):
             groups[name] = attrs.evolve(groups[name], limits={**groups[name].limits, file: value})
         case _:
             raise AssertionError(action)
@@ -106,10 +173,15 @@ def perform_on_group(observed: Observed, action: Action) -> Observed:
 
 
 def perform_on_partition(observed: Observed, action: Seal | Unseal) -> Observed:
-    group = observed.groups[action.group]
+    group, uid = observed.groups[action.group], group_uid(action.group)
+    assert uid is not None
+    domain = observed.domains[uid]
     if isinstance(action, Unseal):
         group = attrs.evolve(group, partition=MEMBER, exclusive=NONE, effective=group.cpus)
-        return attrs.evolve(observed, groups={**observed.groups, action.group: group})
+        domain = attrs.evolve(domain, exclusive=NONE)
+        return attrs.evolve(
+            observed, groups={**observed.groups, action.group: group}, domains={**observed.domains, uid: domain}
+        )
     assert group.populated
     assert action.cpus == group.cpus
     assert action.cpus <= action.together
@@ -117,30 +189,22 @@ def perform_on_partition(observed: Observed, action: Seal | Unseal) -> Observed:
     assert all(action.cpus.isdisjoint(cpus) for cpus in others)
     assert group.partition != ISOLATED or group.exclusive <= action.cpus
     group = attrs.evolve(group, partition=ISOLATED, exclusive=action.cpus, effective=action.cpus)
-    return attrs.evolve(observed, groups={**observed.groups, action.group: group}, exclusive=action.together)
+    domain = attrs.evolve(domain, exclusive=action.cpus)
+    return attrs.evolve(
+        observed,
+        groups={**observed.groups, action.group: group},
+        domains={**observed.domains, uid: domain},
+        exclusive=action.together,
+    )
 
 
-def perform_in_float(observed: Observed, action: Action) -> Observed:
-    groups, pods = dict(observed.groups), dict(observed.pods)
-    uid = float_uid(action.group) or instance_uid(action.group)
-    assert uid is not None
-    match action:
-        case Make():
-            assert FLOAT in groups
-            pods[uid] = PodGroup("domain invalid", populated=False)
-        case Remove():
-            assert not pods.pop(uid).populated
-        case Write(_, "cgroup.type", "threaded"):
-            pods[uid] = attrs.evolve(pods[uid], kind="threaded")
-        case Restrict(_, file, value) if offers(observed.float_enabled, file):
-            pods[uid] = attrs.evolve(pods[uid], limits={**pods[uid].limits, file: value})
-        case Evict():
-            assert pods[uid].kind == "threaded"
-            pods[uid] = attrs.evolve(pods[uid], populated=True)
-            groups[action.group] = attrs.evolve(groups[action.group], populated=False)
-        case _:
-            raise AssertionError(action)
-    return attrs.evolve(observed, groups=groups, pods=pods)
+def empty(observed: Observed, action: Kill | Evict) -> Observed:
+    groups = dict(observed.groups)
+    for path in (vcpus_group(action.pod_uid), float_group(action.pod_uid)):
+        if path in groups:
+            moved = isinstance(action, Evict) and path.endswith(FLOAT)
+            groups[path] = attrs.evolve(groups[path], populated=moved)
+    return attrs.evolve(observed, groups=groups)
 
 
 def offers(controllers: frozenset[str], file: str) -> bool:
@@ -183,10 +247,16 @@ def union(sets: Iterable[CpuSet]) -> CpuSet:
 
 
 def overlaps(observed: Observed) -> set[tuple[str, str]]:
+    """Return the pairs of groups with a CPU in common; floats have all theirs in common, and are one here."""
+    named = {
+        "float" if path.endswith(FLOAT) else instance_group(str(group_uid(path))): group
+        for path, group in observed.groups.items()
+        if not path.endswith(FLOAT) or group.cpus
+    }
     return {
         (one, other)
-        for one, other in itertools.combinations(sorted(observed.groups), 2)
-        if not observed.groups[one].cpus.isdisjoint(observed.groups[other].cpus)
+        for one, other in itertools.combinations(sorted(named), 2)
+        if not named[one].cpus.isdisjoint(named[other].cpus)
     }
 
 
@@ -207,7 +277,7 @@ def trees() -> Iterator[Observed]:
     ]
     for floating, a, b in itertools.product(floats, instances, instances):
         groups = {FLOAT: floating, "instance-a": a, "instance-b": b}
-        yield attrs.evolve(BUILT, groups={name: group for name, group in groups.items() if group is not None})
+        yield tree(BUILT, {name: group for name, group in groups.items() if group is not None})
 
 
 def check_case(desired: Desired, observed: Observed) -> None:
@@ -218,12 +288,13 @@ def check_case(desired: Desired, observed: Observed) -> None:
     }
     after = observed
     for action in actions:
-        assert action.group in (FLOAT, "instance-a", "instance-b")
-        if isinstance(action, Remove):
-            uid = instance_uid(action.group)
-            assert uid not in desired.choices
+        assert group_uid(action.group) is not None
+        if isinstance(action, Remove) and action.group.endswith(VCPUS):
+            assert group_uid(action.group) not in desired.choices
+        if isinstance(action, Remove) and action.group in observed.groups:
             assert not observed.groups[action.group].populated
-        assert instance_uid(action.group) not in orphans  # an instance that outlives its pod is left alone
+        # An instance that outlives its pod is left alone.
+        assert not (action.group.endswith(VCPUS) and group_uid(action.group) in orphans)
         after = perform(after, action)
     assert reconcile(desired, after, {}) == (), "one pass is enough"
     held = union(group.cpus for group in orphans.values())
@@ -234,11 +305,12 @@ def check_case(desired: Desired, observed: Observed) -> None:
     for one, other in overlaps(after):
         assert {instance_uid(one), instance_uid(other)} & (set(orphans) | blocked)
         assert (one, other) in before or (one == FLOAT and desired.shared_pool - owned <= held)
-    if desired.shared_pool - held and not blocked:
-        assert after.groups[FLOAT].cpus == desired.shared_pool - held
+    if desired.shared_pool - held and not blocked and after.floats():
+        assert floating(after) == desired.shared_pool - held == float_cpus(desired, observed)
     for uid, group in after.instances().items():
         if uid in desired.choices and desired.choices[uid][0].isdisjoint(held):
             assert (group.kind, group.cpus, group.mems) == ("threaded", desired.choices[uid][0], MEMS)
+    assert set(after.domains) == {group_uid(path) for path in after.groups}
 
 
 def test_every_small_tree_reaches_the_desired_state_in_one_pass() -> None:
@@ -275,8 +347,8 @@ def test_no_action_brings_two_groups_onto_one_cpu() -> None:
 
 def _touching(observed: Observed, desired: Desired) -> bool:
     """Return whether every group keeps a CPU; only then can CPUs be moved without being shared for a moment."""
-    wanted: dict[str, CpuSet] = {FLOAT: desired.shared_pool}
-    wanted |= {instance_group(uid): cpus[0] for uid, cpus in desired.choices.items()}
+    wanted: dict[str, CpuSet] = {float_group(uid): desired.shared_pool for uid in observed.domains}
+    wanted |= {vcpus_group(uid): cpus[0] for uid, cpus in desired.choices.items()}
     return all(name not in wanted or not group.cpus.isdisjoint(wanted[name]) for name, group in observed.groups.items())
 
 
@@ -292,10 +364,11 @@ def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, e
     after = run(found, reconcile(desired, found, {}))
     assert after.delegated == CPUSET
     assert after.exists
-    assert after.enabled - {"cpu"} == {"cpuset"}
+    assert after.enabled == {"cpuset", *(enabled if exists else ())}
     assert after.cpus == ALL | found.cpus  # never less than it has
     assert after.mems == MEMS
-    assert after.groups == {FLOAT: threaded(desired.shared_pool)}
+    assert not after.groups
+    assert not after.domains
     assert reconcile(desired, after, {}) == ()
 
 
@@ -307,33 +380,30 @@ def test_builds_in_the_order_the_kernel_demands() -> None:
         Write(ROOT, "cpuset.mems", "0-1"),
         Write(ROOT, "cpuset.cpus", "0-2"),
         Write(ROOT, "cgroup.subtree_control", "+cpuset"),
-        Make(FLOAT),
-        Write(FLOAT, "cgroup.type", "threaded"),
-        Write(FLOAT, "cpuset.mems", "0-1"),
         Make("instance-a"),
-        Write("instance-a", "cgroup.type", "threaded"),
-        Write("instance-a", "cpuset.mems", "0-1"),
-        Write(FLOAT, "cpuset.cpus", "0"),
-        Write("instance-a", "cpuset.cpus", "1-2"),
-        Restrict("instance-a", "cgroup.max.descendants", "0"),
-        Make("float/a"),
-        Write("float/a", "cgroup.type", "threaded"),
-        Restrict("float/a", "cgroup.max.descendants", "0"),
+        Restrict("instance-a", "cgroup.max.descendants", "2"),
+        Write("instance-a", "cgroup.subtree_control", "+cpuset"),
+        Make("instance-a/float"),
+        Write("instance-a/float", "cgroup.type", "threaded"),
+        Write("instance-a/float", "cpuset.mems", "0-1"),
+        Make("instance-a/vcpus"),
+        Write("instance-a/vcpus", "cgroup.type", "threaded"),
+        Write("instance-a/vcpus", "cpuset.mems", "0-1"),
+        Write("instance-a/float", "cpuset.cpus", "0"),
+        Write("instance-a/vcpus", "cpuset.cpus", "1-2"),
+        Restrict("instance-a/float", "cgroup.max.descendants", "0"),
+        Restrict("instance-a/vcpus", "cgroup.max.descendants", "0"),
     )
 
 
 def test_memory_nodes_are_never_taken_away() -> None:
     wide = CpuSet([0, 1, 2])
-    observed = attrs.evolve(
-        BUILT,
-        mems=wide,
-        groups={FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
+    observed = tree(
+        attrs.evolve(BUILT, mems=wide),
+        {FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
     )
     desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
-    assert reconcile(desired, observed, {}) == (
-        Write("instance-a", "cpuset.mems", "0-1"),
-        Restrict("instance-a", "cgroup.max.descendants", "0"),
-    )
+    assert reconcile(desired, observed, {}) == (Write("instance-a/vcpus", "cpuset.mems", "0-1"),)
 
 
 @pytest.mark.parametrize(
@@ -343,12 +413,12 @@ def test_memory_nodes_are_never_taken_away() -> None:
 def test_the_container_of_an_instance_is_inferred_from_its_cpus(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
     desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, LIMITS)
-    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet.parse(found), populated=True)})
-    assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == left
+    observed = tree(BUILT, {"instance-a": threaded(CpuSet.parse(found), populated=True)})
+    assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a/vcpus"].cpus) == left
 
 
 def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
-    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
+    observed = tree(BUILT, {"instance-a": threaded(CpuSet([1]))})
     named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, LIMITS)
     unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, LIMITS)
     assert stale(named, observed, {}) == ("a",)
@@ -359,10 +429,10 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
 
 def test_under_policy_none_only_running_instances_keep_cpus() -> None:
     desired = desire(CpuState("none", NONE), MACHINE, LIMITS)
-    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]), populated=True)})
+    observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
-    assert str(after.groups[FLOAT].cpus) == "0,2"
-    assert after.groups["instance-a"] == observed.groups["instance-a"]
+    assert str(floating(after)) == "0,2"
+    assert after.groups["instance-a/vcpus"] == observed.groups["instance-a/vcpus"]
 
 
 def test_float_has_the_reserved_cpus_when_no_other_is_left() -> None:
@@ -371,29 +441,27 @@ def test_float_has_the_reserved_cpus_when_no_other_is_left() -> None:
 
 
 def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
-    orphan = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([0]), populated=True)})
+    orphan = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([0]), populated=True)})
     for shared, expected in (("0", "0"), ("0-1", "1")):
         desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, LIMITS)
-        assert str(run(orphan, reconcile(desired, orphan, {})).groups[FLOAT].cpus) == expected
+        assert str(floating(run(orphan, reconcile(desired, orphan, {})))) == expected
 
 
 def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
     desired = desire(CpuState("static", NONE, {"a": {"web": MACHINE.online}}), MACHINE, LIMITS)
-    assert reconcile(desired, attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([1]))}), {}) == ()
+    assert reconcile(desired, tree(BUILT, {FLOAT: threaded(CpuSet([1]))}), {}) == ()
 
 
 def test_without_a_kubelet_float_has_the_cpus_that_no_instance_holds() -> None:
     desired = desire_without_kubelet(MACHINE, LIMITS)
-    observed = attrs.evolve(BUILT, groups={"instance-a": threaded(CpuSet([1]))})
+    observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]))})
     after = run(observed, reconcile(desired, observed, {"b": CpuSet([2])}))
-    assert str(after.groups[FLOAT].cpus) == "0"
-    assert str(after.groups["instance-a"].cpus) == "1"
+    assert str(floating(after)) == "0"
+    assert str(after.groups["instance-a/vcpus"].cpus) == "1"
 
 
 def test_holders_of_a_cpu() -> None:
-    observed = attrs.evolve(
-        BUILT, groups={FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1])), "instance-b": HALF_BUILT}
-    )
+    observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1])), "instance-b": HALF_BUILT})
     assert set(holders(CpuSet([1]), observed, but="c")) == {"a", "b"}  # b runs on everything until it has a cpuset
     assert set(holders(CpuSet([1]), observed, but="a")) == {"b"}
     assert set(holders(CpuSet([2]), observed, but="b")) == set()
@@ -401,10 +469,10 @@ def test_holders_of_a_cpu() -> None:
 
 def test_a_silent_fallback_of_the_kernel_is_detected() -> None:
     lying = Group("threaded", CpuSet([1]), MEMS, ALL, populated=True)
-    observed = attrs.evolve(BUILT, groups={"instance-a": lying, FLOAT: threaded(CpuSet([0]))})
-    assert set(silent_fallbacks(observed, ALL)) == {"instance-a"}
+    observed = tree(BUILT, {"instance-a": lying, FLOAT: threaded(CpuSet([0]))})
+    assert set(silent_fallbacks(observed, ALL)) == {"instance-a/vcpus"}
     offline = Group("threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True)
-    assert silent_fallbacks(attrs.evolve(BUILT, groups={"instance-a": offline}), CpuSet([0, 1])) == {}
+    assert silent_fallbacks(tree(BUILT, {"instance-a": offline}), CpuSet([0, 1])) == {}
 
 
 # -- limits and pods' groups in float --------------------------------------------------------------------------------
@@ -414,8 +482,7 @@ LIMITED = attrs.evolve(
     BUILT,
     offered=EVERY,
     delegated=CPUSET | {"cpu", "memory", "pids"},
-    enabled=CPUSET | {"cpu", "pids"},
-    float_enabled=frozenset({"cpu", "pids"}),
+    enabled=CPUSET | {"cpu", "memory", "pids"},
     limits=LIMITS.of_root(),
 )
 
@@ -431,44 +498,27 @@ def one_pass(observed: Observed, desired: Desired, grants: Mapping[str, CpuSet])
 
 
 def limited_trees() -> Iterator[Observed]:
-    """Yield trees with one pod, in every state of its two groups, of its own cgroup and of the limits."""
-    instances = [
+    """Yield trees with one pod, in every state of its two groups, of its domain, of its own cgroup and of the limits."""
+    instances = [None, HALF_BUILT, *(threaded(CpuSet([1]), populated=populated) for populated in (False, True))]
+    floats = [
         None,
-        Group("domain invalid", NONE, NONE, ALL, populated=False),
-        *(
-            attrs.evolve(threaded(CpuSet([1]), populated=populated), limits=limits)
-            for populated in (False, True)
-            for limits in ({}, {"pids.max": "10"}, {"pids.max": "0"})
-        ),
+        HALF_BUILT,
+        *(threaded(cpus, populated=populated) for cpus in (CpuSet([0]), CpuSet([0, 1])) for populated in (False, True)),
     ]
-    pods = [
-        None,
-        PodGroup("domain invalid", populated=False),
-        *(
-            PodGroup("threaded", populated, limits)
-            for populated in (False, True)
-            for limits in (LIMITS.of_pod(gone=False), LIMITS.of_pod(gone=True), {"pids.max": "max"})
-        ),
-    ]
+    whole = LIMITS.of_domain(8 << 20, gone=False)
+    limits: list[Mapping[str, str]] = [{}, {"pids.max": "10"}, whole, LIMITS.of_domain(12 << 20, gone=True)]
     enabled = [CPUSET, CPUSET | {"pids"}, LIMITED.enabled]
-    for instance, pod, on, gone in itertools.product(instances, pods, enabled, (False, True)):
-        below = on - CPUSET if "cpu" in on else frozenset()
+    for vcpus, floating, found, on, gone in itertools.product(instances, floats, limits, enabled, (False, True)):
+        below = on & {"cpu", "cpuset", "pids"}
+        groups = {vcpus_group("a"): vcpus, float_group("a"): floating}
+        domain = Domain(below, limits={file: value for file, value in found.items() if offers(on, file)})
         yield attrs.evolve(
             LIMITED,
             enabled=on,
-            float_enabled=below,
-            groups={
-                FLOAT: threaded(CpuSet([0])),
-                **({} if instance is None else {"instance-a": with_limits_of(on, instance)}),
-            },
-            pods={} if pod is None else {"a": with_limits_of(below, pod)},
+            domains={"a": domain},
+            groups={path: group for path, group in groups.items() if group is not None},
             gone=frozenset("a" if gone else ""),
         )
-
-
-def with_limits_of(controllers: frozenset[str], group: AnyGroup) -> AnyGroup:
-    limits = {file: value for file, value in group.limits.items() if offers(controllers, file)}
-    return attrs.evolve(group, limits=limits)
 
 
 POD = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, LIMITS)
@@ -490,44 +540,52 @@ def test_a_crash_at_any_point_of_a_pass_ends_in_the_same_tree(desired: Desired, 
             assert [first, *one_pass(first, desired, grants)][-1] == end
         check_pod(observed, end, desired, grants)
         cases += 1
-    assert cases == 384
+    assert cases == 576
 
 
 def check_pod(observed: Observed, end: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> None:
     """Check what became of pod ``a``."""
-    before, instance, pod = observed.groups.get("instance-a"), end.groups.get("instance-a"), end.pods.get("a")
+    before = observed.instances().get("a")
+    instance, floating, domain = end.instances().get("a"), end.floats().get("a"), end.domains.get("a")
     live = "a" in desired.choices or "a" in grants
-    assert end.float_enabled == {"cpu", "pids"}
     if "a" in grants:
         assert instance is not None
-        assert pod is not None
+        assert floating is not None
     if observed.gone and not live:
-        assert instance is None, "its CPUs are free"
-        assert end.groups[FLOAT].cpus == desired.shared_pool
+        # Without a kubelet what cannot be moved, for want of a float, stays.
+        assert instance is None or (not desired.kills and floating is None), "its CPUs are free"
+        assert domain is None or not desired.kills
     elif before is not None and before.populated:
         assert instance is not None
         assert instance.populated, "a pod that has a cgroup is left alone"
     if instance is not None and live:
-        assert instance.limits["cgroup.max.descendants"] == "0"
-    if pod is not None:
-        assert pod.kind == "threaded"
-        assert pod.limits == LIMITS.of_pod(gone=bool(observed.gone) and not live)
-        assert pod.populated or instance is not None
+        assert instance.limits == {"cgroup.max.descendants": "0", "cpu.weight": "1"}
+    if domain is not None:
+        assert (floating, instance) != (None, None)
+        assert domain.enabled == {"cpu", "cpuset", "pids"}
+        found = observed.domains["a"].memory_max
+        assert domain.limits == LIMITS.of_domain(found or 8 << 20, gone=bool(observed.gone) and not live)
 
 
-def test_strangers_cannot_fork_before_they_are_moved() -> None:
-    full = attrs.evolve(threaded(CpuSet([1]), populated=True), limits={"pids.max": "10"})
-    observed = attrs.evolve(LIMITED, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}, gone=frozenset("a"))
-    assert evictions(NO_POD, observed, {}) == (
-        Write("instance-a", "cpuset.cpus", "0,2"),
+def test_what_is_left_of_a_pod_cannot_fork_before_it_is_ended() -> None:
+    full = threaded(CpuSet([1]), populated=True)
+    observed = attrs.evolve(tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}), gone=frozenset("a"))
+    actions = (
+        Write("instance-a/vcpus", "cpuset.cpus", "0,2"),
         Restrict("instance-a", "pids.max", "0"),
-        Make("float/a"),
-        Write("float/a", "cgroup.type", "threaded"),
-        Evict("a"),
     )
+    assert evictions(NO_POD, observed, {}) == (*actions, Kill("a"))
+    assert evictions(desire_without_kubelet(MACHINE, LIMITS), observed, {}) == (*actions, Evict("a"))
     for desired, grants in ((POD, {}), (NO_POD, {"a": CpuSet([1])})):
         assert evictions(desired, observed, grants) == ()
     assert evictions(NO_POD, attrs.evolve(observed, gone=frozenset()), {}) == ()
+
+
+def test_what_hides_in_the_float_of_a_pod_that_has_gone_is_ended() -> None:
+    """Without a kubelet it is not: there the guest may run in a container whose cgroup was lost."""
+    observed = attrs.evolve(tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2]))}), gone=frozenset(BYSTANDER))
+    assert evictions(NO_POD, observed, {}) == (Restrict("instance-f", "pids.max", "0"), Kill(BYSTANDER))
+    assert evictions(desire_without_kubelet(MACHINE, LIMITS), observed, {}) == ()
 
 
 def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
@@ -535,8 +593,8 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
 
     def refilled(observed: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> Observed:
         actions = evictions(desired, observed, grants)
-        assert isinstance(actions[0], Write) or observed.groups["instance-a"].cpus <= observed.groups[FLOAT].cpus
-        observed = run(observed, (action for action in actions if not isinstance(action, Evict)))
+        assert isinstance(actions[0], Write) or observed.shares_float("a")
+        observed = run(observed, (action for action in actions if not isinstance(action, Evict | Kill)))
         assert "a" not in holders(CpuSet([1]), observed, but="b")
         for action in reconcile(desired, observed, grants):
             observed = perform(observed, action)
@@ -548,67 +606,95 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
     for cpus, desired, grants in itertools.product(
         (CpuSet([1]), NONE), (NO_POD, c, desire_without_kubelet(MACHINE, LIMITS)), ({}, {"b": CpuSet([1, 2])})
     ):
-        found = attrs.evolve(threaded(cpus, populated=True), limits={"pids.max": "10"})
-        groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": found}
-        observed = attrs.evolve(LIMITED, groups=groups, gone=frozenset("a"))
+        groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(cpus, populated=True)}
+        observed = attrs.evolve(tree(LIMITED, groups), gone=frozenset("a"))
         for state, granted in ((desired, grants), (NO_POD, {}), (c, {})):
             observed = refilled(observed, state, granted)
-            assert observed.groups["instance-a"].cpus == observed.groups[FLOAT].cpus
-            assert observed.groups["instance-a"].limits["pids.max"] == "0"
-            held = CpuSet() if "instance-b" not in observed.groups else observed.groups["instance-b"].cpus
-            assert observed.groups[FLOAT].cpus == state.shared_pool - held
+            assert observed.groups["instance-a/vcpus"].cpus == floating(observed)
+            assert observed.domains["a"].limits["pids.max"] == "0"
+            held = observed.instances()["b"].cpus if "b" in observed.instances() else CpuSet()
+            assert floating(observed) == state.shared_pool - held
 
 
 def test_what_could_not_be_moved_keeps_its_cpus() -> None:
-    full = attrs.evolve(threaded(CpuSet([1]), populated=True), limits={"pids.max": "0"})
-    observed = attrs.evolve(LIMITED, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}, gone=frozenset("a"))
+    full = threaded(CpuSet([1]), populated=True)
+    observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": full})
+    observed = attrs.evolve(observed, gone=frozenset("a"))
     assert not [action for action in reconcile(NO_POD, observed, {}) if isinstance(action, Write)]
-    assert reconcile(NO_POD, attrs.evolve(observed, groups={FLOAT: threaded(CpuSet([0, 2]))}), {}) == (
-        Write(FLOAT, "cpuset.cpus", "0-2"),
-    )
+    without = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2]))})
+    assert reconcile(NO_POD, without, {}) == (Write("instance-f/float", "cpuset.cpus", "0-2"),)
 
 
 def test_limits_are_written_where_the_kernel_offers_them() -> None:
     for offered in (EVERY, CPUSET, CPUSET | {"memory"}, CPUSET | {"pids"}):
         observed = Observed(offered, frozenset(), exists=False)
         *_, end = one_pass(observed, POD, {"a": CpuSet([1])})
-        assert end.delegated == offered - {"hugetlb"}
-        assert end.enabled == end.delegated - {"memory"}
-        assert end.float_enabled == end.enabled - {"cpuset"}
+        assert end.delegated == end.enabled == offered - {"hugetlb"}
+        assert end.domains["a"].enabled == end.enabled - {"memory"}
         assert set(end.limits) == {file for file in LIMITS.of_root() if file.partition(".")[0] in offered}
         assert end.limits.items() <= LIMITS.of_root().items()
-        assert end.pods["a"].limits.items() <= LIMITS.of_pod(gone=False).items()
-        assert (
-            ("pids.max" in end.pods["a"].limits)
-            == ("pids" in offered)
-            == ("pids.max" in end.groups["instance-a"].limits)
-        )
+        wanted = LIMITS.of_domain(8 << 20, gone=False)
+        assert end.domains["a"].limits == {file: wanted[file] for file in wanted if offers(offered, file)}
         assert list(one_pass(end, POD, {})) == []
+
+
+# -- memory of domains -----------------------------------------------------------------------------------------------
+
+
+def test_all_domains_together_never_get_more_memory_than_the_tree_has() -> None:
+    grants = {uid: CpuSet([1]) for uid in "abcdefghij"}  # ten, and there is memory for eight
+    after = run(LIMITED, reconcile(NO_POD, LIMITED, grants))
+    found = [after.domains[uid].memory_max for uid in grants]
+    assert found == [8 << 20] * 8 + [0, 0]
+    assert LIMITS.memory_max == 64 << 20
+
+
+def test_a_domain_gets_more_when_its_pod_leaves_more_and_keeps_that() -> None:
+    observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]), populated=True)})
+    actions = reconcile(POD, observed, {"a": CpuSet([1])}, memory={"a": 20 << 20})
+    assert actions == (Restrict("instance-a", "memory.max", str(20 << 20)),)
+    after = run(observed, actions)
+    assert reconcile(POD, after, {"a": CpuSet([1])}) == ()
+    cut = run(observed, reconcile(POD, observed, {"a": CpuSet([1])}, memory={"a": 100 << 20}))
+    assert cut.domains["a"].memory_max == (64 - 8) << 20, "the bystander has the rest"
+
+
+# -- trees of earlier versions ---------------------------------------------------------------------------------------
+
+
+def test_an_empty_tree_of_the_earlier_shape_is_removed_and_one_in_use_is_left_alone() -> None:
+    outdated = {"float/a": False, "float": False, "instance-a": False}
+    observed = attrs.evolve(LIMITED, outdated=outdated)
+    assert reconcile(NO_POD, observed, {})[:3] == (Remove("float/a"), Remove("float"), Remove("instance-a"))
+    used = attrs.evolve(observed, outdated={**outdated, "instance-a": True}, gone=frozenset("a"))
+    assert used.populated_outdated() == ("instance-a",)
+    for grants in ({}, {"b": CpuSet([1])}):
+        assert reconcile(NO_POD, used, grants) == evictions(NO_POD, used, grants) == ()
+
+
+def test_floats_that_could_not_be_shrunk_are_named() -> None:
+    observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]))})
+    assert floats_on(CpuSet([2]), observed, but="a") == (BYSTANDER,)
+    assert floats_on(CpuSet([1]), observed, but="a") == ()
 
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("used", "kept", "held_back"),
-    [
-        (10 * MIB, 10 * MIB, []),
-        (64 * MIB, 50 * MIB, []),
-        (65 * MIB, 60 * MIB, ["memory.max"]),  # the page cache that memory.high takes back makes room for it
-        (70 * MIB, 61 * MIB, ["memory.high", "memory.max"]),
-    ],
+    ("used", "held_back"),
+    [(10 * MIB, []), (64 * MIB, []), (65 * MIB, ["memory.max"])],
 )
-def test_no_memory_limit_is_lowered_below_what_is_in_use(used: int, kept: int, held_back: list[str]) -> None:
+def test_no_memory_limit_is_lowered_below_what_is_in_use(used: int, held_back: list[str]) -> None:
     found = attrs.evolve(
         LIMITED,
-        limits={**LIMITED.limits, "memory.max": "max", "memory.high": "max"},
+        limits={**LIMITED.limits, "memory.max": "max"},
         memory_used=used,
-        memory_kept=kept,
     )
-    observed = attrs.evolve(found, groups={FLOAT: threaded(ALL)})
+    observed = tree(found, {FLOAT: threaded(ALL)})
     assert [file for file, _ in withheld(NO_POD, observed)] == held_back
     written = [action.file for action in reconcile(NO_POD, observed, {}) if isinstance(action, Restrict)]
-    assert sorted(written + held_back) == ["memory.high", "memory.max"]
+    assert written + held_back == ["memory.max"]
     assert (
         withheld(NO_POD, attrs.evolve(observed, limits=LIMITED.limits)) == ()
     )  # it is in force: the kernel keeps to it
@@ -635,7 +721,16 @@ def partitioned() -> Iterator[Observed]:
     for exclusive, (a, b) in itertools.product((NONE, CpuSet([1, 2])), itertools.product(states, states)):
         if a.cpus != b.cpus:
             groups = {FLOAT: threaded(CpuSet([0])), "instance-a": a, "instance-b": b}
-            yield attrs.evolve(BUILT, groups=groups, exclusive=exclusive)
+            found = tree(BUILT, groups)
+            for together in (False, True):  # as another program may have left it
+                domains = {
+                    uid: attrs.evolve(
+                        domain,
+                        exclusive=found.groups.get(vcpus_group(uid), HALF_BUILT).exclusive if together else exclusive,
+                    )
+                    for uid, domain in found.domains.items()
+                }
+                yield attrs.evolve(found, domains=domains, exclusive=exclusive)
 
 
 @pytest.mark.parametrize(
@@ -650,6 +745,9 @@ def test_what_was_sealed_and_runs_is_sealed_in_one_pass_and_nothing_else(
         after = run(observed, reconcile(desired, observed, {}))
         assert reconcile(desired, after, {}) == (), "one pass is enough"
         sealed = {name for name, group in observed.groups.items() if group.populated and group.was_sealed}
+        assert {instance_group(uid) for uid, domain in after.domains.items() if domain.exclusive} == {
+            instance_group(str(group_uid(name))) for name in sealed
+        }
         assert {name for name, group in after.groups.items() if group.was_sealed} == sealed
         assert all(after.groups[name].exclusive == after.groups[name].cpus for name in sealed)
         assert after.exclusive == union(after.groups[name].cpus for name in sealed)
@@ -673,9 +771,7 @@ def running(desired: Desired, sealed: Iterable[str]) -> Observed:
     found = run(
         attrs.evolve(BUILT, cpus=FIVE, exclusive=NONE), reconcile(desired, attrs.evolve(BUILT, cpus=FIVE), grants)
     )
-    groups = {
-        name: attrs.evolve(group, populated=instance_uid(name) is not None) for name, group in found.groups.items()
-    }
+    groups = {name: attrs.evolve(group, populated=True) for name, group in found.groups.items()}
     found = attrs.evolve(found, groups=groups, exclusive=NONE)
     return run(found, reconcile(desired, found, {}, dict.fromkeys(sealed, True)))
 
@@ -695,16 +791,17 @@ def test_a_resize_gives_no_cpu_to_two_groups_and_opens_none_that_is_sealed(seale
         for number, action in enumerate(actions):
             observed = perform(observed, action)
             reached = {name: group.effective | group.cpus for name, group in observed.groups.items()}
+            del reached[float_group("b")]  # both floats have the same
             assert all(one.isdisjoint(other) for one, other in itertools.combinations(reached.values(), 2))
             for uid in sealed:
-                was, group = started.groups[instance_group(uid)], observed.groups[instance_group(uid)]
+                was, group = started.groups[vcpus_group(uid)], observed.groups[vcpus_group(uid)]
                 assert group.partition == ISOLATED
                 assert group.exclusive >= was.exclusive & after.choices[uid][0], "what it keeps stays its own"
             if number % 2:
                 assert run(observed, reconcile(after, observed, {})) == run(observed, actions[number + 1 :])
         assert reconcile(after, observed, {}) == (), "one pass is enough"
         for uid in sealed:
-            assert observed.groups[instance_group(uid)].exclusive == after.choices[uid][0]
+            assert observed.groups[vcpus_group(uid)].exclusive == after.choices[uid][0]
     assert cases > 2000
 
 
@@ -717,8 +814,8 @@ def test_an_instance_that_keeps_none_of_its_cpus_is_sealed_anew() -> None:
     )
     started = running(before, "a")
     actions = reconcile(after, started, {})
-    assert [type(action) for action in actions if action.group == "instance-a"] == [Unseal, Write, Seal]
-    assert str(run(started, actions).groups["instance-a"].exclusive) == "3"
+    assert [type(action) for action in actions if action.group == "instance-a/vcpus"] == [Unseal, Write, Seal]
+    assert str(run(started, actions).groups["instance-a/vcpus"].exclusive) == "3"
 
 
 @pytest.mark.parametrize(
@@ -739,17 +836,17 @@ def test_the_container_that_was_resized_keeps_some_of_its_cpus(
     entries = {"a": {"vm": CpuSet.parse(resized), "side": CpuSet.parse(side)}}
     shared = FIVE - union(entries["a"].values())
     desired = desire(CpuState("static", shared, entries), FIVE_CPUS, LIMITS)
-    observed = attrs.evolve(BUILT, cpus=FIVE, groups={"instance-a": threaded(CpuSet.parse(current), populated=True)})
-    assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == found
+    observed = tree(attrs.evolve(BUILT, cpus=FIVE), {"instance-a": threaded(CpuSet.parse(current), populated=True)})
+    assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a/vcpus"].cpus) == found
 
 
 def test_an_init_container_that_has_ended_does_not_keep_lost_cpus_for_the_instance() -> None:
     """Its entry stays in the kubelet's state, and had the same CPUs."""
-    observed = attrs.evolve(BUILT, cpus=FIVE, groups={"instance-a": threaded(CpuSet([1, 2]), populated=True)})
+    observed = tree(attrs.evolve(BUILT, cpus=FIVE), {"instance-a": threaded(CpuSet([1, 2]), populated=True)})
     entries = {"a": {"init": CpuSet([1, 2]), "vm": CpuSet([1])}}
     for shared, others in ((FIVE - CpuSet([1]), {}), (CpuSet([0]), {"b": {"vm": CpuSet([2, 3])}})):
         desired = desire(CpuState("static", shared, entries | others), FIVE_CPUS, LIMITS)
-        assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a"].cpus) == "1"
+        assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a/vcpus"].cpus) == "1"
 
 
 @pytest.mark.parametrize(
@@ -774,7 +871,7 @@ def test_a_partition_that_is_not_extended_yet_is_no_silent_fallback() -> None:
     group = Group(
         "threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True, exclusive=CpuSet([1]), partition=ISOLATED
     )
-    assert silent_fallbacks(attrs.evolve(BUILT, groups={"instance-a": group}), ALL) == {}
+    assert silent_fallbacks(tree(BUILT, {"instance-a": group}), ALL) == {}
 
 
 def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
@@ -784,13 +881,13 @@ def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
     groups["instance-b"] = attrs.evolve(
         threaded(CpuSet([2]), populated=True), partition=ISOLATED, exclusive=CpuSet([2])
     )
-    observed = attrs.evolve(BUILT, groups=groups, exclusive=CpuSet([2]))
+    observed = attrs.evolve(tree(BUILT, groups), exclusive=CpuSet([2]))
     observed = run(observed, reconcile(desired, observed, {}))
     actions = reconcile(desired, observed, {}, {"a": True})
-    assert actions == (Seal("instance-a", CpuSet([1]), CpuSet([1, 2])),)
+    assert actions == (Seal("instance-a/vcpus", CpuSet([1]), CpuSet([1, 2])),)
     both = run(observed, actions)
     assert reconcile(desired, both, {}, {"b": False}) == (
-        Unseal("instance-b"),
+        Unseal("instance-b/vcpus"),
         Restrict(ROOT, "cpuset.cpus.exclusive", "1"),
     )
 
@@ -798,12 +895,12 @@ def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
 def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> None:
     desired = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, LIMITS)
     group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
-    old = attrs.evolve(BUILT, groups={FLOAT: threaded(CpuSet([0, 2])), "instance-a": attrs.evolve(group)})
+    old = tree(BUILT, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": group})
     off = attrs.evolve(old, exclusive=CpuSet([1]))
     ending = reconcile(attrs.evolve(desired, partitions=False), off, {})
-    assert [action for action in ending if isinstance(action, Unseal | Seal)] == [Unseal("instance-a")]
+    assert [action for action in ending if isinstance(action, Unseal | Seal)] == [Unseal("instance-a/vcpus")]
     assert Restrict(ROOT, "cpuset.cpus.exclusive", "") in ending
-    before = attrs.evolve(old, groups={**old.groups, "instance-a": threaded(CpuSet([1]), populated=True)})
+    before = tree(BUILT, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]), populated=True)})
     assert not [action for action in reconcile(desired, before, {}, {"a": True}) if isinstance(action, Seal)]
 
 
@@ -811,8 +908,8 @@ def test_an_instance_without_a_pod_is_unsealed_before_it_gets_floats_cpus() -> N
     desired = desire(CpuState("static", ALL), MACHINE, LIMITS)
     group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
     groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": group}
-    observed = attrs.evolve(BUILT, groups=groups, exclusive=CpuSet([1]), gone=frozenset("a"))
+    observed = attrs.evolve(tree(BUILT, groups), exclusive=CpuSet([1]), gone=frozenset("a"))
     actions = evictions(desired, observed, {})
-    assert actions[:2] == (Unseal("instance-a"), Write("instance-a", "cpuset.cpus", "0,2"))
+    assert actions[:2] == (Unseal("instance-a/vcpus"), Write("instance-a/vcpus", "cpuset.cpus", "0,2"))
     after = run(observed, actions)
     assert run(after, reconcile(desired, after, {})).exclusive == NONE

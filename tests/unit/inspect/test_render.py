@@ -56,7 +56,7 @@ INSTANCE = InstanceObservation(
     pod_uid=UID,
     uptime=7500.0,
 )
-KUBELET = KubeletObservation(CpuSet([0]), CpuSet([0]), CpuSet([0, 4]), {UID: CpuSet([4])}, None)
+KUBELET = KubeletObservation((CpuSet([0]),), CpuSet([0]), CpuSet([0, 4]), {UID: CpuSet([4])}, None)
 REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
 
 SHOWN = """\

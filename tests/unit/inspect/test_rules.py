@@ -77,7 +77,7 @@ GOOD = InstanceObservation(
     charge=PodCharge(POD, MemoryCharge(64 * MIB, 128 * MIB)),
 )
 KUBELET = KubeletObservation(
-    float_cpus=CpuSet.parse("0-1,4"),
+    floats=(CpuSet.parse("0-1,4"),),
     shared_pool=CpuSet.parse("0-1,4-5"),
     online=CpuSet.parse("0-4"),
     instances={UID: CpuSet.parse("2-3")},
@@ -288,14 +288,14 @@ def test_memory_charged_elsewhere(memory: int, huge: int, sentence: str) -> None
 
 def test_float_is_the_shared_pool_as_far_as_it_is_online() -> None:
     assert as_the_kubelet_says(KUBELET).result is RuleResult.OK
-    other = attrs.evolve(KUBELET, float_cpus=CpuSet.parse("0-4"))
+    other = attrs.evolve(KUBELET, floats=(CpuSet.parse("0-4"),))
     assert violations(as_the_kubelet_says(other)) == "float has '0-4', but the kubelet's shared pool is '0-1,4'"
 
 
 def test_float_avoids_an_instance_that_outlives_its_pod_unless_no_other_cpu_is_left() -> None:
     gone = attrs.evolve(KUBELET, shared_pool=CpuSet.parse("0-5"), given={})
     assert violations(as_the_kubelet_says(gone)) == (f"instance {UID} has '2-3', but the kubelet gives its pod ''")
-    all_held = attrs.evolve(gone, instances={UID: CpuSet.parse("0-5")}, float_cpus=CpuSet.parse("0-4"))
+    all_held = attrs.evolve(gone, instances={UID: CpuSet.parse("0-5")}, floats=(CpuSet.parse("0-4"),))
     assert "float" not in violations(as_the_kubelet_says(all_held))
 
 
@@ -309,9 +309,9 @@ def test_policy_none_gives_no_exclusive_cpus() -> None:
 
 
 def test_under_resource_claims_float_may_lack_what_the_driver_reserves_and_have_nothing_of_a_claim() -> None:
-    claimed = attrs.evolve(KUBELET, by_claims=True, float_cpus=CpuSet.parse("1,4"))
+    claimed = attrs.evolve(KUBELET, by_claims=True, floats=(CpuSet.parse("1,4"),))
     assert as_the_kubelet_says(claimed).result is RuleResult.OK
-    assert "float has '1-2'" in violations(as_the_kubelet_says(attrs.evolve(claimed, float_cpus=CpuSet.parse("1-2"))))
+    assert "float has '1-2'" in violations(as_the_kubelet_says(attrs.evolve(claimed, floats=(CpuSet.parse("1-2"),))))
     assert "has '2-3', but" in violations(as_the_kubelet_says(attrs.evolve(claimed, given={UID: CpuSet.parse("2")})))
 
 

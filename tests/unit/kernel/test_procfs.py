@@ -13,9 +13,7 @@ from runner.base.cpuset import CpuSet
 from runner.kernel.procfs import (
     FIRST_NETWORK_NAMESPACE,
     FIRST_NETWORK_SETTINGS,
-    LongStatuses,
     MappedMemory,
-    ProcessMemory,
     Procfs,
 )
 
@@ -152,11 +150,3 @@ def test_the_name_of_a_process_cannot_hold_a_line() -> None:
     assert me is not None
     assert (me.parent, me.name) == (os.getppid(), "a\rPPid:\t1\\x85")
     assert set(fields) == set(Procfs().status())
-
-
-def test_memory_of_a_process_is_found_past_threads_that_have_ended(tmp_path: Path) -> None:
-    for tid in (8, 9):
-        (tmp_path / f"7/task/{tid}").mkdir(parents=True)
-    (tmp_path / "7/status").write_text("Name:\tx\nState:\tZ (zombie)\nThreads:\t2\n")
-    (tmp_path / "7/task/9/status").write_text("Name:\tx\nRssAnon:\t4 kB\nRssShmem:\t8 kB\nVmPTE:\t12 kB\nThreads:\t2\n")
-    assert Procfs(tmp_path).memory(7, LongStatuses(1)) == ProcessMemory(4096, 8192, 12288, 2)

@@ -5,15 +5,16 @@ import pytest
 from runner.kubelet.pod_cgroups import (
     INSTANCE_NAME,
     bare_groups,
-    float_uid,
+    float_group,
+    group_uid,
     instance_group,
     instance_uid,
     is_container_id,
     is_pod_uid,
     parse_bare_container,
     parse_container,
-    pod_float_group,
     pod_groups,
+    vcpus_group,
 )
 
 UID = "416de7c2-21de-472d-817c-fa9d4306cb7d"
@@ -199,9 +200,18 @@ def test_only_well_formed_names_are_instances() -> None:
     assert instance_uid(instance_group("a-1")) == "a-1"
     for name in ("instance-", "instance-A", "instance-a\n", "instance-a/b", "instance-..", "instances", "float", "x"):
         assert instance_uid(name) is None
-    assert float_uid(pod_float_group("a-1")) == "a-1"
-    for name in ("float", "float/", "float/A", "float/a/b", "float/..", "floats/a", "instance-a/a", "x/a", "/a"):
-        assert float_uid(name) is None
+    for group in (instance_group, float_group, vcpus_group):
+        assert group_uid(group("a-1")) == "a-1"
+    for name in (
+        "float",
+        "instance-a/a",
+        "instance-a/float/x",
+        "instance-A/float",
+        "instance-a/..",
+        "x/float",
+        "/float",
+    ):
+        assert group_uid(name) is None
 
 
 def test_the_names_of_pods_and_containers_are_told_from_others() -> None:

@@ -182,7 +182,7 @@ async def test_inspect_waits_for_a_controller_that_has_not_followed_yet_and_for_
 ) -> None:
     """Under resource claims float may lack reserved CPUs for good, because no file names them."""
     pool, online, given = CpuSet.parse("4-7"), CpuSet.parse("0-7"), {A: CpuSet.parse("0-3")}
-    found = KubeletObservation(CpuSet.parse(float_cpus), pool, online, {}, given, by_claims=True)
+    found = KubeletObservation((CpuSet.parse(float_cpus),), pool, online, {}, given, by_claims=True)
 
     async def now(*_: object) -> KubeletObservation:
         await trio.lowlevel.checkpoint()

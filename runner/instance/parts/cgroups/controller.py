@@ -26,6 +26,7 @@ from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.scheduler import read_mask
+from runner.kubelet.pod_cgroups import float_group
 from runner.placement.backends import ControllerPlacement, CpuTuning, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
@@ -33,6 +34,7 @@ from runner.protocol.controller_client import (
     ControllerBusyError,
     ControllerError,
     CpusHeldError,
+    MemoryNeed,
     Registration,
     deregister,
     register,
@@ -125,13 +127,14 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         return self.sealing()
 
     async def settle(self) -> None:
-        # The controller moves them at every registration.
+        # The controller moves them at every registration; this one also says that QEMU is up, and its memory charged.
         warned = False
         while True:
             with ExitStack() as held:
                 try:
                     cpus = _given(self.placement, self.cgroups.pod)
-                    await _register(attrs.evolve(self.placement, cpus=cpus), self.cgroups.pod, held)
+                    placement = attrs.evolve(self.placement, cpus=cpus)
+                    await _register(placement, self.cgroups.pod, held, charged=True)
                 except HostError as error:
                     if not warned:
                         log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
@@ -283,9 +286,11 @@ async def registered_cgroups(
                     raise PlacementError(
                         f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                     )
-                named = CgroupPaths(pod, str(registration.float_below), registration.instance.name)
+                below = registration.below_tree
+                named = CgroupPaths(pod, below(registration.float_cgroup), below(registration.instance))
                 adopted = EnteredCgroups(named, None, registration.cgroup_fds, in_force)
             async with entered_float(supervisor, anchors, adopted) as entered:
+                held.enter_context(entered.kills_explained(supervisor.processes))
                 yield RegisteredCgroups(
                     entered.cgroups,
                     entered.pod_cgroup_fd,
@@ -358,10 +363,28 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
     )
 
 
-async def _register(placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
-    """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here."""
+async def _register(
+    placement: ControllerPlacement, pod: str, held: ExitStack, *, charged: bool = False
+) -> Registration:
+    """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here.
+
+    With *charged* the guest's memory is charged to the pod, and the controller limits by what is left of the pod's.
+    """
     cgroup = Cgroup(Roots().cgroup / pod.lstrip("/"))
-    return await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held)
+    need = MemoryNeed(placement.overhead, charged)
+    registration = await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held, need)
+    check_domain(registration, placement.pod_uid)
+    return registration
+
+
+def check_domain(registration: Registration, pod_uid: str) -> None:
+    """Check that float is in the domain of pod *pod_uid*, unless the controller is one by the article's words.
+
+    Raises :exc:`~runner.base.errors.HostError`.
+    """
+    named, ours = registration.below_tree(registration.float_cgroup), float_group(pod_uid)
+    if registration.protocol is not None and named != ours:
+        raise HostError(f"cannot use the controller: it names the float {named!r}, which is not {ours!r}")
 
 
 def _carried(reason: str) -> CarriedSeal:

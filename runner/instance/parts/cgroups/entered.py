@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import attrs
 
 from runner.base.values import frozen
-from runner.kernel.cgroup import CgroupError, read_members, write_control
+from runner.kernel.cgroup import parse_oom_kills, read_members, write_control
 from runner.kernel.files import owned
+from runner.kernel.limits import no_kills
+from runner.kernel.processes import Processes
 from runner.kernel.scheduler import unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
@@ -62,12 +64,7 @@ class EnteredCgroups(Generic[P]):
             (self.cgroup_fds.float_threads, self.cgroups.float_cgroup),
             (self.cgroup_fds.instance_threads, self.cgroups.instance),
         )
-        try:
-            return [read_members(fd.number, f"{path}/cgroup.threads") for fd, path in groups]
-        except CgroupError as error:
-            if error.errno == errno.EBADF:  # an older controller opened them for writing alone
-                return ()
-            raise
+        return [read_members(fd.number, f"{path}/cgroup.threads") for fd, path in groups]
 
     @property
     def loses_cpus(self) -> bool:
@@ -101,15 +98,65 @@ class EnteredCgroups(Generic[P]):
             CarriedFd(fds.pod_procs.number),
             CarriedFd(fds.float_threads.number),
             frozenset(self.confined),
+            None if fds.memory_events is None else CarriedFd(fds.memory_events.number),
         )
+
+    @contextmanager
+    def kills_explained(self, processes: Processes) -> Iterator[None]:
+        """While the block runs, say also of a child that was killed whether the kernel did it, out of memory in their domain.
+
+        This process is the last that the kernel ends there, as it is the one that can tell.
+        """
+        events, elsewhere = self.cgroup_fds.memory_events, processes.out_of_memory
+        if events is not None:
+            processes.out_of_memory, processes.oom_score = OomKills(events.number, elsewhere).kills, OOM_SCORE
+        try:
+            yield
+        finally:
+            processes.out_of_memory, processes.oom_score = elsewhere, 0
 
     def return_to_pod(self, pid: int) -> None:
         """Move the process *pid* back to the pod's cgroup."""
         write_control(self.cgroup_fds.pod_procs.number, str(pid), f"{self.cgroups.pod}/cgroup.procs")
 
 
+OOM_SCORE = 150
+"""Thousandths of the domain's ``memory.max`` (``oom_badness``): of the 320 MiB that it has at least, more than the 40 of this
+process. On the whole node it makes QEMU no likelier than any Burstable pod unless its guest has 85 % of the machine's memory."""
+
+
+OUT_OF_MEMORY = "out of memory in float; raise limits.memory, or give the guest less"
+
+
+@attrs.define
+class OomKills:
+    """What the kernel has killed in a domain, as its ``memory.events`` says, open as *fd*; *elsewhere* says it of other cgroups.
+
+    The domain's directory is none that this process sees.
+    """
+
+    fd: int
+    elsewhere: Callable[[], str] = no_kills
+    _known: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self._known = self._count()
+
+    def kills(self) -> str:
+        """Return, since this was asked last, which memory was short for which the kernel has killed; empty if it has killed nothing."""
+        before, self._known = self._known, self._count()
+        return self.elsewhere() or (OUT_OF_MEMORY if self._known > before else "")
+
+    def _count(self) -> int:
+        try:
+            return parse_oom_kills(os.pread(self.fd, 4096, 0).decode())
+        except OSError:  # the domain was removed
+            return self._known
+
+
 def adopted_cgroups(carried: CarriedCgroups, in_force: InForce[P], held: ExitStack) -> EnteredCgroups[P]:
     """Return the cgroups that the runner before exec has entered; *held* closes their descriptors."""
-    fds = (carried.float_procs, carried.instance_threads, carried.pod_procs, carried.float_threads)
+    fds = [carried.float_procs, carried.instance_threads, carried.pod_procs, carried.float_threads]
+    fds += [] if carried.memory_events is None else [carried.memory_events]
     cgroup_fds = CgroupFds(*(held.enter_context(owned(each.number)) for each in fds))
     return EnteredCgroups(carried.cgroups, None, cgroup_fds, in_force, set(carried.confined))
