@@ -101,7 +101,7 @@ def _prepare_standard_streams() -> None:
 
 
 def _write_from_the_background() -> None:
-    """Have PID 1 write to a terminal with ``stty tostop`` whose foreground it is not in, and get EIO where it reads one.
+    """Let PID 1 write to a terminal with ``stty tostop`` whose foreground it is not in, and get EIO where it reads one.
 
     Any other process is stopped by these signals (``__tty_check_change()`` in ``drivers/tty/tty_jobctrl.c``). The kernel stops no
     PID 1: the write is restarted without end, and no other signal is handled meanwhile.

@@ -62,7 +62,7 @@ class CheckContext:
 
     @property
     def asks_for_less(self) -> bool:
-        """Whether the spec asks for a placement that needs no exclusive CPUs."""
+        """Return whether the spec asks for a placement that needs no exclusive CPUs."""
         return self.placement in ASKING_FOR_LESS
 
     @property

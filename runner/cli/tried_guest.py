@@ -345,7 +345,7 @@ async def _remind(instance: TerminalProcess, grace: float) -> None:
 
 
 async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, asked: trio.Event) -> None:
-    """Have this terminal be the guest's console until it is detached, the guest has ended, or an end is *asked* for."""
+    """Connect this terminal with the guest's console until it is detached, the guest has ended, or an end is *asked* for."""
     pid1 = instance.init(Roots().proc)
     if pid1 is None:  # it has ended since
         return

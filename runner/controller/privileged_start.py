@@ -50,7 +50,7 @@ class DeviceFilter:
 
     @property
     def missing(self) -> str:
-        """Why the tree has no device filter, and so takes no instance; empty if it has one, or is to have none."""
+        """Return why the tree has no device filter, and so takes no instance; empty if it has one, or is to have none."""
         if self.lost:
             return f"{self.root} was removed, and its device filter with it; restart the controller"
         return self.error

@@ -111,7 +111,7 @@ class DiskFacts(Protocol):
 
     @property
     def io_uring_error(self) -> str | None:
-        """Why ``io_uring`` cannot be used; ``None`` if it can."""
+        """Return why ``io_uring`` cannot be used; ``None`` if it can."""
 
     @property
     def free_space(self) -> int | None:

@@ -59,12 +59,12 @@ class Virtiofsd:
 
     @property
     def read_only(self) -> bool:
-        """Whether it can share read-only (``--readonly``, since 1.11)."""
+        """Return whether it can share read-only (``--readonly``, since 1.11)."""
         return self.rust and self.version >= (1, 11)
 
     @property
     def hands_over(self) -> bool:
-        """Whether it can hand its state over to another one (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``) in a short pause.
+        """Return whether it can hand its state over to another one (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``) in a short pause.
 
         1.11 can as well, but looks through the whole share for the files that the guest knows, while the guest is paused; from
         1.12 on it reads their paths from ``/proc/self/fd`` (``preserialization/proc_paths.rs`` of virtiofsd).
@@ -91,13 +91,13 @@ class Kvm:
 
     @property
     def admits_everyone(self) -> bool:
-        """Whether any user may read and write it."""
+        """Return whether any user may read and write it."""
         bits = stat.S_IROTH | stat.S_IWOTH
         return self.mode & bits == bits
 
     @property
     def admits_group(self) -> bool:
-        """Whether its group, which is not root's, may read and write it."""
+        """Return whether its group, which is not root's, may read and write it."""
         bits = stat.S_IRGRP | stat.S_IWGRP
         return self.mode & bits == bits and self.group_id != 0
 

@@ -167,7 +167,7 @@ class PciFact:
 
     @property
     def wedged(self) -> str | None:
-        """Why it can be used by nobody; ``None`` if it can."""
+        """Return why it can be used by nobody; ``None`` if it can."""
         return wedged_reason(silent=self.silent, link=None if self.physical_function else self.link)
 
     def begins_switch(self, index: int) -> bool:

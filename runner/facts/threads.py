@@ -24,7 +24,7 @@ class ThreadStatus:
 
     @property
     def has_run_there(self) -> bool:
-        """Whether it ran last on a CPU that it may use: one that has slept since it was moved names the CPU it came from."""
+        """Return whether it ran last on a CPU that it may use: one that has slept since it was moved names the CPU it came from."""
         return self.running_on in self.cpus
 
 

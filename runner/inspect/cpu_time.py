@@ -67,7 +67,7 @@ class SwitchTally:
         self._running, self._since = following, time
 
     def lose(self) -> None:
-        """Have what ran since the last switch be unknown: events after it were lost."""
+        """Count what ran since the last switch as unknown: events after it were lost."""
         self._running = _NOT_KNOWN
 
     def finish(self, end: int, runs: int) -> None:
@@ -82,7 +82,7 @@ class SwitchTally:
 
     @property
     def has_switched(self) -> bool:
-        """Whether any switch was recorded."""
+        """Return whether any switch was recorded."""
         return self._running is not None
 
 
@@ -191,7 +191,7 @@ class TraceReport:
 
     @property
     def violated(self) -> bool:
-        """Whether another task ran on the CPUs of an instance."""
+        """Return whether another task ran on the CPUs of an instance."""
         return any(self.verdict(each).result is RuleResult.VIOLATED for each in self.instances)
 
 

@@ -138,7 +138,7 @@ class KubeletObservation:
 
     @property
     def is_followed(self) -> bool:
-        """Whether every float has them."""
+        """Return whether every float has them."""
         return all(map(self._follows, self.floats))
 
     def _follows(self, cpus: CpuSet) -> bool:

@@ -77,7 +77,7 @@ class InspectionReport:
 
     @property
     def violated(self) -> bool:
-        """Whether any rule is violated; one that cannot be judged is not."""
+        """Return whether any rule is violated; one that cannot be judged is not."""
         return any(verdict.result is RuleResult.VIOLATED for verdict in self.verdicts)
 
 

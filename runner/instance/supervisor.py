@@ -189,7 +189,7 @@ class CarryOver:
 
     @property
     def resuming(self) -> bool:
-        """Whether everything is taken over, and nothing acquired."""
+        """Return whether everything is taken over, and nothing acquired."""
         return self.taken_over is not None
 
     @contextmanager
@@ -252,7 +252,7 @@ class CarryOver:
 
     @contextmanager
     def outliving_the_loop(self, resume_after_loop: ResumeAfterLoop) -> Iterator[None]:
-        """Have *resume_after_loop* be called if the event loop ends in the block: everything is held, and nothing runs on."""
+        """Call *resume_after_loop* if the event loop ends in the block: everything is held, and nothing runs on."""
         self.resume_after_loop = resume_after_loop
         try:
             yield
@@ -318,7 +318,7 @@ class GuestState:
 
     @property
     def unready(self) -> str:
-        """Why the guest is not ready; empty if it is."""
+        """Return why the guest is not ready; empty if it is."""
         return next(filter(None, (sentence for _, sentence in self.reasons())), "")
 
     def reasons(self) -> Iterator[tuple[str, str]]:
@@ -342,7 +342,7 @@ class GuestState:
 
     @contextmanager
     def running(self, read: Callable[[], Receipt], since: float | None = None) -> Iterator[None]:
-        """Have the guest be running for as long as the block runs; it does *since* then, by default now."""
+        """Note that the guest runs for as long as the block does; it has run *since* then, by default now."""
         self.phase, self.since, self.read = "running", trio.current_time() if since is None else since, read
         try:
             yield

@@ -333,7 +333,7 @@ class Rtnetlink:
             )
 
     def answer_arp(self, bridge: FoundLink, port: FoundLink, neighbour: PermanentNeighbour) -> None:
-        """Have *bridge* answer ARP requests for *neighbour*, which is behind its *port*, with the neighbour's MAC address.
+        """Let *bridge* answer ARP requests for *neighbour*, which is behind its *port*, with the neighbour's MAC address.
 
         ``br_do_proxy_suppress_arp`` of ``net/bridge/br_arp_nd_proxy.c``: it answers what the bridge has a neighbour for, if
         the port of that MAC address has this option. The option ``proxy_arp`` would keep broadcasts from the guest.

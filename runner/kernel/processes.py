@@ -530,7 +530,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _default_signals() -> Iterator[None]:
-    """Have a child that is started in the block begin with no signal blocked or ignored, which it would keep for good.
+    """Unblock all signals, and ignore none, for a child that is started in the block: it would keep that for good.
 
     Blocked, it would be deaf to the signal that ends it. :class:`subprocess.Popen` returns once the child has executed.
     """

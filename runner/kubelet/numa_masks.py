@@ -59,7 +59,7 @@ class Places:
 
     @property
     def gapless(self) -> bool:
-        """Whether places and numbers are the same."""
+        """Return whether places and numbers are the same."""
         return not self.numa_nodes or self.numa_nodes[-1] == len(self.numa_nodes) - 1
 
     def number(self, places: int) -> int:

@@ -138,12 +138,12 @@ class Pod:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether its QoS class is Guaranteed: limits of CPU and memory equal the requests."""
+        """Return whether its QoS class is Guaranteed: limits of CPU and memory equal the requests."""
         return self.qos is QosClass.GUARANTEED
 
     @property
     def critical(self) -> bool:
-        """Whether others make room for it (``types.IsCriticalPod``)."""
+        """Return whether others make room for it (``types.IsCriticalPod``)."""
         return self.static or (self.priority is not None and self.priority >= SYSTEM_CRITICAL_PRIORITY)
 
     @property

@@ -158,7 +158,7 @@ class Kubelet:
         return attrs.evolve(pod, pod_level_managed=managed)
 
     def manages_as_whole(self, pod: Pod) -> bool:
-        """Whether *pod*, as seen by the managers, gets its resources as a whole (``podScope.Admit``)."""
+        """Return whether *pod*, as seen by the managers, gets its resources as a whole (``podScope.Admit``)."""
         manager = self.topology_manager
         return pod.pod_level_managed and manager.scope is Scope.POD and manager.policy is not Policy.NONE
 
@@ -335,7 +335,7 @@ class Admission:
 
     @property
     def admitted(self) -> bool:
-        """Whether the pod may start."""
+        """Return whether the pod may start."""
         return self.outcome is Outcome.ADMITTED
 
     @property

@@ -141,7 +141,7 @@ class NodePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every pod is admitted without a fault of the kubelet, and an instance fits its container.
+        """Return whether every pod is admitted without a fault of the kubelet, and an instance fits its container.
 
         Also if the unclear pods are still active.
         """
@@ -150,7 +150,7 @@ class NodePlan:
 
     @property
     def answers(self) -> tuple[object, ...]:
-        """What the kubelet does with each pod: two plans with the same answers differ for nobody."""
+        """Return what the kubelet does with each pod: two plans with the same answers differ for nobody."""
         return tuple(
             (
                 pod.explanation.admission.outcome,

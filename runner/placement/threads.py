@@ -352,7 +352,7 @@ class Receipt:
 
     @property
     def guarantee(self) -> GuaranteeKind:
-        """What keeps all others off the vCPUs' CPUs."""
+        """Return what keeps all others off the vCPUs' CPUs."""
         return guarantee_of(self.backend, self.rules.cpus, self.threads)
 
     def violations(self) -> tuple[Violation, ...]:

@@ -93,7 +93,7 @@ class DiskPlan:
 
     @property
     def written(self) -> bool:
-        """Whether the guest writes to the file or block device that the spec names."""
+        """Return whether the guest writes to the file or block device that the spec names."""
         return self.overlay is None and not self.read_only
 
     def below(self) -> Iterator[tuple[str, Layer]]:

@@ -193,13 +193,13 @@ def _check_shape(result: object, instance: PurePosixPath, float_cgroup: PurePosi
 
 
 async def deregister(path: PurePosixPath, pod_uid: str) -> None:
-    """Have the controller remove the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
+    """Ask the controller to remove the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
     with ExitStack() as held:
         await _call(path, "deregisterCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
 
 
 async def seal(path: PurePosixPath, pod_uid: str) -> str:
-    """Have the controller make the instance's cgroup an isolated partition; return why it is none, empty if it is one.
+    """Ask the controller to make the instance's cgroup an isolated partition; return why it is none, empty if it is one.
 
     Raises like :func:`register`.
     """
@@ -214,7 +214,7 @@ async def seal(path: PurePosixPath, pod_uid: str) -> str:
 
 
 async def unseal(path: PurePosixPath, pod_uid: str) -> None:
-    """Have the controller end the partition of the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
+    """Ask the controller to end the partition of the instance's cgroup; a missing one is fine. Raises like :func:`register`."""
     with ExitStack() as held:
         await _call(path, "unsealCgroup", {"uuid": pod_uid}, _ReceivedFds(held))
 

@@ -53,7 +53,7 @@ class GuestAgent:
                 return
 
     async def shut_down(self) -> str:
-        """Have the agent power the guest off; return the reason if it refuses. Success has no reply.
+        """Ask the agent to power the guest off; return the reason if it refuses. Success has no reply.
 
         Raises :exc:`AgentError`.
         """

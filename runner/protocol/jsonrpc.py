@@ -64,7 +64,7 @@ class Reply:
 
     @property
     def refuses(self) -> bool:
-        """Whether it is an error, sent with control files."""
+        """Return whether it is an error, sent with control files."""
         return bool(self.control_files) and "error" in json.loads(self.line)
 
     def replaced(self, error: RpcError) -> bytes:

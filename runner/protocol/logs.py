@@ -187,7 +187,7 @@ class JsonConsole:
 
     @property
     def unfinished(self) -> bytes:
-        """What was not written yet because it is no whole line."""
+        """Return what was not written yet because it is no whole line."""
         return self._lines.held
 
     def take_over(self, unfinished: bytes) -> None:

@@ -153,7 +153,7 @@ class Monitor:
 
     @property
     def busy(self) -> bool:
-        """Whether a command is being sent, or its reply is waited for."""
+        """Return whether a command is being sent, or its reply is waited for."""
         return bool(self._expected) or self._sending.locked()
 
     def carried(self) -> CarriedMonitor:

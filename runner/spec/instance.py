@@ -288,7 +288,7 @@ class BootSpec:
 
     @property
     def by_bios(self) -> bool:
-        """Whether SeaBIOS, which is part of QEMU, boots a disk."""
+        """Return whether SeaBIOS, which is part of QEMU, boots a disk."""
         return self.kernel is None and self.firmware is None
 
     def contradictions(self) -> Iterator[Problem]:
@@ -380,7 +380,7 @@ class DiskSpec:
 
     @property
     def writes(self) -> bool:
-        """Whether the file or block device itself is written to."""
+        """Return whether the file or block device itself is written to."""
         return not self.read_only and not self.ephemeral
 
     def contradictions(self) -> Iterator[Problem]:

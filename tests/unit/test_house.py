@@ -214,6 +214,21 @@ def test_init_files_are_empty(name: str, path: Path) -> None:
     assert path.read_text() == "", name
 
 
+NO_IMPERATIVE = {"What", "Whether", "How", "Why", "Which", "Where", "Who", "When", "Have"}
+
+
+@pytest.mark.parametrize(("name", "path"), MODULES)
+def test_the_docstring_of_a_function_says_what_it_does(name: str, path: Path) -> None:
+    del name
+    functions = (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    begins = {node.name: (ast.get_docstring(node) or "-").split()[0] for node in functions}
+    assert {function: word for function, word in begins.items() if word in NO_IMPERATIVE} == {}
+
+
 def test_a_forbidden_import_is_found(tmp_path: Path) -> None:
     by_name = tmp_path / "by_name.py"
     by_name.write_text('modules = {"tun": "runner.kernel.tun"}\n')

@@ -79,7 +79,7 @@ class CpuSource:
 
     @property
     def awaits_containers(self) -> bool:
-        """Whether there are CPUs of claims whose container the kubelet has not listed yet, so that it is to be asked again."""
+        """Return whether there are CPUs of claims whose container the kubelet has not listed yet, so that it is to be asked again."""
         return bool(self._claims.awaited(self._containers))
 
     def has_claims(self) -> bool:

@@ -47,7 +47,7 @@ class PartitionWriter:
 
     @property
     def lost(self) -> bool:
-        """Whether the writer has ended: it says nothing unless it is asked, so that only the end can be read."""
+        """Return whether the writer has ended: it says nothing unless it is asked, so that only the end can be read."""
         return self.started and self._ended()
 
     def _ended(self) -> bool:

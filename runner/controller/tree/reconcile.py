@@ -69,7 +69,7 @@ class Group:
 
     @property
     def was_sealed(self) -> bool:
-        """Whether it is an isolated partition, or was one until the kernel invalidated it.
+        """Return whether it is an isolated partition, or was one until the kernel invalidated it.
 
         Where its parent lost the CPUs, the kernel makes it a member without a word (``remote_partition_check``).
         """

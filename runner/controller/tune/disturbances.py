@@ -129,7 +129,7 @@ class Setting:
 
     @property
     def wanted(self) -> bool:
-        """Whether an instance needs it to be different from what it was."""
+        """Return whether an instance needs it to be different from what it was."""
         match self.rule:
             case AwayFrom(occupied):
                 return bool(occupied)

@@ -45,7 +45,7 @@ class Irqbalance:
             raise HostError(f"cannot understand irqbalance: {error}", remedy=REMEDY) from error
 
     def ban(self, cpus: CpuSet) -> None:
-        """Have it give no interrupts to *cpus*, and to all others. Raises :class:`HostError`."""
+        """Let it give interrupts to all CPUs but *cpus*. Raises :class:`HostError`."""
         self._call(f"settings cpus {cpus or 'NULL'}")
 
     def _call(self, command: str) -> str:

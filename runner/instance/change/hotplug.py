@@ -72,7 +72,7 @@ class DiskHotplug:
 
     @property
     def changing(self) -> bool:
-        """Whether a disk is being attached, detached or grown."""
+        """Return whether a disk is being attached, detached or grown."""
         return self._changing.locked()
 
     @asynccontextmanager
@@ -91,7 +91,7 @@ class DiskHotplug:
 
     @property
     def free_slots(self) -> int:
-        """How many disks can still be attached."""
+        """Return how many disks can still be attached."""
         return len(list(self._free_slots()))
 
     async def listed(self) -> list[dict[str, object]]:

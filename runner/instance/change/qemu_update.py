@@ -242,7 +242,7 @@ async def _machine_type(monitor: Monitor) -> str:
 
 
 async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> dict[str, object]:
-    """Have *program* take the place of the QEMU that runs; return what was done.
+    """Put *program* in the place of the QEMU that runs; return what was done.
 
     Raises :exc:`~runner.base.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
     """
@@ -514,7 +514,7 @@ class _Move:
                 await supervisor.processes.kill(daemon)
 
     async def _continue(self) -> None:
-        """Have the source run the guest, wherever it was in the transfer."""
+        """Let the source run the guest, wherever it was in the transfer."""
         monitor = self.source.monitor
         self.source.process.send_signal(signal.SIGCONT)
         found: Any = await monitor.execute("query-migrate")
@@ -578,7 +578,7 @@ def _channel(name: str, **address: str) -> dict[str, object]:
 
 
 async def _take_back_fds(monitor: Monitor) -> None:
-    """Have QEMU close what it has received for a transfer."""
+    """Let QEMU close what it has received for a transfer."""
     fdsets: Any = await monitor.execute("query-fdsets")
     for each in fdsets:
         if any(fd.get("opaque") == _MEETING_POINT for fd in each["fds"]):

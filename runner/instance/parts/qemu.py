@@ -260,19 +260,19 @@ class Qemu:
 
     @property
     def unfinished(self) -> str:
-        """What it is in the middle of, empty if nothing."""
+        """Return what it is in the middle of, empty if nothing."""
         if self.ends:
             return "the guest ends"
         return "a QMP command is being executed" if self._monitor.busy else ""
 
     @property
     def ends(self) -> bool:
-        """Whether the guest has ended, or QEMU has."""
+        """Return whether the guest has ended, or QEMU has."""
         return self.guest_ended or self.process.returncode is not None
 
     @property
     def guest_ended(self) -> bool:
-        """Whether QEMU has said that the guest has ended."""
+        """Return whether QEMU has said that the guest has ended."""
         return self._end is not None
 
     @contextmanager
@@ -287,7 +287,7 @@ class Qemu:
 
     @property
     def undecided(self) -> str:
-        """Why it is not decided which QEMU has the guest, empty if it is."""
+        """Return why it is not decided which QEMU has the guest, empty if it is."""
         return "" if self._updating is None else "QEMU is being updated"
 
     async def decided(self) -> None:
@@ -336,7 +336,7 @@ class Qemu:
         await self._monitor.execute("cont")
 
     async def show(self, connection: int) -> None:
-        """Have QEMU's VNC server serve the descriptor *connection*, which stays the caller's to close.
+        """Let QEMU's VNC server serve the descriptor *connection*, which stays the caller's to close.
 
         Every process that may open the display's socket may see the guest: there is no password.
         """
@@ -483,7 +483,7 @@ class Qemu:
 
 
 async def _shut_down_by_agent(channel: Socket, seconds: float) -> None:
-    """Have the agent shut the guest down; return when it refuses, or the guest still runs after so many *seconds*.
+    """Ask the agent to shut the guest down; return when it refuses, or the guest still runs after so many *seconds*.
 
     The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
     """

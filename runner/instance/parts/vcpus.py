@@ -59,7 +59,7 @@ class VcpuSlot:
 
     @property
     def plugged_later(self) -> bool:
-        """Whether its vCPU was plugged while the guest runs."""
+        """Return whether its vCPU was plugged while the guest runs."""
         return self.path is not None and self.path.startswith("/machine/peripheral")
 
 
@@ -206,7 +206,7 @@ class Vcpus:
 
     @asynccontextmanager
     async def _stopped(self) -> AsyncIterator[_Pause]:
-        """Have the guest not run in the block. Raises :exc:`RefusedError` if it does not run anyway.
+        """Stop the guest for the block. Raises :exc:`RefusedError` if it does not run anyway.
 
         Raises :exc:`GuestStoppedError` if it does not run afterwards: the instance is asked to stop then.
         """
@@ -227,7 +227,7 @@ class Vcpus:
                 self._give_up(reason)
 
     async def _let_run(self) -> str:
-        """Have the guest run again; return why it does not, empty if it does."""
+        """Let the guest run again; return why it does not, empty if it does."""
         try:
             await self._receipts.machine.monitor.execute("cont")
         except QmpError as error:
@@ -235,7 +235,7 @@ class Vcpus:
         return ""
 
     def _give_up(self, reason: str) -> NoReturn:
-        """Have the instance end, whose guest does not run on. Raises :exc:`GuestStoppedError`."""
+        """End the instance, whose guest does not run on. Raises :exc:`GuestStoppedError`."""
         if not self._receipts.machine.ends:
             log.error("the guest does not run on: %s", reason)
             self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
@@ -287,7 +287,7 @@ class Vcpus:
             raise HostError(f"{explain(failure)}; and not all of it is undone: {explain(left)}") from None
 
     async def _release_from(self, first: int) -> None:
-        """Have the guest release all vCPUs from index *first* on, also those that the receipt does not have."""
+        """Ask the guest to release all vCPUs from index *first* on, also those that the receipt does not have."""
         for index, slot in reversed(list(enumerate(await self._slots()))):
             if index >= first and slot.path is not None:
                 await self._release(index, slot.path)
@@ -316,7 +316,7 @@ class Vcpus:
         return placement.cpus if isinstance(placement, ControllerPlacement) else self._receipts.active.container_cpus()
 
     async def _follow_threads(self, available: CpuSet) -> None:
-        """Have placement and receipt be of the vCPUs that are left."""
+        """Write placement and receipt anew, of the vCPUs that are left."""
         receipts, before = self._receipts, self._placement
         await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
         receipts.follow(receipts.threads)
@@ -345,7 +345,7 @@ class Vcpus:
         await self._follow_threads(available)
 
     async def _unplug(self, count: int) -> None:
-        """Have the guest release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
+        """Ask the guest to release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
         receipts, slots = self._receipts, await self._slots()
         while len(vcpus := receipts.threads.vcpus) > count:
             last = vcpus[-1]
@@ -355,7 +355,7 @@ class Vcpus:
             receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=vcpus[:-1]), True
 
     async def _release(self, index: int, path: str) -> None:
-        """Have the guest release the vCPU *index* with the QOM *path*."""
+        """Ask the guest to release the vCPU *index* with the QOM *path*."""
         machine = self._receipts.machine
         if self._receipts.plan.machine.accel == "tcg" and _older(machine.monitor.version):
             oldest = ".".join(map(str, EMULATED_SINCE))
@@ -386,7 +386,7 @@ class Vcpus:
             )
 
     async def _ask_for(self, path: str) -> bool:
-        """Have QEMU ask the guest to release the vCPU with the QOM *path*; return whether it can be asked already."""
+        """Let QEMU ask the guest to release the vCPU with the QOM *path*; return whether it can be asked already."""
         try:
             await self._receipts.machine.monitor.execute("device_del", {"id": path})
         except ExecuteError as error:
@@ -400,7 +400,7 @@ class Vcpus:
     # -- other CPUs --------------------------------------------------------------------------------------------------
 
     async def fit(self, find: Callable[[], CpuSet | None]) -> None:
-        """Have the vCPUs run on the CPUs that *find* returns, all that the container has left, one on each.
+        """Put the vCPUs on the CPUs that *find* returns, all that the container has left, one on each.
 
         *find* is called when no other change is under way; ``None``: nothing is to be done any more. The threads leave the
         other CPUs at once; then as many vCPUs as are too many are unplugged. Raises :exc:`~runner.base.errors.RunnerError` if that
@@ -447,7 +447,7 @@ class Vcpus:
                 pin(vcpu.tid, own)
 
     def _leave(self, available: CpuSet) -> None:
-        """Have no vCPU thread run on other CPUs than *available*; the controller has done so unless it is away."""
+        """Take each vCPU thread off all CPUs but *available*; the controller has done so unless it is away."""
         for vcpu in self._receipts.threads.vcpus:
             with suppress(ProcessLookupError, PlacementError):  # it has ended, or the kernel gives it fewer
                 if not read_mask(vcpu.tid) <= available:

@@ -73,7 +73,7 @@ class VerifyingLoader(SourceFileLoader):
 
 
 def verify_imports(directory: str, manifest: str) -> None:
-    """Have what is imported from *directory* be what its *manifest* says, which has lines as ``sha256sum`` prints them."""
+    """Import from *directory* only what its *manifest* says, which has lines as ``sha256sum`` prints them."""
     for line in filter(None, manifest.split("\n")):  # a name may have other line ends
         digest, _, name = line.partition("  ./")
         _expected[f"{directory}/{name}"] = digest

@@ -146,7 +146,7 @@ def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause:
 
 
 async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str, fds: Sequence[int] = ()) -> None:
-    """Have a child import the program *index*, and read the state. Raises :exc:`~runner.base.errors.RunnerError`."""
+    """Start a child that imports the program *index* and reads the state. Raises :exc:`~runner.base.errors.RunnerError`."""
     with _staged(document) as (argv, own):
         command = Command("rehearsal", (*argv("rehearse", index),), (*own, *fds), level=logging.DEBUG)
         async with supervisor.processes.daemon(command, 0) as process:

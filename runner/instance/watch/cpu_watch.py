@@ -52,7 +52,7 @@ class LostCpus:
 
 
 async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
-    """Have *fit* put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    """Call *fit* with the CPUs that the container has left, each time it has lost some; return when that fails."""
     state = receipts.supervisor.guest_state
     since, before = 0.0, None
     while True:
@@ -88,7 +88,7 @@ def _watch_offline(receipts: Receipts) -> None:
 
 
 async def _restore(receipts: Receipts, fit: Fit) -> None:
-    """Have each vCPU be on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost."""
+    """Put each vCPU on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost."""
     state = receipts.supervisor.guest_state
 
     def kept() -> CpuSet | None:
@@ -134,7 +134,7 @@ def _divided(placement: Placement) -> CpuSet:
 
 
 async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | None:
-    """Have *fit* put the vCPUs on the CPUs that are left; return the guest's end if they cannot all be there."""
+    """Put the vCPUs by *fit* on the CPUs that are left; return the guest's end if they cannot all be there."""
     supervisor = receipts.supervisor
 
     def available() -> CpuSet | None:

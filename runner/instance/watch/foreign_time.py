@@ -64,7 +64,7 @@ class ForeignTime:
 
     @property
     def carried(self) -> CarriedForeignTime:
-        """What the program that renews this one must know of it."""
+        """Return what the program that renews this one must know of it."""
         from runner.instance.renewal.carried import CarriedForeignTime
 
         threads = {vcpu: (each.pid, each.tid, each.cpu) for vcpu, each in self._threads.items()}

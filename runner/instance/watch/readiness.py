@@ -155,7 +155,7 @@ class Readiness:
                 self._running = False
 
     def _show(self) -> None:
-        """Have the file there while the guest is ready, and not otherwise."""
+        """Make the file while the guest is ready, and remove it otherwise."""
         if not self._running:
             return
         self._shown.close()

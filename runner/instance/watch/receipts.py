@@ -113,7 +113,7 @@ class Receipts:
         self.publish()
 
     def follow(self, threads: QemuThreads) -> None:
-        """Have the receipt be of QEMU's *threads* and of the placement in force, now that these have changed.
+        """Write the receipt anew, of QEMU's *threads* and of the placement in force, now that these have changed.
 
         Raises :exc:`~runner.base.errors.RunnerError`, and the receipt is as before, when a thread is not in its place.
         """

@@ -75,10 +75,10 @@ class ActivePlacement(Protocol):
 
     @property
     def loses_cpus(self) -> bool:
-        """Whether :meth:`container_cpus` may change while the guest runs."""
+        """Return whether :meth:`container_cpus` may change while the guest runs."""
 
     async def change(self, placement: Placement) -> None:
-        """Have the cgroups, and all threads but the vCPUs', be as *placement* says; pins are the caller's.
+        """Change the cgroups, and all threads but the vCPUs', to what *placement* says; pins are the caller's.
 
         A CPU that a vCPU gets is taken from all other threads before this returns. Raises :exc:`~runner.base.errors.RunnerError`;
         :attr:`placement` is the one before then.
@@ -88,7 +88,7 @@ class ActivePlacement(Protocol):
         """Do the same for CPUs that the container has already, and the controller, if there is one, has given or taken."""
 
     def adopt(self, placement: Placement) -> None:
-        """Have *placement* be the one in force without a change of anything."""
+        """Take *placement* for the one in force without a change of anything."""
 
     def sealed(self) -> AbstractAsyncContextManager[str]:
         """Hold the vCPUs' CPUs as an isolated partition, and return why that was not to be had, empty if it was.
@@ -98,7 +98,7 @@ class ActivePlacement(Protocol):
         """
 
     async def settle(self) -> None:
-        """Have the controller move QEMU's kernel threads out of the pod's cgroup, which this process cannot do.
+        """Ask the controller to move QEMU's kernel threads out of the pod's cgroup, which this process cannot do.
 
         May be cancelled at any moment and take any time: the guest need not wait for it.
         """
