@@ -15,7 +15,7 @@ With `--log-format json` each line of `instance-runner run` and of `instance-cgr
 `fields`. `…` stands for what differs, `name=…` for a field of that name.
 
 This file is generated: `instance-runner manual instance-runner-events.md > examples/EVENTS.md` writes it from
-`runner/base/events.py`. [What the most important ones mean](kubernetes/README.md#logs), and what to do.
+`runner/base/events.py`. [What the most important ones mean](kubernetes/operate.md#logs), and what to do.
 """
 
 

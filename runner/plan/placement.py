@@ -49,7 +49,7 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
     if backend == "affinity" and facts.pod is None and cpu.placement == "auto":
         problems.remark(
             "placement 'affinity' is second best: processes of others may run on the vCPUs' CPUs",
-            "examples/README.md, 'Whose CPUs', has the others, and `instance-runner check` what they lack here",
+            "examples/cpus.md, 'Whose CPUs', has the others, and `instance-runner check` what they lack here",
         )
     elif backend == "affinity":
         unusable = {

@@ -43,7 +43,7 @@ def of_kind(kind: str, text: str) -> list[Object]:
 
 
 def files_of(heading: str) -> dict[str, str]:
-    """Return file name → text of the YAML blocks below a heading of the examples' README that begin with a file's name."""
-    _, _, below = (EXAMPLES / "README.md").read_text().partition(f"\n### {heading}\n")
+    """Return file name → text of the YAML blocks below a heading of the examples' page on nodes that begin with a file's name."""
+    _, _, below = (EXAMPLES / "nodes.md").read_text().partition(f"\n## {heading}\n")
     section = re.split("^##", below, maxsplit=1, flags=re.MULTILINE)[0]
     return dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL))

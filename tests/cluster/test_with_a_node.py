@@ -146,8 +146,8 @@ def test_the_node_is_worked_on_under_a_running_instance(kubectl: Kubectl, node: 
 
 
 def test_a_new_runner_under_its_guest(kubectl: Kubectl, node: JoinedNode, start: Any, tmp_path: Path) -> None:
-    """By the commands of the README; the program is that of the pod's image."""
-    [packages] = re.findall(r"^\$ new=(\S+)$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    """By the commands of the documents; the program is that of the pod's image."""
+    [packages] = re.findall(r"^\$ new=(\S+)$", (EXAMPLES / "upgrade.md").read_text(), re.MULTILINE)
     it = start("instance", "instance")
     it.up()
 

@@ -678,7 +678,7 @@ def test_the_best_placement_that_works_or_the_one_asked_for(
     assert bool(second_best) == (backend == "affinity")
     if asked == "auto" and second_best:
         assert len(second_best[0]) < 200, "a laptop has it at each start"
-        assert "examples/README.md, 'Whose CPUs'" in second_best[0]
+        assert "examples/cpus.md, 'Whose CPUs'" in second_best[0]
 
 
 @pytest.mark.parametrize("asked", ["controller", "delegated"])
