@@ -234,7 +234,7 @@ def test_a_cgroup_namespace_that_it_cannot_enter_ends_it(built: Node) -> None:
     done = subprocess.run(command(built), capture_output=True, text=True, check=False, timeout=20)
     assert done.returncode == 31
     assert f"cannot enter the cgroup namespace of {built.proc / '1'}" in done.stderr
-    assert "it takes CAP_SYS_ADMIN and CAP_SYS_PTRACE: No such file" in done.stderr
+    assert "No such file or directory; it takes CAP_SYS_ADMIN and CAP_SYS_PTRACE" in done.stderr
 
 
 def test_more_for_a_pod_than_for_all_is_an_error_before_anything_is_touched(node: Node) -> None:
