@@ -34,7 +34,7 @@ SMALL = "RUNNER_VOLUME=8m unshare --mount prlimit --nofile=1024:"
 
 LOWEST = (
     "uv venv -q --clear .cache/lowest && export VIRTUAL_ENV=$PWD/.cache/lowest PATH=$PWD/.cache/lowest/bin:$PATH &&"
-    " uv pip install -q --resolution lowest-direct -e . --group dev &&"
+    " uv pip install -q --resolution lowest-direct -e . && uv pip install -q --group dev &&"
 )
 """With the oldest packages that pyproject.toml allows; all other parts have those of uv.lock."""
 

@@ -50,7 +50,7 @@ async def check_file(path: PurePosixPath, digest: str | None) -> None:
     content = hashlib.sha256()
     try:
         with open(path, "rb") as file:  # noqa: PTH123, ASYNC230 - a pure path; a local file, a piece at a time
-            while piece := file.read(_READ):
+            while piece := file.read(_READ):  # noqa: ASYNC232 - the same
                 content.update(piece)
                 await trio.lowlevel.checkpoint()
     except OSError as error:
