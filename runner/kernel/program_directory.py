@@ -20,6 +20,7 @@ from typing import Final
 import trio
 
 from runner.base.errors import RefusedError
+from runner.kernel.files import closing
 
 PREFIX: Final = "sha256:"
 _READ = 1 << 20
@@ -49,8 +50,8 @@ async def check_file(path: PurePosixPath, digest: str | None) -> None:
         return
     content = hashlib.sha256()
     try:
-        with open(path, "rb") as file:  # noqa: PTH123, ASYNC230 - a pure path; a local file, a piece at a time
-            while piece := file.read(_READ):  # noqa: ASYNC232 - the same
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as file:
+            while piece := os.read(file, _READ):
                 content.update(piece)
                 await trio.lowlevel.checkpoint()
     except OSError as error:
