@@ -117,7 +117,7 @@ class Claiming(Deployed):
         assert cpus <= NUMA_NODES[result["device"]]
         assert CpuSet.parse(self.execute("cat", "/sys/fs/cgroup/cpuset.cpus")) == cpus
         group = f"{TREE}/instance-{self.pod['metadata']['uid']}"
-        assert CpuSet.parse(self.node.read(f"{group}/cpuset.cpus.effective")) == cpus
+        assert CpuSet.parse(self.node.read(f"{group}/vcpus/cpuset.cpus.effective")) == cpus
         assert self.node.read(f"{group}/cpuset.cpus.partition").strip() == "isolated"
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.instances import ARRANGED, TREE, Instance, NodeFixture, until
+from tests.node.instances import ARRANGED, Instance, NodeFixture, until
 from tests.node.standin_kubelet import MIB
 from tests.support.exposition import figures
 
@@ -59,7 +59,7 @@ def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture)
     until(lambda: os.sched_getaffinity(victim.tid) == {2}, "the vCPU to be on its own CPU again")
     until(lambda: get(instance, "readyz") == "200 ok\n\n", "the instance to be ready again")
     assert instance.receipt()["pod"]["uid"] == instance.uid
-    assert {thread.cgroup for thread in instance.vcpus()} == {f"{TREE}/instance-{instance.uid}"}
+    assert {thread.cgroup for thread in instance.vcpus()} == {str(instance.group)}
     assert instance.stop() == 0
     streams = {json.loads(line)["stream"] for line in instance.running.output.splitlines()}
     assert streams == {"event", "console"}

@@ -186,7 +186,7 @@ def test_the_controller_serves_containers_and_is_restarted_beside_them(tmp_path:
         assert container.poll() is None, (tmp_path / "log").read_text()
         assert receipt(state)["backend"] == "controller"
         init = init_of(container.pid)
-        group = f"{TREE}/instance-{ID}"
+        group = f"{TREE}/instance-{ID}/vcpus"
         placed = sorted((thread.cgroup, str(thread.cpus)) for thread in vcpus(init))
         assert {where for where, _ in placed} == {group}
         assert [cpu for _, cpu in placed] == ["2", "3"]
@@ -197,7 +197,7 @@ def test_the_controller_serves_containers_and_is_restarted_beside_them(tmp_path:
         assert "cpuset" in TREE.words("cgroup.subtree_control")
         os.kill(init, signal.SIGTERM)
         assert container.wait(SECONDS) == 0, (tmp_path / "log").read_text()
-        assert not Path(f"/sys/fs/cgroup{group}").exists()
+        assert not Path(f"/sys/fs/cgroup{group}").parent.exists()
     finally:
         container.kill()
         container.wait()
