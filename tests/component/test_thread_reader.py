@@ -115,14 +115,6 @@ def test_a_placement_lists_the_members_of_its_groups(tree: Cgroup) -> None:
     assert FloatMask(mask, cast("Supervisor", None)).members() == ()
 
 
-def test_descriptors_for_writing_alone_list_no_members(tree: Cgroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the controller before this one sends them; every thread is read alone then."""
-    monkeypatch.setattr(Cgroup, "open", lambda self, file: os.open(self.path / file, os.O_WRONLY))
-    with ExitStack() as held:
-        fds = open_cgroup_fds(tree.child("float"), tree.child("instance"), tree, held)
-        assert EnteredCgroups(CgroupPaths("/", "/float", "/instance"), None, fds, InForce(PLACEMENT)).members() == ()
-
-
 def test_a_group_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -47,6 +47,11 @@ def calls(tmp_path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def trials(tmp_path: Path) -> list[str]:
+    """Return the calls that start a guest: a plan asks the program for its version besides."""
+    return [call for call in calls(tmp_path) if call != "--version"]
+
+
 async def test_it_runs_to_its_end_with_a_real_qemu() -> None:
     qemu = find_program("qemu-system-x86_64")
     assert qemu is not None
@@ -136,8 +141,8 @@ async def test_only_an_accelerator_that_is_to_be_tried_is_tried(
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/sbin:/usr/bin:/sbin:/bin")
     for accel in ("auto", "kvm", "tcg"):
         assert (await facts_of(tmp_path, roots, accel)).kvm.guest is None
-    assert calls(tmp_path) == []
+    assert trials(tmp_path) == []
     tried = await facts_of(tmp_path, roots, "tried")
     assert tried.kvm.guest == ("QEMU exited with status 7" if works else None)
-    assert len(calls(tmp_path)) == works
+    assert len(trials(tmp_path)) == works
     assert isinstance(tried.kvm, Kvm)
