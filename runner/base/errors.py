@@ -148,18 +148,23 @@ def explain(error: BaseException) -> str:
     An ``OSError`` contributes its reason only: the sentence before it has named the object already. The words of a guest or
     another program in it can neither begin a line of their own nor control a terminal.
     """
-    chain = [error, *_causes(error)]
-    remedies = dict.fromkeys(escaped(each.remedy) for each in chain if isinstance(each, RunnerError) and each.remedy)
-    return "; ".join([": ".join(map(_sentence, chain)), *remedies])
+    sentence, remedies = _with_remedies(error)
+    return "; ".join([sentence, *map(escaped, remedies)])
 
 
 def problems_of(error: RunnerError) -> tuple[Problem, ...]:
     """Return what *error* says, with its chain of causes, as problems: those of a document, or one that is in none."""
     if isinstance(error, SpecError):
         return error.problems
+    sentence, remedies = _with_remedies(error)
+    return (Problem("", sentence, "; ".join(remedies)),)
+
+
+def _with_remedies(error: BaseException) -> tuple[str, Iterable[str]]:
+    """Return what *error* and its chain of causes say, and each of their remedies once."""
     chain = [error, *_causes(error)]
     remedies = dict.fromkeys(each.remedy for each in chain if isinstance(each, RunnerError) and each.remedy)
-    return (Problem("", ": ".join(map(_sentence, chain)), "; ".join(remedies)),)
+    return ": ".join(map(_sentence, chain)), remedies
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -38,7 +38,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from weakref import WeakValueDictionary
 
@@ -262,22 +263,17 @@ class RpcMethods:
                 lasting=True,
             )
         self._check_seccomp(identify, pod_uid)
-        result = await self._registered(identify, caller, pod_uid, asked, memory)
+        register_once = partial(self._register_once, identify, caller, pod_uid, asked, memory)
+        result = await self._registered(register_once, caller)
         if caller is not None:
             await self._float_kernel_threads(identify, self.mount.at(caller.cgroup), pod_uid)
         return result
 
-    async def _registered(
-        self,
-        identify: Identify,
-        caller: ContainerIdentity | None,
-        pod_uid: str,
-        asked: CpuSet,
-        memory: MemoryRequest,
-    ) -> RpcResult:
+    async def _registered(self, register_once: Callable[[], RpcResult], caller: ContainerIdentity | None) -> RpcResult:
+        """Register as soon as the kubelet agrees; its files and the container's CPUs are followed until then."""
         await trio.lowlevel.checkpoint()
         try:
-            return self._register_once(identify, caller, pod_uid, asked, memory)
+            return register_once()
         except RequestRefusedError as error:
             if error.lasting:
                 raise
@@ -294,7 +290,7 @@ class RpcMethods:
                     with trio.move_on_at(deadline) as timeout:
                         await self.loop.next_pass()
                     try:
-                        return self._register_once(identify, caller, pod_uid, asked, memory)
+                        return register_once()
                     except RequestRefusedError as again:
                         if again.lasting or timeout.cancelled_caught:
                             raise
