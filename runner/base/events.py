@@ -1,228 +1,251 @@
-"""The name of each event that these programs log, for programs that read ``--log-format json``: the words of a message may change.
+"""Every event that these programs log: its name, the words of its message, and its fields.
 
-A name belongs to the interface: it is never changed, and not given to another event. Imported only for logs in JSON.
+An event is the message of a log record, ``log.info(InstanceEvent.QEMU_STARTED, pid, version)``. Its name, in small letters, is
+what programs read with ``--log-format json``: it belongs to the interface, is never changed, and is not given to another event.
+The words may change.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 
-INSTANCE: Mapping[str, str] = {
+class Event:
+    """The template of a message: *words*, then the *fields*, ``pid=%d version=%s``, which JSON has apart.
+
+    A conversion that follows a word of *words* is for what a rate limit says of the messages left out. *meaning* says in
+    Markdown what the message is where its words do not. No enumeration: to make one of these tables takes twenty times as long.
+    """
+
+    __slots__ = ("fields", "key", "meaning", "words")
+
+    def __init__(self, words: str, fields: str = "", meaning: str = "") -> None:
+        self.words = words
+        self.fields = fields
+        self.meaning = meaning
+
+    def __set_name__(self, table: type, name: str) -> None:
+        self.key = name.lower()
+        """The name for programs."""
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.fields}" if self.fields else self.words
+
+
+def events_of(table: type) -> list[Event]:
+    """Return the events of one of the tables below, in its order."""
+    return [event for event in vars(table).values() if isinstance(event, Event)]
+
+
+class InstanceEvent:
+    """What an instance logs."""
+
     # -- the start, in its order
-    "starting instance=%s": "instance_starting",
-    "in the pod name=%s namespace=%s node=%s uid=%s": "pod_named",
-    "inherited descriptor name=%s kind=%s": "descriptor_inherited",
-    "LISTEN_FDS is for process %s, and we are %d": "descriptors_ignored",
-    "probes and metrics are served port=%d": "probes_served",
-    "the guest has the address of %s: connections to it reach the guest, and not --http": "probes_unreachable",
-    "waiting for the controller: %s": "controller_awaited",
-    "waiting for up to %.0f s: %s": "other_instance_awaited",
-    "in float cgroup=%s cpus=%s": "float_entered",
-    "the guest's memory is there size=%s seconds=%.1f": "memory_preallocated",
-    "network: found %r of a runner that was killed; removing it": "network_recovered",
-    "network: %r has too many routes for its alias; it cannot be restored if this runner is killed": "network_unrecoverable",
-    "made the firmware's variable store %s": "firmware_variables_made",
-    "the guest's vsock context identifier is %d": "vsock_assigned",
-    "start role=%s argv=%s": "child_starting",
-    "QEMU is up pid=%d version=%s": "qemu_started",
-    "placement: %s": "threads_placed",
-    "QEMU is updated pid=%d version=%s from=%s pause=%.0fms": "qemu_updated",
-    "QEMU is not updated: %s": "qemu_not_updated",
-    "the next QEMU is lost with the guest: %s": "next_qemu_lost",
-    "the guest cannot run on after QEMU was not updated: %s": "qemu_lost",
-    "the receipt is that of before QEMU was updated: %s": "receipt_outdated_by_qemu_update",
-    "guarantee enforced cpus=%s": "guarantee_enforced",
-    "guarantee arranged (%s)": "guarantee_arranged",
-    "guarantee %s": "guarantee_changed",
-    "CPUs tuned %s": "cpus_tuned",
-    "the CPUs are not tuned: %s": "cpus_not_tuned",
-    "the CPUs are not tuned as asked: %s": "cpus_partly_tuned",
-    "the guest runs": "guest_started",
+    INSTANCE_STARTING = Event("starting", "instance=%s")
+    POD_NAMED = Event("in the pod", "name=%s namespace=%s node=%s uid=%s")
+    DESCRIPTOR_INHERITED = Event("inherited descriptor", "name=%s kind=%s")
+    DESCRIPTORS_IGNORED = Event("LISTEN_FDS is for process %s, and we are %d")
+    PROBES_SERVED = Event("probes and metrics are served", "port=%d")
+    PROBES_UNREACHABLE = Event("the guest has the address of %s: connections to it reach the guest, and not --http")
+    CONTROLLER_AWAITED = Event("waiting for the controller: %s")
+    OTHER_INSTANCE_AWAITED = Event("waiting for up to %.0f s: %s")
+    FLOAT_ENTERED = Event("in float", "cgroup=%s cpus=%s")
+    MEMORY_PREALLOCATED = Event("the guest's memory is there", "size=%s seconds=%.1f")
+    NETWORK_RECOVERED = Event("network: found %r of a runner that was killed; removing it")
+    NETWORK_UNRECOVERABLE = Event(
+        "network: %r has too many routes for its alias; it cannot be restored if this runner is killed"
+    )
+    FIRMWARE_VARIABLES_MADE = Event("made the firmware's variable store %s")
+    VSOCK_ASSIGNED = Event("the guest's vsock context identifier is %d")
+    CHILD_STARTING = Event("start", "role=%s argv=%s")
+    QEMU_STARTED = Event("QEMU is up", "pid=%d version=%s")
+    THREADS_PLACED = Event("placement: %s", meaning="`placement`, with `threads=…`: the table as a list of objects")
+    QEMU_UPDATED = Event("QEMU is updated", "pid=%d version=%s from=%s pause=%.0fms")
+    QEMU_NOT_UPDATED = Event("QEMU is not updated: %s")
+    NEXT_QEMU_LOST = Event("the next QEMU is lost with the guest: %s")
+    QEMU_LOST = Event("the guest cannot run on after QEMU was not updated: %s")
+    RECEIPT_OUTDATED_BY_QEMU_UPDATE = Event("the receipt is that of before QEMU was updated: %s")
+    GUARANTEE_ENFORCED = Event("guarantee enforced", "cpus=%s")
+    GUARANTEE_ARRANGED = Event("guarantee arranged (%s)")
+    GUARANTEE_CHANGED = Event("guarantee %s")
+    CPUS_TUNED = Event("CPUs tuned %s")
+    CPUS_NOT_TUNED = Event("the CPUs are not tuned: %s")
+    CPUS_PARTLY_TUNED = Event("the CPUs are not tuned as asked: %s")
+    GUEST_STARTED = Event("the guest runs")
     # -- the guest
-    "the guest is ready%s sign=%s": "guest_ready",
-    "the guest is silent: %s": "guest_silent",
-    "the guest shows a sign of life": "guest_no_longer_silent",
-    "the guest does not use its console, or does not boot: %s": "guest_console_mute",
-    "the guest has begun to use its console": "guest_console_used",
-    "the guest does not run%s: %s": "guest_halted",
-    "the guest runs again%s": "guest_runs_again",
-    "nothing is known of the guest%s: %s": "qemu_silent",
-    "QEMU answers again%s": "qemu_answers_again",
-    "the guest does not get up%s: %d resets in the last minute": "guest_resets_again_and_again",
-    "the guest's kernel has panicked and handles that itself, as kdump does%s": "guest_crash_loaded",
-    "the guest cannot become ready%s: %s": "guest_sign_given_up",
-    "cannot show that the guest is ready%s: %s": "ready_file_failed",
-    "the guest's kernel has panicked, by its console; it is not ready until it is reset%s line=%s": "guest_panic_on_console",
-    "the guest was reset%s reason=%s": "guest_reset",
-    "the guest's watchdog was not fed%s action=%s": "guest_watchdog_expired",
-    "the guest agent is there%s": "guest_agent_connected",
-    "the guest agent has gone%s": "guest_agent_disconnected",
-    "the guest agent does not answer: %s": "guest_agent_silent",
-    "the host's memory has failed%s recipient=%s action=%s": "host_memory_failed",
-    "QEMU reports what this program does not know%s event=%.80r": "qemu_event_unknown",
-    "the image of the disk %s is corrupted: %s%s": "disk_corrupted",
-    "the disk %s has failed to %s: %s%s; the guest got the error": "disk_failed",
+    GUEST_READY = Event("the guest is ready%s", "sign=%s")
+    GUEST_SILENT = Event("the guest is silent: %s")
+    GUEST_NO_LONGER_SILENT = Event("the guest shows a sign of life")
+    GUEST_CONSOLE_MUTE = Event("the guest does not use its console, or does not boot: %s")
+    GUEST_CONSOLE_USED = Event("the guest has begun to use its console")
+    GUEST_HALTED = Event("the guest does not run%s: %s")
+    GUEST_RUNS_AGAIN = Event("the guest runs again%s")
+    QEMU_SILENT = Event("nothing is known of the guest%s: %s")
+    QEMU_ANSWERS_AGAIN = Event("QEMU answers again%s")
+    GUEST_RESETS_AGAIN_AND_AGAIN = Event("the guest does not get up%s: %d resets in the last minute")
+    GUEST_CRASH_LOADED = Event("the guest's kernel has panicked and handles that itself, as kdump does%s")
+    GUEST_SIGN_GIVEN_UP = Event("the guest cannot become ready%s: %s")
+    READY_FILE_FAILED = Event("cannot show that the guest is ready%s: %s")
+    GUEST_PANIC_ON_CONSOLE = Event(
+        "the guest's kernel has panicked, by its console; it is not ready until it is reset%s", "line=%s"
+    )
+    GUEST_RESET = Event("the guest was reset%s", "reason=%s")
+    GUEST_WATCHDOG_EXPIRED = Event("the guest's watchdog was not fed%s", "action=%s")
+    GUEST_AGENT_CONNECTED = Event("the guest agent is there%s")
+    GUEST_AGENT_DISCONNECTED = Event("the guest agent has gone%s")
+    GUEST_AGENT_SILENT = Event("the guest agent does not answer: %s")
+    HOST_MEMORY_FAILED = Event("the host's memory has failed%s", "recipient=%s action=%s")
+    QEMU_EVENT_UNKNOWN = Event("QEMU reports what this program does not know%s", "event=%.80r")
+    DISK_CORRUPTED = Event("the image of the disk %s is corrupted: %s%s")
+    DISK_FAILED = Event("the disk %s has failed to %s: %s%s; the guest got the error")
     # -- children and threads
-    "%s: %s": "child_output",
-    "%s: %d lines of its output were dropped": "child_output_dropped",
-    "cannot read the output of %s: %s": "child_output_failed",
-    "cannot wait for the output of %s: %s": "child_output_delayed",
-    "%s %s; starting it again pause=%.1fs": "child_restarting",
-    "%s %s; the guest cannot live without it": "child_lost",
-    "moved to float, as it was started in the pod's cgroup%s pid=%d name=%s": "process_moved_to_float",
-    "moved to float, as a vCPU had started it%s tid=%d name=%s": "thread_moved_to_float",
-    "%s is on the vCPUs' CPUs%s: %s": "stray_not_moved",
-    "nothing could be looked for: %s": "sweep_failed",
-    "this process is on the vCPUs' CPUs: %s": "runner_misplaced",
-    "kernel threads of QEMU may run on the vCPUs' CPUs: %s": "kernel_threads_not_moved",
-    "the receipt is that of before a restart%s: %s": "receipt_outdated",
+    CHILD_OUTPUT = Event("%s: %s")
+    CHILD_OUTPUT_DROPPED = Event("%s: %d lines of its output were dropped")
+    CHILD_OUTPUT_FAILED = Event("cannot read the output of %s: %s")
+    CHILD_OUTPUT_DELAYED = Event("cannot wait for the output of %s: %s")
+    CHILD_RESTARTING = Event("%s %s; starting it again", "pause=%.1fs")
+    CHILD_LOST = Event("%s %s; the guest cannot live without it")
+    PROCESS_MOVED_TO_FLOAT = Event("moved to float, as it was started in the pod's cgroup%s", "pid=%d name=%s")
+    THREAD_MOVED_TO_FLOAT = Event("moved to float, as a vCPU had started it%s", "tid=%d name=%s")
+    STRAY_NOT_MOVED = Event("%s is on the vCPUs' CPUs%s: %s")
+    SWEEP_FAILED = Event("nothing could be looked for: %s")
+    RUNNER_MISPLACED = Event("this process is on the vCPUs' CPUs: %s")
+    KERNEL_THREADS_NOT_MOVED = Event("kernel threads of QEMU may run on the vCPUs' CPUs: %s")
+    RECEIPT_OUTDATED = Event("the receipt is that of before a restart%s: %s")
     # -- CPUs that the kubelet takes or exchanges
-    "CPUs of vCPUs are lost%s: %s": "cpus_lost",
-    "CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus=%s": "cpus_offline",
-    "CPUs of vCPUs are online again cpus=%s": "cpus_online",
-    "the vCPUs cannot be placed anew yet%s: %s": "vcpus_not_placed_anew",
-    "vCPUs placed anew%s count=%d cpus=%s": "vcpus_placed_anew",
-    "the guest cannot run on: %s": "guest_without_cpus",
-    "the guest does not run on: %s": "guest_not_continued",
-    "all CPUs of the container belong to vCPUs now, and all other threads share them": "float_without_cpus",
+    CPUS_LOST = Event("CPUs of vCPUs are lost%s: %s")
+    CPUS_OFFLINE = Event("CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs", "cpus=%s")
+    CPUS_ONLINE = Event("CPUs of vCPUs are online again", "cpus=%s")
+    VCPUS_NOT_PLACED_ANEW = Event("the vCPUs cannot be placed anew yet%s: %s")
+    VCPUS_PLACED_ANEW = Event("vCPUs placed anew%s", "count=%d cpus=%s")
+    GUEST_WITHOUT_CPUS = Event("the guest cannot run on: %s")
+    GUEST_NOT_CONTINUED = Event("the guest does not run on: %s")
+    FLOAT_WITHOUT_CPUS = Event("all CPUs of the container belong to vCPUs now, and all other threads share them")
     # -- operators
-    "the console's log file lacks output from here on%s: %s": "console_log_given_up",
-    "the console's log file goes on%s missing=%d": "console_log_goes_on",
-    "a console client is refused: it is not root in the instance's own PID namespace%s": "console_client_refused",
-    "a console client is detached, as the guest reads nothing%s: %s": "console_client_detached",
-    "a VNC viewer was turned away%s: %s": "vnc_viewer_refused",
-    "a VNC viewer is refused: it is not root in the instance's own PID namespace%s": "vnc_viewer_not_root",
-    "a socket for ctl cannot be served yet: %s": "control_socket_delayed",
-    "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms": "vcpus_plugged",
-    "vCPUs unplugged count=%d from=%d": "vcpus_unplugged",
-    "vCPUs released by the guest count=%d from=%d": "vcpus_released",
-    "the disk %s: %s": "disk_remarked",
-    "disk attached name=%s %s": "disk_attached",
-    "disk detached name=%s": "disk_detached",
-    "disk grown name=%s from=%s to=%s": "disk_grown",
-    "qmp executes command=%r pid=%d user=%d": "qmp_executed",
-    "qmp refused command=%.80r pid=%d user=%d": "qmp_refused",
-    "qmp connection lost reason=%r": "qmp_connection_lost",
-    "qmp connection ended by a fault of this program": "qmp_connection_bug",
-    "qmp event name=%s data=%s": "qmp_event",
-    "qmp message that no task waits for message=%r": "qmp_message_unexpected",
+    CONSOLE_LOG_GIVEN_UP = Event("the console's log file lacks output from here on%s: %s")
+    CONSOLE_LOG_GOES_ON = Event("the console's log file goes on%s", "missing=%d")
+    CONSOLE_CLIENT_REFUSED = Event("a console client is refused: it is not root in the instance's own PID namespace%s")
+    CONSOLE_CLIENT_DETACHED = Event("a console client is detached, as the guest reads nothing%s: %s")
+    VNC_VIEWER_REFUSED = Event("a VNC viewer was turned away%s: %s")
+    VNC_VIEWER_NOT_ROOT = Event("a VNC viewer is refused: it is not root in the instance's own PID namespace%s")
+    CONTROL_SOCKET_DELAYED = Event("a socket for ctl cannot be served yet: %s")
+    VCPUS_PLUGGED = Event("vCPUs plugged", "count=%d from=%d cpus=%s pause=%.0fms")
+    VCPUS_UNPLUGGED = Event("vCPUs unplugged", "count=%d from=%d")
+    VCPUS_RELEASED = Event("vCPUs released by the guest", "count=%d from=%d")
+    DISK_REMARKED = Event("the disk %s: %s")
+    DISK_ATTACHED = Event("disk attached name=%s %s")
+    DISK_DETACHED = Event("disk detached", "name=%s")
+    DISK_GROWN = Event("disk grown", "name=%s from=%s to=%s")
+    QMP_EXECUTED = Event("qmp executes", "command=%r pid=%d user=%d")
+    QMP_REFUSED = Event("qmp refused", "command=%.80r pid=%d user=%d")
+    QMP_CONNECTION_LOST = Event("qmp connection lost", "reason=%r")
+    QMP_CONNECTION_BUG = Event("qmp connection ended by a fault of this program")
+    QMP_EVENT = Event("qmp event", "name=%s data=%s")
+    QMP_MESSAGE_UNEXPECTED = Event("qmp message that no task waits for", "message=%r")
     # -- renewals
-    "the runner is renewed generation=%d program=%s pause=%.3fs": "runner_renewed",
-    "the runner is not renewed, and the program before goes on: %s": "runner_not_renewed",
-    "the runner goes on after a fault of its own generation=%d pause=%.3fs: %s": "runner_resumed",
-    "the runner has survived %d faults of its own in %g s, and not this one": "runner_faults_too_many",
-    "the runner cannot continue after a fault of its own: %s": "runner_not_resumed",
-    "the event loop has ended:": "event_loop_ended",
-    "what is held cannot be taken over by another event loop: %s": "event_loop_not_replaced",
-    "the guest is powered down without an event loop": "guest_powered_down_plainly",
-    "the receipt is that of before the renewal: %s": "receipt_not_renewed",
-    "the guest does not run after the renewal status=%s": "guest_not_running",
+    RUNNER_RENEWED = Event("the runner is renewed", "generation=%d program=%s pause=%.3fs")
+    RUNNER_NOT_RENEWED = Event("the runner is not renewed, and the program before goes on: %s")
+    RUNNER_RESUMED = Event("the runner goes on after a fault of its own generation=%d pause=%.3fs: %s")
+    RUNNER_FAULTS_TOO_MANY = Event("the runner has survived %d faults of its own in %g s, and not this one")
+    RUNNER_NOT_RESUMED = Event("the runner cannot continue after a fault of its own: %s")
+    EVENT_LOOP_ENDED = Event("the event loop has ended:")
+    EVENT_LOOP_NOT_REPLACED = Event("what is held cannot be taken over by another event loop: %s")
+    GUEST_POWERED_DOWN_PLAINLY = Event("the guest is powered down without an event loop")
+    RECEIPT_NOT_RENEWED = Event("the receipt is that of before the renewal: %s")
+    GUEST_NOT_RUNNING = Event("the guest does not run after the renewal", "status=%s")
     # -- the end
-    "asked to stop reason=%s": "stop_requested",
-    "asked to stop again%s reason=%s": "stop_requested_again",
-    "the guest agent is asked to shut the guest down": "guest_agent_asked",
-    "the guest agent is not asked: %s; pressing the power button": "guest_agent_not_asked",
-    "the guest agent refuses to shut the guest down: %s": "guest_agent_refused",
-    "the guest agent does nothing; pressing the power button": "guest_agent_timed_out",
-    "QEMU does not quit; it gets a SIGTERM": "qemu_terminated",
-    "quit was not answered: %s": "qemu_quit_unanswered",
-    "network: removing bridges=%s": "network_removing",
-    "network: %r has not got back lost=%r": "network_not_restored",
-    "not unsealed: %s": "cpus_not_unsealed",
-    "the container's cgroup is frozen: what is in float ends there cgroup=%s": "container_frozen",
-    "the controller does not answer; it will remove the instance's cgroup later": "controller_silent",
-    "%s; it will remove the instance's cgroup when it is back": "controller_gone",
-    "fault: %s": "release_failed",
-    "a system call has failed": "system_call_failed",
-    "cannot open the termination log: %s": "termination_log_failed",
-    "cannot write the termination log: %s": "termination_log_unwritten",
-    "ended outcome=%s status=%d faults=%d": "instance_ended",
-    "this is a bug of instance-runner:": "bug",
-}
-"""Template of an instance's message → name of the event."""
+    STOP_REQUESTED = Event("asked to stop", "reason=%s")
+    STOP_REQUESTED_AGAIN = Event("asked to stop again%s", "reason=%s")
+    GUEST_AGENT_ASKED = Event("the guest agent is asked to shut the guest down")
+    GUEST_AGENT_NOT_ASKED = Event("the guest agent is not asked: %s; pressing the power button")
+    GUEST_AGENT_REFUSED = Event("the guest agent refuses to shut the guest down: %s")
+    GUEST_AGENT_TIMED_OUT = Event("the guest agent does nothing; pressing the power button")
+    QEMU_TERMINATED = Event("QEMU does not quit; it gets a SIGTERM")
+    QEMU_QUIT_UNANSWERED = Event("quit was not answered: %s")
+    NETWORK_REMOVING = Event("network: removing", "bridges=%s")
+    NETWORK_NOT_RESTORED = Event("network: %r has not got back", "lost=%r")
+    CPUS_NOT_UNSEALED = Event("not unsealed: %s")
+    CONTAINER_FROZEN = Event("the container's cgroup is frozen: what is in float ends there", "cgroup=%s")
+    CONTROLLER_SILENT = Event("the controller does not answer; it will remove the instance's cgroup later")
+    CONTROLLER_GONE = Event("%s; it will remove the instance's cgroup when it is back")
+    RELEASE_FAILED = Event("fault: %s")
+    SYSTEM_CALL_FAILED = Event("a system call has failed")
+    TERMINATION_LOG_FAILED = Event("cannot open the termination log: %s")
+    TERMINATION_LOG_UNWRITTEN = Event("cannot write the termination log: %s")
+    INSTANCE_ENDED = Event("ended", "outcome=%s status=%d faults=%d")
+    BUG = Event("this is a bug of instance-runner:")
+    END_EXPLAINED = Event("%s", meaning="why the instance ended")
+    PLAN_REMARKED = Event("%s", meaning="what the plan has not refused, but remarks")
+    CHILD_NOT_RESTARTED = Event("%s", meaning="why a child could not be started again")
+    POWER_DOWN_NOT_ASKED = Event("%s", meaning="why the guest could not be asked to power down")
+    DISK_UNDO_FAILED = Event("%s", meaning="what of a disk that was not attached could not be undone")
 
-CONTROLLER: Mapping[str, str] = {
-    "this is a bug of instance-cgroup-controller:": "controller_bug",
-    "ready socket=%s root=%s frozen=%r": "controller_ready",
-    "stopping signal=%s": "controller_stopping",
-    "INSECURE: any process that reaches the socket may register and remove any instance": "insecure_peers",
-    "INSECURE: a process in float may make and open device nodes as far as its capabilities allow": "insecure_devices",
-    "device filter attached cgroup=%s more=%s": "device_filter_attached",
-    "macvtaps are not allowed, the kernel has not loaded the driver; load macvtap and restart the controller": (
-        "macvtap_not_loaded"
-    ),
-    "no instance can be registered reason=%r": "registration_impossible",
-    "kubelet's state read policy=%s shared_pool=%s pods=%d": "kubelet_state_read",
-    "kubelet's memory state names nodes without memory nodes=%s": "kubelet_memory_state_strange",
-    "reserved CPUs read cpus=%s": "reserved_cpus_read",
-    "decisions frozen, running instances are left as they are reason=%r": "decisions_frozen",
-    "pass failed%s group=%r reason=%r": "group_failed",
-    "pass failed%s reason=%r": "pass_failed",
-    "changes will be seen late%s reason=%r": "changes_seen_late",
-    "cgroup files are leased by other processes%s files=%d one=%s": "cgroup_files_leased",
-    "cgroup files can be leased by other processes%s reason=%r": "cgroup_files_not_held",
-    "limit missing group=%r reason=%r": "limit_missing",
-    "limit written file=%s value=%s": "limit_written",
-    "cpuset changed by others group=%s found=%s": "cpuset_changed_by_others",
-    "cpuset written%s group=%s cpus=%s": "cpuset_written",
-    "action %r": "action_done",
-    "instance %s%s uuid=%s cpus=%s": "instance_registered",
-    "instance waits for the end of another%s uuid=%s cpus=%s holder=%s": "instance_waits_for_another",
-    "instance without seccomp%s uuid=%s why=%r": "instance_without_seccomp",
-    "instance %s%s uuid=%s found=%r": "instance_seal_changed",
-    "instance not sealed%s uuid=%s reason=%r": "instance_not_sealed",
-    "instance tuned%s uuid=%s tuning=%s": "instance_tuned",
-    "an instance's CPUs are disturbed reason=%r": "instance_disturbed",
-    "setting written path=/%s value=%s before=%s": "setting_written",
-    "records of the machine's settings lost path=%s reason=%r": "settings_records_lost",
-    "records of the machine's settings are not up to date path=%s reason=%r": "settings_records_stale",
-    "records of the machine's settings not taken over path=%s reason=%r": "settings_records_not_moved",
-    "task failed and is begun again task=%s reason=%r": "task_begun_again",
-    "instance deregistered%s uuid=%s": "instance_deregistered",
-    "empty instance gives way%s uuid=%s to=%s": "empty_instance_removed",
-    "stale instance removed uuid=%s": "stale_instance_removed",
-    "instance without a pod uuid=%s rest=%s processes=%d one=%s": "podless_instance_emptied",
-    "out of memory in float%s uuid=%s processes=%d most=%s": "out_of_memory",
-    "kernel thread moved to float%s pid=%d": "kernel_thread_moved",
-    "kernel thread stays on the instance's CPUs%s pid=%d reason=%r": "kernel_thread_not_moved",
-    "request refused%s method=%s reason=%s why=%r": "request_refused",
-}
-"""The same for the controller."""
 
-BOTH: Mapping[str, str] = {
-    "left out of this log kind=%s peer=%s count=%d": "messages_left_out",
-    "the kernel is short of something, trying again times=%d reason=%r": "kernel_short",
-    "connection lost reason=%r": "connection_lost",
-    "connection ended%s reason=%r": "connection_ended",
-    "connection ended by a fault of this program%s": "connection_bug",
-    "method failed%s method=%r": "method_bug",
-    "a client has gone reason=%r": "connection_aborted",
-    "request done, but its descriptors could not be sent%s reason=%r": "descriptors_unsent",
-    "HTTP connection ended by a fault of this program": "http_connection_bug",
-    "this is a bug: the response to %r could not be made": "http_response_bug",
-}
-"""The same for what both programs log."""
+class ControllerEvent:
+    """What the controller logs."""
 
-WHOLE_SENTENCES: Mapping[str, tuple[str, str]] = {
-    "runner": ("end_explained", "why the instance ended"),
-    "runner.instance.init": ("plan_remarked", "what the plan has not refused, but remarks"),
-    "runner.instance.parts.daemons": ("child_not_restarted", "why a child could not be started again"),
-    "runner.instance.parts.qemu": ("power_down_not_asked", "why the guest could not be asked to power down"),
-    "runner.instance.change.hotplug": ("disk_undo_failed", "what of a disk that was not attached could not be undone"),
-    "runner.controller.main": ("controller_failed", "why the controller ends"),
-}
-"""Logger → name of the event whose message is a whole sentence (``%s``), and what the sentence says."""
+    CONTROLLER_BUG = Event("this is a bug of instance-cgroup-controller:")
+    CONTROLLER_READY = Event("ready", "socket=%s root=%s frozen=%r")
+    CONTROLLER_STOPPING = Event("stopping", "signal=%s")
+    INSECURE_PEERS = Event("INSECURE: any process that reaches the socket may register and remove any instance")
+    INSECURE_DEVICES = Event(
+        "INSECURE: a process in float may make and open device nodes as far as its capabilities allow"
+    )
+    DEVICE_FILTER_ATTACHED = Event("device filter attached", "cgroup=%s more=%s")
+    MACVTAP_NOT_LOADED = Event(
+        "macvtaps are not allowed, the kernel has not loaded the driver; load macvtap and restart the controller"
+    )
+    REGISTRATION_IMPOSSIBLE = Event("no instance can be registered", "reason=%r")
+    KUBELET_STATE_READ = Event("kubelet's state read", "policy=%s shared_pool=%s pods=%d")
+    KUBELET_MEMORY_STATE_STRANGE = Event("kubelet's memory state names nodes without memory", "nodes=%s")
+    RESERVED_CPUS_READ = Event("reserved CPUs read", "cpus=%s")
+    DECISIONS_FROZEN = Event("decisions frozen, running instances are left as they are", "reason=%r")
+    GROUP_FAILED = Event("pass failed%s", "group=%r reason=%r")
+    PASS_FAILED = Event("pass failed%s", "reason=%r")
+    CHANGES_SEEN_LATE = Event("changes will be seen late%s", "reason=%r")
+    CGROUP_FILES_LEASED = Event("cgroup files are leased by other processes%s", "files=%d one=%s")
+    CGROUP_FILES_NOT_HELD = Event("cgroup files can be leased by other processes%s", "reason=%r")
+    LIMIT_MISSING = Event("limit missing", "group=%r reason=%r")
+    LIMIT_WRITTEN = Event("limit written", "file=%s value=%s")
+    CPUSET_CHANGED_BY_OTHERS = Event("cpuset changed by others", "group=%s found=%s")
+    CPUSET_WRITTEN = Event("cpuset written%s", "group=%s cpus=%s")
+    ACTION_DONE = Event("action %r")
+    INSTANCE_REGISTERED = Event("instance %s%s", "uuid=%s cpus=%s")
+    INSTANCE_WAITS_FOR_ANOTHER = Event("instance waits for the end of another%s", "uuid=%s cpus=%s holder=%s")
+    INSTANCE_WITHOUT_SECCOMP = Event("instance without seccomp%s", "uuid=%s why=%r")
+    INSTANCE_SEAL_CHANGED = Event("instance %s%s", "uuid=%s found=%r")
+    INSTANCE_NOT_SEALED = Event("instance not sealed%s", "uuid=%s reason=%r")
+    INSTANCE_TUNED = Event("instance tuned%s", "uuid=%s tuning=%s")
+    INSTANCE_DISTURBED = Event("an instance's CPUs are disturbed", "reason=%r")
+    SETTING_WRITTEN = Event("setting written", "path=%s value=%s before=%s")
+    SETTINGS_RECORDS_LOST = Event("records of the machine's settings lost", "path=%s reason=%r")
+    SETTINGS_RECORDS_STALE = Event("records of the machine's settings are not up to date", "path=%s reason=%r")
+    SETTINGS_RECORDS_NOT_MOVED = Event("records of the machine's settings not taken over", "path=%s reason=%r")
+    TASK_BEGUN_AGAIN = Event("task failed and is begun again", "task=%s reason=%r")
+    INSTANCE_DEREGISTERED = Event("instance deregistered%s", "uuid=%s")
+    EMPTY_INSTANCE_REMOVED = Event("empty instance gives way%s", "uuid=%s to=%s")
+    STALE_INSTANCE_REMOVED = Event("stale instance removed", "uuid=%s")
+    PODLESS_INSTANCE_EMPTIED = Event("instance without a pod", "uuid=%s rest=%s processes=%d one=%s")
+    OUT_OF_MEMORY = Event("out of memory in float%s", "uuid=%s processes=%d most=%s")
+    KERNEL_THREAD_MOVED = Event("kernel thread moved to float%s", "pid=%d")
+    KERNEL_THREAD_NOT_MOVED = Event("kernel thread stays on the instance's CPUs%s", "pid=%d reason=%r")
+    REQUEST_REFUSED = Event("request refused%s", "method=%s reason=%s why=%r")
+    CONTROLLER_FAILED = Event("%s", meaning="why the controller ends")
 
-OUTPUT_DROPPED = "output_dropped"
+
+class SharedEvent:
+    """What both programs log."""
+
+    MESSAGES_LEFT_OUT = Event("left out of this log", "kind=%s peer=%s count=%d")
+    KERNEL_SHORT = Event("the kernel is short of something, trying again", "times=%d reason=%r")
+    CONNECTION_LOST = Event("connection lost", "reason=%r")
+    CONNECTION_ENDED = Event("connection ended%s", "reason=%r")
+    CONNECTION_BUG = Event("connection ended by a fault of this program%s")
+    METHOD_BUG = Event("method failed%s", "method=%r")
+    CONNECTION_ABORTED = Event("a client has gone", "reason=%r")
+    DESCRIPTORS_UNSENT = Event("request done, but its descriptors could not be sent%s", "reason=%r")
+    HTTP_CONNECTION_BUG = Event("HTTP connection ended by a fault of this program")
+    HTTP_RESPONSE_BUG = Event("this is a bug: the response to %r could not be made")
+    OUTPUT_DROPPED = Event("output was dropped: the reader was too slow", "bytes=%d")
+
+
 OTHER = "other"
 """The name for what a library logs."""
-
-_NAMES = {**INSTANCE, **CONTROLLER, **BOTH}
-
-
-def event_name(record: logging.LogRecord) -> str:
-    """Return the name of the event that *record* reports."""
-    if record.msg == "%s" and record.name in WHOLE_SENTENCES:
-        return WHOLE_SENTENCES[record.name][0]
-    return _NAMES.get(str(record.msg), OTHER)

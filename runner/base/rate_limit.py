@@ -7,6 +7,7 @@ import logging
 import attrs
 import trio
 
+from runner.base.events import SharedEvent
 from runner.base.values import frozen
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class LogRateLimit:
     Example::
 
         if (more := limit.due("reset")) is not None:
-            log.info("the guest was reset%s reason=%s", more, reason)
+            log.info(InstanceEvent.GUEST_RESET, more, reason)
     """
 
     _reported: dict[tuple[str, object], _Reported] = attrs.field(factory=dict)
@@ -59,7 +60,7 @@ class LogRateLimit:
         """Log, at the end, how many messages were left out since the last report of each kind and peer."""
         for (kind, peer), last in self._reported.items():
             if last.left_out:
-                log.info("left out of this log kind=%s peer=%s count=%d", kind, peer, last.left_out)
+                log.info(SharedEvent.MESSAGES_LEFT_OUT, kind, peer, last.left_out)
                 last.left_out = 0
 
     def _forget(self, now: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from runner.base.events import BOTH, CONTROLLER, INSTANCE, OTHER, OUTPUT_DROPPED, WHOLE_SENTENCES
+from runner.base.events import OTHER, ControllerEvent, Event, InstanceEvent, SharedEvent, events_of
 
 INTRODUCTION = """\
 # Every event of the logs
@@ -26,22 +26,12 @@ def events_markdown() -> str:
 
 def _lines() -> Iterator[str]:
     yield INTRODUCTION.rstrip("\n")
-    of_controller = {logger: event for logger, event in WHOLE_SENTENCES.items() if ".controller." in logger}
-    of_instance = {logger: event for logger, event in WHOLE_SENTENCES.items() if logger not in of_controller}
-    for title, events, sentences in (
-        ("An instance", INSTANCE, of_instance),
-        ("The controller", CONTROLLER, of_controller),
-        ("Both", BOTH, {}),
-    ):
+    for title, table in (("An instance", InstanceEvent), ("The controller", ControllerEvent), ("Both", SharedEvent)):
         yield from ("", f"## {title}", "", "| event | message |", "|---|---|")
-        yield from (f"| `{name}` | {_shown(template)} |" for template, name in events.items())
-        yield from (f"| `{name}` | {meaning} |" for name, meaning in sentences.values())
-    yield f"| `{OUTPUT_DROPPED}` | `output was dropped: the reader was too slow bytes=…` |"
+        yield from (f"| `{event.key}` | {_shown(event)} |" for event in events_of(table))
     yield f"| `{OTHER}` | what a library logs |"
 
 
-def _shown(template: str) -> str:
-    """Return the message of *template*; a conversion that follows a word is one for messages that were left out."""
-    if template == "placement: %s":
-        return "`placement`, with `threads=…`: the table as a list of objects"
-    return f"`{re.sub(r'%[.0-9]*[a-z]s?', '…', re.sub(r'(?<=[a-z])%s', '', template))}`"
+def _shown(event: Event) -> str:
+    """Return the message of *event*; a conversion that follows a word is one for messages that were left out."""
+    return event.meaning or f"`{re.sub(r'%[.0-9]*[a-z]s?', '…', re.sub(r'(?<=[a-z])%s', '', str(event)))}`"

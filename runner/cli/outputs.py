@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import trio
 
 from runner.base.errors import Status
+from runner.base.events import InstanceEvent
 from runner.instance.init import ExitReport, Streams, of_running_guest, report_of, resume_as_init, with_faults
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
@@ -86,8 +87,8 @@ class Outputs:
         report = self._run(act, carry_over)
         level = logging.INFO if report.status == Status.STOPPED else logging.ERROR
         for line in report.detail.splitlines():
-            log.log(level, "%s", line)
-        log.info("ended outcome=%s status=%d faults=%d", report.outcome, report.status, len(report.faults))
+            log.log(level, InstanceEvent.END_EXPLAINED, line)
+        log.info(InstanceEvent.INSTANCE_ENDED, report.outcome, report.status, len(report.faults))
         _write_termination_log(self.termination_log, report)
         if self._abandoned:
             self.__exit__(None, None, None)
@@ -114,12 +115,12 @@ class Outputs:
                 return self._after_loop(carry_over, error)
             report = report_of(error)
             if report.status == Status.BUG:
-                log.exception("this is a bug of instance-runner:")
+                log.exception(InstanceEvent.BUG)
             return report
 
     def _after_loop(self, carry_over: CarryOver, error: Exception) -> ExitReport:
         """Go on without the event loop that *error* has ended: in another one, or report what is left."""
-        log.error("the event loop has ended:", exc_info=error)
+        log.error(InstanceEvent.EVENT_LOOP_ENDED, exc_info=error)
         if (resume := carry_over.resume_after_loop) is None:
             found: CarryOver | tuple[str, ...] = (carry_over.unreleased(),)
         else:
@@ -143,6 +144,6 @@ def _write_termination_log(fd: int | None, report: ExitReport) -> None:
     try:
         os.write(fd, json.dumps(report.to_json()).encode() + b"\n")
     except OSError as error:
-        log.warning("cannot write the termination log: %s", error.strerror)
+        log.warning(InstanceEvent.TERMINATION_LOG_UNWRITTEN, error.strerror)
     finally:
         os.close(fd)

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from runner.base.errors import HostError, RefusedError, explain
+from runner.base.events import InstanceEvent
 from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
 from runner.instance.renewal.codec import decode
@@ -94,11 +95,9 @@ def _log(carry_over: CarryOver, pause: float) -> None:
     program, generation = carry_over.digest or "the image's", carry_over.generation
     match carry_over.outcome:
         case "renewed":
-            log.info("the runner is renewed generation=%d program=%s pause=%.3fs", generation, program, pause)
+            log.info(InstanceEvent.RUNNER_RENEWED, generation, program, pause)
         case "fell_back":
-            log.error("the runner is not renewed, and the program before goes on: %s", carry_over.reason)
+            log.error(InstanceEvent.RUNNER_NOT_RENEWED, carry_over.reason)
         case _:
             reason = carry_over.reason
-            log.error(
-                "the runner goes on after a fault of its own generation=%d pause=%.3fs: %s", generation, pause, reason
-            )
+            log.error(InstanceEvent.RUNNER_RESUMED, generation, pause, reason)

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path, PurePosixPath
 
 from runner.base.errors import UsageError
+from runner.base.events import InstanceEvent
 from runner.cli.options import TERMINATION_LOG, read_spec_file
 from runner.cli.outputs import Outputs
 from runner.instance.init import ASK_TO_STOP, ExitReport, run_as_init
@@ -58,5 +59,5 @@ def _open_termination_log(path: Path | None) -> int | None:
             path or TERMINATION_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o644
         )
     except OSError as error:
-        log.warning("cannot open the termination log: %s", error.strerror)
+        log.warning(InstanceEvent.TERMINATION_LOG_FAILED, error.strerror)
         return None

@@ -21,6 +21,7 @@ import trio
 from runner.base.arguments import LOG_FORMATS, CommandLine, add_version, argument_type
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, Status, UsageError, explain
+from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.metrics import respond
 from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
@@ -143,7 +144,7 @@ def _run(arguments: argparse.Namespace, output: NonBlockingWriter) -> int:
         if ours is not None and others is None:
             return max(map(_failed, _leaves(ours)))
         # Not left to the interpreter, whose own report could wait for the log's reader.
-        log.exception("this is a bug of instance-cgroup-controller:")
+        log.exception(ControllerEvent.CONTROLLER_BUG)
         return Status.BUG
     return 0
 
@@ -182,7 +183,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         tuner=tuner,
     )
     if options.trusting:
-        log.warning("INSECURE: any process that reaches the socket may register and remove any instance")
+        log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with running_loop(loop):
             with listening(options.socket) as listener, contextlib.ExitStack() as held:
@@ -195,9 +196,9 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                         http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
                         pages = partial(serve_http, http, Pages(loop, device_filter).respond)
                         nursery.start_soon(restarted, "pages", pages, loop.counters)
-                    log.info("ready socket=%s root=%s frozen=%r", options.socket, options.root, loop.frozen())
+                    log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen())
                     number = await anext(signals)
-                    log.info("stopping signal=%s", signal.Signals(number).name)
+                    log.info(ControllerEvent.CONTROLLER_STOPPING, signal.Signals(number).name)
                     nursery.cancel_scope.cancel()
 
 
@@ -240,7 +241,7 @@ def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugeP
 
 
 def _failed(error: RunnerError) -> int:
-    log.critical("%s", explain(error))
+    log.critical(ControllerEvent.CONTROLLER_FAILED, explain(error))
     return error.status
 
 

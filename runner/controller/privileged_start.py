@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.base.errors import HostError, explain
+from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.tree.partition_writer import PartitionWriter, start_partition_writer
 from runner.kernel.cgroup import Cgroup
@@ -83,7 +84,7 @@ def start_privileged(
             Cgroup(root).create()
     _claim(root)
     if rules is None:
-        log.warning("INSECURE: a process in float may make and open device nodes as far as its capabilities allow")
+        log.warning(ControllerEvent.INSECURE_DEVICES)
         found = DeviceFilter(root)
     else:
         found = _attached(root, rules, procfs if macvtaps else None)
@@ -116,11 +117,9 @@ def _attached(root: Path, rules: Sequence[DeviceRule], macvtaps: Path | None) ->
         Cgroup(root).create()
         attached_to = attach_device_filter((*DEFAULT_RULES, *taps, *rules), root)
     except HostError as error:
-        log.error("no instance can be registered reason=%r", explain(error))  # noqa: TRY400  # an expected error
+        log.error(ControllerEvent.REGISTRATION_IMPOSSIBLE, explain(error))  # noqa: TRY400  # an expected error
         return DeviceFilter(root, error=explain(error))
     if macvtaps is not None and not taps:
-        log.warning(
-            "macvtaps are not allowed, the kernel has not loaded the driver; load macvtap and restart the controller"
-        )
-    log.info("device filter attached cgroup=%s more=%s", root, ", ".join(map(str, (*taps, *rules))) or "none")
+        log.warning(ControllerEvent.MACVTAP_NOT_LOADED)
+    log.info(ControllerEvent.DEVICE_FILTER_ATTACHED, root, ", ".join(map(str, (*taps, *rules))) or "none")
     return DeviceFilter(root, attached_to)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from runner.base.errors import HostError
+from runner.base.events import ControllerEvent
 from runner.controller.metrics import ControllerCounters
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,6 @@ async def restarted(name: str, task: Callable[[], Awaitable[None]], counters: Co
             counters.task_failures[name] += 1
             expected = isinstance(error, HostError | OSError)
             log.error(  # noqa: TRY400 - a traceback only of what is a bug
-                "task failed and is begun again task=%s reason=%r", name, str(error), exc_info=not expected
+                ControllerEvent.TASK_BEGUN_AGAIN, name, str(error), exc_info=not expected
             )
         await trio.sleep(BEGUN_AGAIN)

@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError, Problem, RefusedError, RunnerError, Status, explain, problems_of
+from runner.base.events import InstanceEvent
 from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.facts.roots import Roots
@@ -252,10 +253,10 @@ async def _run(
             facts = await supervisor.unless_stopped(reading)
             plan = plan_instance(source, spec, facts)
             for remark in plan.remarks:
-                log.warning("%s", remark)
-            log.info("starting instance=%s", plan.name)
+                log.warning(InstanceEvent.PLAN_REMARKED, remark)
+            log.info(InstanceEvent.INSTANCE_STARTING, plan.name)
             if plan.pod.name:
-                log.info("in the pod name=%s namespace=%s node=%s uid=%s", *plan.pod.to_json().values())
+                log.info(InstanceEvent.POD_NAMED, *plan.pod.to_json().values())
             return await _run_plan(plan, supervisor, streams, pid1=pid1)
 
     return await _reported(run, bare)
@@ -368,7 +369,7 @@ def failed_system_call(error: BaseException) -> ExitReport | None:
     failed = _os_error(error)
     if failed is None:
         return None
-    log.debug("a system call has failed", exc_info=error)
+    log.debug(InstanceEvent.SYSTEM_CALL_FAILED, exc_info=error)
     named = f"cannot use {os.fsdecode(failed.filename)!r}" if isinstance(failed.filename, (str, bytes)) else ""
     host = HostError(named or "cannot run the instance")
     host.__cause__ = failed

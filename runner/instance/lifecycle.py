@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from runner.base.errors import Status, explain
+from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.instance.parts.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.parts.console import console_shown
@@ -104,7 +105,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             if not supervisor.carry_over.resuming:
                 refuse_dead(daemons())
                 await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
-                log.info("the guest runs")
+                log.info(InstanceEvent.GUEST_STARTED)
             with supervisor.carry_over.outliving_the_loop(partial(_resume_after_loop, supervisor)):
                 async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                     with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
@@ -170,7 +171,7 @@ async def _wait_for_the_end(
         with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         why = dead.why_it_ended()
-        log.error("%s %s; the guest cannot live without it", dead.role, why)
+        log.error(InstanceEvent.CHILD_LOST, dead.role, why)
         return GuestEnd(FATAL[dead.role].status, f"{dead.role} {why}")
 
     return await first_of(machine.ended, asked, lost, cpus_lost)
@@ -393,7 +394,7 @@ async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
         try:
             serve = load()
         except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
-            log.warning("a socket for ctl cannot be served yet: %s", explain(error))
+            log.warning(InstanceEvent.CONTROL_SOCKET_DELAYED, explain(error))
             await trio.sleep(IMPORTED_AGAIN)
         else:
             await serve(listener)

@@ -15,6 +15,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, explain
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.base.values import frozen
@@ -59,9 +60,9 @@ class StopRequest:
         """Ask to stop."""
         if self._event.is_set():
             if (more := self.log_limit.due("asked to stop again")) is not None:
-                log.info("asked to stop again%s reason=%s", more, reason)
+                log.info(InstanceEvent.STOP_REQUESTED_AGAIN, more, reason)
             return
-        log.info("asked to stop reason=%s", reason)
+        log.info(InstanceEvent.STOP_REQUESTED, reason)
         self.reason = reason
         self._event.set()
 
@@ -93,7 +94,7 @@ class Faults:
             yield
         except (RunnerError, OSError, trio.TooSlowError) as error:
             sentence = f"could not {what}: {explain(error)}"
-            log.error("fault: %s", sentence)  # noqa: TRY400 - one line without a traceback; the log is for operators
+            log.error(InstanceEvent.RELEASE_FAILED, sentence)  # noqa: TRY400 - one line without a traceback; the log is for operators
             self.sentences.append(sentence)
 
 
@@ -408,7 +409,7 @@ class Supervisor:
         except Exception as error:
             if self.carry_over.resume_after_fault is None:
                 raise
-            log.exception("this is a bug of instance-runner:")
+            log.exception(InstanceEvent.BUG)
             await self.carry_over.resume_after_fault(error)
             self.faults.own = error
             self.stop.ask("a fault of instance-runner")

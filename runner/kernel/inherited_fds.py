@@ -29,6 +29,7 @@ import attrs
 import trio
 
 from runner.base.errors import RefusedError
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact, DescriptorKind
 from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
@@ -121,7 +122,7 @@ async def inherited_fds(
                     "it closes when it has sent all"
                 )
         for name, each in inherited.items():
-            log.info("inherited descriptor name=%s kind=%s", name, probe_descriptor(each.descriptor.number).description)
+            log.info(InstanceEvent.DESCRIPTOR_INHERITED, name, probe_descriptor(each.descriptor.number).description)
         yield inherited
 
 
@@ -130,7 +131,7 @@ def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str
     if not environment.get("LISTEN_FDS"):
         return
     if environment.get("LISTEN_PID") != str(os.getpid()):
-        log.warning("LISTEN_FDS is for process %s, and we are %d", environment.get("LISTEN_PID"), os.getpid())
+        log.warning(InstanceEvent.DESCRIPTORS_IGNORED, environment.get("LISTEN_PID"), os.getpid())
         return
     text = environment["LISTEN_FDS"]
     if not text.isdecimal() or int(text) > MOST:

@@ -17,6 +17,7 @@ from ipaddress import IPv4Address, IPv4Interface, IPv6Interface, ip_address, ip_
 from types import MappingProxyType
 
 from runner.base.errors import HostError
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.network import MAIN_TABLE, Interface, IpAddress, IpInterface, PermanentNeighbour, Route
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink
@@ -101,12 +102,12 @@ def remove(bridges: Sequence[Bridge], before: Mapping[str, frozenset[str]] = Map
 
     What they had *before* and have not again is logged: no list of what to restore knows all that the kernel deletes.
     """
-    log.debug("network: removing bridges=%s", ",".join(bridge.name for bridge in bridges))
+    log.debug(InstanceEvent.NETWORK_REMOVING, ",".join(bridge.name for bridge in bridges))
     with Rtnetlink() as rtnetlink:
         _remove_all(rtnetlink, bridges)
         for name, belongings in before.items():
             for lost in sorted(belongings - rtnetlink.belongings(_find(rtnetlink, name))):
-                log.warning("network: %r has not got back lost=%r", name, lost)
+                log.warning(InstanceEvent.NETWORK_NOT_RESTORED, name, lost)
 
 
 def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
@@ -223,7 +224,7 @@ def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
             raise HostError(
                 f"cannot make the bridge {bridge.name!r}: another instance of this network namespace uses it"
             )
-        log.warning("network: found %r of a runner that was killed; removing it", bridge.name)
+        log.warning(InstanceEvent.NETWORK_RECOVERED, bridge.name)
     _remove(rtnetlink, bridge)
 
 
@@ -233,7 +234,7 @@ def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Br
     rest = f"{OURS} of {pod.name} "
     if len(kept) > 2 * LONGEST_ALIAS - len(rest):
         log.warning(
-            "network: %r has too many routes for its alias; it cannot be restored if this runner is killed",
+            InstanceEvent.NETWORK_UNRECOVERABLE,
             pod.name,
         )
         kept = OURS
@@ -386,7 +387,7 @@ def add_macvtap(plan: Macvtap) -> int:
                 raise HostError(
                     f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not instance-runner's; remove it"
                 )
-            log.warning("network: found %r of a runner that was killed; removing it", plan.name)
+            log.warning(InstanceEvent.NETWORK_RECOVERED, plan.name)
             rtnetlink.delete_link(found)
         rtnetlink.add_macvtap(plan.name, over, plan.mac, plan.mtu)
         made = _find(rtnetlink, plan.name)

@@ -28,6 +28,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
 from runner.kernel.limits import OutOfMemory, limit_in_words, limit_of_signal, limited, no_kills
@@ -206,7 +207,7 @@ class Process:
             try:
                 await trio.lowlevel.wait_readable(self._output)
             except OSError as error:  # read on later, for a child may wait for room in its pipe
-                log.warning("cannot wait for the output of %s: %s", self.role, error.strerror)
+                log.warning(InstanceEvent.CHILD_OUTPUT_DELAYED, self.role, error.strerror)
                 await trio.sleep(ASKED_EVERY)
         return self.returncode is None and self._read_output()
 
@@ -216,7 +217,7 @@ class Process:
         except BlockingIOError:
             return True
         except OSError as error:
-            log.warning("cannot read the output of %s: %s", self.role, error.strerror)
+            log.warning(InstanceEvent.CHILD_OUTPUT_FAILED, self.role, error.strerror)
             return False
         self._lines.feed(data)
         return bool(data)
@@ -236,7 +237,7 @@ class Process:
 
     def _log_line(self, line: bytes) -> None:
         if text := _text(line):
-            log.log(self._level, "%s: %s", self.role, text)
+            log.log(self._level, InstanceEvent.CHILD_OUTPUT, self.role, text)
             if self._up and self._up in text:
                 self._up_or_ended.set()  # and no line that could say why it ends
             else:
@@ -244,7 +245,7 @@ class Process:
 
     def _log_dropped(self) -> None:
         if self._dropped:
-            log.log(self._level, "%s: %d lines of its output were dropped", self.role, self._dropped)
+            log.log(self._level, InstanceEvent.CHILD_OUTPUT_DROPPED, self.role, self._dropped)
             self._dropped = 0
 
     def _end(self, returncode: int) -> None:
@@ -333,7 +334,7 @@ class Processes:
         if log.isEnabledFor(logging.DEBUG):
             import shlex  # here, because the log seldom has it
 
-            log.debug("start role=%s argv=%s", command.role, shlex.join(command.argv))
+            log.debug(InstanceEvent.CHILD_STARTING, command.role, shlex.join(command.argv))
         wrapper = () if command.entering is None else ("/bin/sh", "-c", _ENTER, command.role)
         try:
             with (

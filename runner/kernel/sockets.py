@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError, explain
+from runner.base.events import SharedEvent
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.limits import limited
 from runner.kernel.peers import boot_time
@@ -136,7 +137,7 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
                 shortages.note(error)
                 await trio.sleep(_PAUSE)
             else:  # one client's, which went before it was accepted (accept(2))
-                log.debug("a client has gone reason=%r", error.strerror)
+                log.debug(SharedEvent.CONNECTION_ABORTED, error.strerror)
                 await trio.lowlevel.checkpoint()
 
 
@@ -236,7 +237,7 @@ async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketTyp
             nursery.start_soon(copy, one, other)
             nursery.start_soon(copy, other, one)
     except* OSError as lost:
-        log.debug("connection lost reason=%r", explain(lost.exceptions[0]))
+        log.debug(SharedEvent.CONNECTION_LOST, explain(lost.exceptions[0]))
     finally:
         one.close()
         other.close()

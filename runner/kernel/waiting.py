@@ -23,6 +23,8 @@ from typing import TypeVar
 import attrs
 import trio
 
+from runner.base.events import SharedEvent
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class Shortages:
         self.count += 1
         if time.monotonic() - self._logged_at >= LOGGED_EVERY:
             self._logged_at = time.monotonic()
-            log.warning("the kernel is short of something, trying again times=%d reason=%r", self.count, error.strerror)
+            log.warning(SharedEvent.KERNEL_SHORT, self.count, error.strerror)
 
 
 shortages = Shortages()

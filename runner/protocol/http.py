@@ -21,6 +21,7 @@ import h11
 import trio
 
 from runner.base.errors import HostError
+from runner.base.events import SharedEvent
 from runner.base.values import frozen
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.sockets import Socket, WaitingConnections
@@ -153,7 +154,7 @@ class _HttpServer:
             except OSError:
                 pass  # the peer hung up
             except Exception:
-                log.exception("HTTP connection ended by a fault of this program")
+                log.exception(SharedEvent.HTTP_CONNECTION_BUG)
 
     def _add(self, address: Hashable, scope: trio.CancelScope) -> None:
         if sum(map(len, self._open.values())) >= _CONNECTIONS:
@@ -216,7 +217,7 @@ def _response(request: h11.Request, respond: Respond) -> HttpResponse:
     try:
         return respond(path)
     except Exception as error:
-        log.exception("this is a bug: the response to %r could not be made", path)
+        log.exception(SharedEvent.HTTP_RESPONSE_BUG, path)
         return HttpResponse(http.HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n")
 
 

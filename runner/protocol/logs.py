@@ -1,7 +1,7 @@
 """Lines of a log, for people or for machines: one format for both programs.
 
-A log message ends in its fields, ``QEMU is up pid=7 version=10.0.2``. In text it is written as it stands; in JSON the fields
-are found by the message's template and written apart, so that no call names them twice.
+The message of a record is an :class:`~runner.base.events.Event`, which ends in its fields, ``QEMU is up pid=7 version=10.0.2``. In
+text it is written as it stands; in JSON the name of the event and its fields are written apart.
 
 Messages hold words of guests, pods and other programs. A message is one line, in which every character that is not printable
 is escaped: none can forge a line or control the terminal of its reader. Only a traceback has lines of its own.
@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from runner.base.errors import escaped
+from runner.base.events import OTHER, Event, SharedEvent
 from runner.base.values import frozen
 from runner.kernel.lines import LineFramer
 from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
 
 LONGEST = 16 * 1024
 """Bytes of a console line in JSON; a longer one is split into several."""
-
-_CONVERSION = r"%[-#0 +]*[0-9]*(?:\.[0-9]+)?[a-zA-Z]"
-_FIELDS = rf"((?: \w+={_CONVERSION}[a-z]*)+)$"
-_FIELD = rf" (\w+)=({_CONVERSION})[a-z]*"
-"""Compiled at their first use: in text they are never used, and compiling them takes a millisecond."""
 
 
 @frozen
@@ -59,17 +54,12 @@ def _messages(record: logging.LogRecord) -> list[str]:
 
 
 def json_line(record: logging.LogRecord) -> bytes:
-    """Return *record* as one line of JSON: ``time`` (RFC 3339), ``stream``, ``event``, ``level``, ``logger``, ``message``, ``fields``.
-
-    The names of events are in :mod:`runner.base.events`.
-    """
-    from runner.base.events import event_name  # here, because logs are mostly text
-
+    """Return *record* as one line of JSON: ``time`` (RFC 3339), ``stream``, ``event``, ``level``, ``logger``, ``message``, ``fields``."""
     message, fields = _split_fields(record)
     return _line(
         record.created,
         stream="event",
-        event=event_name(record),
+        event=record.msg.key if isinstance(record.msg, Event) else OTHER,
         level=record.levelname.lower(),
         logger=record.name,
         message="\n".join(map(escaped, (message, *_traceback(record)))),
@@ -86,21 +76,17 @@ def _traceback(record: logging.LogRecord) -> list[str]:
 
 
 def _split_fields(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
-    template, arguments = str(record.msg), record.args
-    match arguments:
-        case (LogTable(name=name, rows=rows),):
-            return template.removesuffix(": %s"), {name: rows}
-    found = re.search(_FIELDS, template, re.ASCII)
-    if found is None or not isinstance(arguments, tuple):
-        return record.getMessage(), {}
-    pairs = re.findall(_FIELD, found[1], re.ASCII)
-    before, after = arguments[: -len(pairs)], arguments[-len(pairs) :]
-    fields: dict[str, object] = {
-        name: value if isinstance(value, int | float) and conversion == "%d" else escaped(str(value))
-        for (name, conversion), value in zip(pairs, after, strict=True)
-    }
-    text = template[: found.start()]
-    return text % before if before else text.replace("%%", "%"), fields
+    match record.msg, record.args:
+        case Event(words=words), (LogTable(name=name, rows=rows),):
+            return words.removesuffix(": %s"), {name: rows}
+        case Event(words=words, fields=fields), tuple(arguments) if fields:
+            pairs = [field.split("=") for field in fields.split()]
+            before, after = arguments[: -len(pairs)], arguments[-len(pairs) :]
+            return words % before, {
+                name: value if isinstance(value, int | float) and conversion == "%d" else escaped(str(value))
+                for (name, conversion), value in zip(pairs, after, strict=True)
+            }
+    return record.getMessage(), {}
 
 
 def _line(moment: float, **values: object) -> bytes:
@@ -112,12 +98,7 @@ def _line(moment: float, **values: object) -> bytes:
 
 def json_of_dropped(size: int) -> bytes:
     """Return the message for a reader that has missed *size* bytes, as a line of JSON."""
-    from runner.base.events import OUTPUT_DROPPED
-
-    message = "output was dropped: the reader was too slow"
-    now = time.clock_gettime(time.CLOCK_REALTIME)
-    named = {"stream": "event", "event": OUTPUT_DROPPED, "level": "warning", "logger": __name__}
-    return _line(now, **named, message=message, fields={"bytes": size})
+    return json_line(logging.LogRecord(__name__, logging.WARNING, "", 0, SharedEvent.OUTPUT_DROPPED, (size,), None))
 
 
 def open_output(fd: int, style: str) -> NonBlockingWriter:

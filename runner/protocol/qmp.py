@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import trio
 
 from runner.base.errors import HostError
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.kernel.fd_passing import TooManyFdsInFlightError, send_with_fds
 from runner.kernel.lines import LineFramer, OverlongError
@@ -430,7 +431,7 @@ class Monitor:
         if "event" in message:
             data = message.get("data")
             event = QmpEvent(str(message["event"]), data if isinstance(data, dict) else {})
-            log.debug("qmp event name=%s data=%s", event.name, dict(event.data))
+            log.debug(InstanceEvent.QMP_EVENT, event.name, dict(event.data))
             self._events.append(event)
             for take in self._event_copies:
                 take(Message(message))
@@ -439,7 +440,7 @@ class Monitor:
         elif (number := str(message.get("id"))) in self._expected and ("return" in message or "error" in message):
             self._expected[number] = message
         else:
-            log.debug("qmp message that no task waits for message=%r", message)
+            log.debug(InstanceEvent.QMP_MESSAGE_UNEXPECTED, message)
 
     def _fail(self, failure: QmpError) -> QmpError:
         """Remember the first *failure*, which ends the conversation, and return it."""

@@ -23,6 +23,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError, explain
+from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.kernel.cgroup import CgroupError
@@ -166,13 +167,13 @@ class UnixServer:
                 if error.errno in SHORT:  # of the look at the client; what is short for the connection is waited for
                     await self._refuse(connection, self._short(error))
                 else:
-                    log.debug("connection lost reason=%r", explain(error))
+                    log.debug(SharedEvent.CONNECTION_LOST, explain(error))
             except HostError as error:
                 if (more := self._log_limit.due("connection ended", key)) is not None:
-                    log.warning("connection ended%s reason=%r", more, explain(error))
+                    log.warning(SharedEvent.CONNECTION_ENDED, more, explain(error))
             except Exception:
                 if (more := self._log_limit.due("bug", key)) is not None:
-                    log.exception("connection ended by a fault of this program%s", more)
+                    log.exception(SharedEvent.CONNECTION_BUG, more)
 
     def _short(self, error: OSError) -> RpcError:
         """Return the error for a client that cannot be served at the moment, as this process has no descriptor or memory left."""
@@ -245,7 +246,7 @@ class UnixServer:
                     if isinstance(error, OSError) and error.errno in SHORT:
                         raise self._short(error) from error
                     if (more := self._log_limit.due("method failed", client.key)) is not None:
-                        log.exception("method failed%s method=%r", more, method)
+                        log.exception(SharedEvent.METHOD_BUG, more, method)
                     raise RpcError(INTERNAL_ERROR, "Internal error") from error
 
         async with client.turn:
@@ -257,7 +258,7 @@ class UnixServer:
             await self._send(client.connection, reply)
         except HostError as error:  # of a descriptor: nothing was sent yet
             if (more := self._log_limit.due("unsent", client.key)) is not None:
-                log.warning("request done, but its descriptors could not be sent%s reason=%r", more, explain(error))
+                log.warning(SharedEvent.DESCRIPTORS_UNSENT, more, explain(error))
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
             if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
                 # It said to wait for the end of what is in a group, and that has come.

@@ -18,6 +18,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RunnerError, Status, explain
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import MOST_PEERS
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.parts.state_directory import RECEIPT
@@ -153,7 +154,7 @@ async def test_a_guest_can_neither_flood_the_log_nor_forge_a_line_of_it(
     plan = fake_host.plan(qemu={"at_cont": "storm"})
     assert ended(await fake_host.run(plan)).status is Status.GUEST_SHUTDOWN
     # The table of the start alone has several lines.
-    lines = [text_lines(record).decode() for record in caplog.records if record.msg != "placement: %s"]
+    lines = [text_lines(record).decode() for record in caplog.records if record.msg != InstanceEvent.THREADS_PLACED]
     assert all(line.endswith("\n") and line[:-1].isprintable() for line in lines)
     for words, most in [("was reset", 1), ("was not fed", 1), ("the guest agent", 2), ("has failed to", MOST_PEERS)]:
         assert 1 <= sum(words in line and "left out" not in line for line in lines) <= most, words

@@ -133,22 +133,22 @@ def allowed(room: str) -> set[str]:
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
 def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
-    """Names of modules in strings count as well, but for the loggers' in the table of events."""
+    """Names of modules in strings count as well."""
     room = name.split(".", maxsplit=1)[0]
     if room in EVERYTHING or path == PACKAGE / room / "__init__.py":
         return
-    by_name = {found for found in imports_by_name(path) if is_module(found)} if name != "base.events" else set()
+    by_name = {found for found in imports_by_name(path) if is_module(found)}
     ours = {found.removeprefix("runner.") for found in {*imports(path), *by_name} if found.startswith("runner.")}
     assert {found for found in ours if not within(found, allowed(room))} == set()
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Indirect imports count too, and the names of modules in strings, but for the loggers' in the table of events."""
+    """Indirect imports count too, and the names of modules in strings."""
     known = {f"runner.{name}": name for name, _ in modules()}
     needs = {
         name: {
             known[module]
-            for found in (*imports(path), *(imports_by_name(path) if name != "base.events" else ()))
+            for found in (*imports(path), *imports_by_name(path))
             for module in (found, found.rpartition(".")[0])
             if module in known and known[module] != name
         }

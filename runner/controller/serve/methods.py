@@ -48,6 +48,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
+from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve import identity
@@ -333,7 +334,7 @@ class RpcMethods:
             )
         what = "found" if existed else "registered"
         if (more := self.loop.log_limit.due(what, pod_uid)) is not None:
-            log.info("instance %s%s uuid=%s cpus=%s", what, more, pod_uid, asked)
+            log.info(ControllerEvent.INSTANCE_REGISTERED, what, more, pod_uid, asked)
         domain = self.loop.tree.domain(pod_uid)
         control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
@@ -414,7 +415,7 @@ class RpcMethods:
                 )
             # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
             if (more := self.loop.log_limit.due("gives way", pod_uid)) is not None:
-                log.info("empty instance gives way%s uuid=%s to=%s", more, other, pod_uid)
+                log.info(ControllerEvent.EMPTY_INSTANCE_REMOVED, more, other, pod_uid)
             self.loop.tree.unseal(self.loop.tree.vcpus_of(other))
             self.loop.tree.vcpus_of(other).remove()
         mine = observed.instances().get(pod_uid)
@@ -449,11 +450,11 @@ class RpcMethods:
                     try:
                         self.loop.tree.float_of(pod_uid).admit(pid)
                         if (more := self.loop.log_limit.due("kernel thread moved", pod_uid)) is not None:
-                            log.info("kernel thread moved to float%s pid=%d", more, pid)
+                            log.info(ControllerEvent.KERNEL_THREAD_MOVED, more, pid)
                     except CgroupError as error:
                         if (more := self.loop.log_limit.due("kernel thread stays", pod_uid)) is not None:
                             why = explain(error)
-                            log.warning("kernel thread stays on the instance's CPUs%s pid=%d reason=%r", more, pid, why)
+                            log.warning(ControllerEvent.KERNEL_THREAD_NOT_MOVED, more, pid, why)
 
     def _check_seccomp(self, identify: Identify, pod_uid: str) -> None:
         """Check, or only say, that the peer cannot be root of a user namespace, as which it may mount its groups.
@@ -470,7 +471,7 @@ class RpcMethods:
         if self.require_seccomp:
             raise RequestRefusedError(identity.HOST, f"cannot register instance {pod_uid!r}: {sentence}", lasting=True)
         if (more := self.loop.log_limit.due("without seccomp", pod_uid)) is not None:
-            log.warning("instance without seccomp%s uuid=%s why=%r", more, pod_uid, sentence)
+            log.warning(ControllerEvent.INSTANCE_WITHOUT_SECCOMP, more, pod_uid, sentence)
 
     def _check_cpus(self, caller: ContainerIdentity | None, pod_uid: str, asked: CpuSet) -> None:
         online = self.loop.machine().online
@@ -527,7 +528,7 @@ class RpcMethods:
                 lasting=True,
             )
         if (more := self.loop.log_limit.due("arranged", pod_uid)) is not None:
-            log.warning("instance not sealed%s uuid=%s reason=%r", more, pod_uid, reason)
+            log.warning(ControllerEvent.INSTANCE_NOT_SEALED, more, pod_uid, reason)
         return RpcResult({"guarantee": "arranged", "reason": reason})
 
     async def _seal_in_turn(self, identify: Identify, caller: ContainerIdentity | None, pod_uid: str) -> str:
@@ -601,7 +602,7 @@ class RpcMethods:
                 lasting=True,
             )
         if (more := self.loop.log_limit.due("deregistered", pod_uid)) is not None:
-            log.info("instance deregistered%s uuid=%s", more, pod_uid)
+            log.info(ControllerEvent.INSTANCE_DEREGISTERED, more, pod_uid)
         self.loop.pass_over({})
         return RpcResult({"removed": True})
 
@@ -621,7 +622,7 @@ class RpcMethods:
         self.loop.observe()
         missing = await self.tuner.tune_instance(pod_uid)
         if (more := self.loop.log_limit.due("tuned", pod_uid)) is not None:
-            log.info("instance tuned%s uuid=%s tuning=%s", more, pod_uid, tuning.to_json())
+            log.info(ControllerEvent.INSTANCE_TUNED, more, pod_uid, tuning.to_json())
         return RpcResult({"missing": list(missing)})
 
     # -- listInstances, getStatus ------------------------------------------------------------------------------------
@@ -766,7 +767,7 @@ class RpcMethods:
         for each in refusal.pending:
             if (more := self.loop.log_limit.due("waits", each.pod_uid)) is not None:
                 log.info(
-                    "instance waits for the end of another%s uuid=%s cpus=%s holder=%s",
+                    ControllerEvent.INSTANCE_WAITS_FOR_ANOTHER,
                     more,
                     each.pod_uid,
                     each.cpus,
@@ -783,7 +784,7 @@ class RpcMethods:
             key = 0
         if (more := self.loop.log_limit.due(f"refused: {refusal.reason}", key)) is not None:
             why = str(refusal)
-            log.warning("request refused%s method=%s reason=%s why=%r", more, method, refusal.reason, why)
+            log.warning(ControllerEvent.REQUEST_REFUSED, more, method, refusal.reason, why)
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 
 

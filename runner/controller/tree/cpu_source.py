@@ -21,6 +21,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, SpecError, explain
+from runner.base.events import ControllerEvent
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.kubelet_files import Frozen, attempt, attempt_claims, is_registered, settled
 from runner.kernel.sysfs import read_online_cpus
@@ -96,7 +97,7 @@ class CpuSource:
             return Frozen(f"{state.reason}; the kubelet itself does not tell: {explain(error)}")
         if reserved == self._reserved_by_kubelet:
             return state
-        log.info("reserved CPUs read cpus=%s", reserved)
+        log.info(ControllerEvent.RESERVED_CPUS_READ, reserved)
         self._reserved_by_kubelet = reserved
         return await self._settled(pause, readings)
 

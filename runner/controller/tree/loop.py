@@ -19,6 +19,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, escaped, explain
+from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.controller.metrics import ControllerCounters, LoopStatus
@@ -309,9 +310,9 @@ class ReconcileLoop:
         with contextlib.suppress(CgroupError):  # the pass has said so
             self.held.hold(group.path for group in self.tree.reachable())
         if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
-            log.error("cgroup files are leased by other processes%s files=%d one=%s", more, len(leased), min(leased))
+            log.error(ControllerEvent.CGROUP_FILES_LEASED, more, len(leased), min(leased))
         if self.held.error and (more := self.log_limit.due("not held")) is not None:
-            log.warning("cgroup files can be leased by other processes%s reason=%r", more, self.held.error)
+            log.warning(ControllerEvent.CGROUP_FILES_NOT_HELD, more, self.held.error)
 
     def _pass(
         self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None, memory: Mapping[str, int] | None
@@ -414,7 +415,7 @@ class ReconcileLoop:
         for pod_uid in _evicted(actions) - self._evicting:
             processes = sorted(self.tree.domain(pod_uid).processes())
             log.warning(
-                "instance without a pod uuid=%s rest=%s processes=%d one=%s",
+                ControllerEvent.PODLESS_INSTANCE_EMPTIED,
                 pod_uid,
                 "ended" if desired.kills else "moved",
                 len(processes),
@@ -433,7 +434,7 @@ class ReconcileLoop:
                 self.counters.oom_kills += ended
                 if (more := self.log_limit.due("out of memory", pod_uid)) is not None:
                     most = domain.memory_max
-                    log.warning("out of memory in float%s uuid=%s processes=%d most=%s", more, pod_uid, ended, most)
+                    log.warning(ControllerEvent.OUT_OF_MEMORY, more, pod_uid, ended, most)
 
     def _missing_limits(self, desired: Desired, observed: Observed) -> Iterator[Fault]:
         for name in desired.limits.controllers:
@@ -458,9 +459,9 @@ class ReconcileLoop:
             if fault in self.faults:
                 continue
             if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
-                log.warning("limit missing group=%r reason=%r", fault.group, fault.reason)
+                log.warning(ControllerEvent.LIMIT_MISSING, fault.group, fault.reason)
             elif (more := self.log_limit.due("fault", fault.group)) is not None:
-                log.error("pass failed%s group=%r reason=%r", more, fault.group, fault.reason)
+                log.error(ControllerEvent.GROUP_FAILED, more, fault.group, fault.reason)
         self.faults = faults
 
     def disturb(self) -> None:
@@ -493,10 +494,10 @@ class ReconcileLoop:
         if self.state == before:
             return
         if isinstance(self.state, Frozen):
-            log.error("decisions frozen, running instances are left as they are reason=%r", self.state.reason)
+            log.error(ControllerEvent.DECISIONS_FROZEN, self.state.reason)
         else:
             log.info(
-                "kubelet's state read policy=%s shared_pool=%s pods=%d",
+                ControllerEvent.KUBELET_STATE_READ,
                 self.state.policy,
                 self.state.shared_pool,
                 len(self.state.assigned()),
@@ -509,7 +510,7 @@ class ReconcileLoop:
         if not isinstance(memory, Frozen):
             strange = CpuSet(memory.numa_nodes) - self.machine().memory_nodes
             if strange:
-                log.warning("kubelet's memory state names nodes without memory nodes=%s", strange)
+                log.warning(ControllerEvent.KUBELET_MEMORY_STATE_STRANGE, strange)
 
     async def follow(self, queue: inotify.Inotify) -> None:
         """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
@@ -542,7 +543,7 @@ class ReconcileLoop:
         except HostError as error:
             self.error = explain(error)
             if (more := self.log_limit.due("pass failed")) is not None:
-                log.error("pass failed%s reason=%r", more, self.error)  # noqa: TRY400  # the sentence is enough
+                log.error(ControllerEvent.PASS_FAILED, more, self.error)  # noqa: TRY400  # the sentence is enough
             self.counters.passes["faulty"] += 1
         self._watch_tree(queue)
         passed, self._passed = self._passed, trio.Event()
@@ -599,7 +600,7 @@ class ReconcileLoop:
         except HostError as error:
             missing = isinstance(error.__cause__, FileNotFoundError)  # not there yet; the next pass tries again
             if not missing and (more := self.log_limit.due("not watched")) is not None:
-                log.warning("changes will be seen late%s reason=%r", more, explain(error))
+                log.warning(ControllerEvent.CHANGES_SEEN_LATE, more, explain(error))
             return None
         if watch not in self._watches:
             self._watches.add(watch)
@@ -612,22 +613,22 @@ class ReconcileLoop:
             match action:
                 case Remove(group) if group.endswith(f"/{VCPUS}"):
                     self.counters.removed += 1
-                    log.info("stale instance removed uuid=%s", group_uid(group))
+                    log.info(ControllerEvent.STALE_INSTANCE_REMOVED, group_uid(group))
                 case Seal(group) | Unseal(group):
                     self._tell_partition(action, observed.groups[group])
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
-                    log.info("limit written file=%s value=%s", self.tree.group(group).path / file, value)
+                    log.info(ControllerEvent.LIMIT_WRITTEN, self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
                     left, found = self._left.get(group), observed.groups.get(group)
                     if left is not None and found is not None and found.cpus != left:
                         self.counters.repairs += 1
-                        log.warning("cpuset changed by others group=%s found=%s", group, found.cpus)
+                        log.warning(ControllerEvent.CPUSET_CHANGED_BY_OTHERS, group, found.cpus)
                     # Without a kubelet each registration changes float.
                     more = "" if self.source is not None else self.log_limit.due("written", group)
                     if group_uid(group) not in grants and more is not None:
-                        log.info("cpuset written%s group=%s cpus=%s", more, group or self.tree.root.name, value)
+                        log.info(ControllerEvent.CPUSET_WRITTEN, more, group or self.tree.root.name, value)
                 case _:
-                    log.debug("action %r", action)
+                    log.debug(ControllerEvent.ACTION_DONE, action)
 
     def _tell_partition(self, action: Seal | Unseal, found: Group) -> None:
         """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
@@ -637,7 +638,7 @@ class ReconcileLoop:
         if (more := self.log_limit.due(what, action.group)) is not None:
             level = logging.WARNING if repaired else logging.INFO
             pod_uid = group_uid(action.group)
-            log.log(level, "instance %s%s uuid=%s found=%r", what, more, pod_uid, found.partition)
+            log.log(level, ControllerEvent.INSTANCE_SEAL_CHANGED, what, more, pod_uid, found.partition)
 
     def _count(self, outcome: str, started: float) -> None:
         self.counters.passes[outcome] += 1

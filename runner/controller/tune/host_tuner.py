@@ -25,6 +25,7 @@ import trio.to_thread
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
+from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tune.cache_groups import CacheRequest
@@ -167,7 +168,7 @@ class HostTuner:
                 missing, reasons = (), (f"the machine's settings stay as they are: {explain(error)}",)
             for reason in reasons:
                 if reason not in self.reasons:
-                    log.warning("an instance's CPUs are disturbed reason=%r", reason)
+                    log.warning(ControllerEvent.INSTANCE_DISTURBED, reason)
             self.reasons, self._missing = reasons, missing
             return missing
 
@@ -353,7 +354,7 @@ class HostTuner:
         except HostError as error:
             missing.append(Missing(setting.kind, setting.path, explain(error)))
         else:
-            log.debug("setting written path=/%s value=%s before=%s", setting.path, change.value, setting.current)
+            log.debug(ControllerEvent.SETTING_WRITTEN, f"/{setting.path}", change.value, setting.current)
             return True
         return False
 
@@ -369,7 +370,7 @@ class HostTuner:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            log.error("records of the machine's settings lost path=%s reason=%r", self.store, explain(error))  # noqa: TRY400
+            log.error(ControllerEvent.SETTINGS_RECORDS_LOST, self.store, explain(error))  # noqa: TRY400
             discard(self.store)
             return {}
 
@@ -386,7 +387,7 @@ class HostTuner:
             except HostError as failure:
                 error = explain(failure)
         if error and error != self._stale:
-            log.warning("records of the machine's settings are not up to date path=%s reason=%r", self.store, error)
+            log.warning(ControllerEvent.SETTINGS_RECORDS_STALE, self.store, error)
         self._stale = error
 
 
@@ -405,7 +406,7 @@ def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
     except BlockingIOError as error:
         raise HostError(f"cannot take over the records in {old}") from error
     except (OSError, HostError) as error:
-        log.error("records of the machine's settings not taken over path=%s reason=%r", old, explain(error))  # noqa: TRY400
+        log.error(ControllerEvent.SETTINGS_RECORDS_NOT_MOVED, old, explain(error))  # noqa: TRY400
 
 
 def _read_records(path: PurePosixPath) -> bytes:

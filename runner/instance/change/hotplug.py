@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import trio
 
 from runner.base.errors import HostError, RefusedError, RunnerError, SpecError, explain
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.disk import LateDiskFacts
 from runner.host.discover import read_disk_facts
@@ -144,7 +145,7 @@ class DiskHotplug:
                 failure = error
             if failure is not None:
                 await self._take_back(self._attached[plan.name], failure)
-            log.info("disk attached name=%s %s", plan.name, disk_words(plan))
+            log.info(InstanceEvent.DISK_ATTACHED, plan.name, disk_words(plan))
             return self._described(plan, await self._sizes(), self._attached[plan.name])
 
     async def _take_back(self, attached: AttachedDisk, failure: RunnerError) -> NoReturn:
@@ -181,7 +182,7 @@ class DiskHotplug:
         if problems.found:
             raise SpecError("ctl", problems.found)
         for remark in problems.remarks:
-            log.warning("the disk %s: %s", plan.name, remark)
+            log.warning(InstanceEvent.DISK_REMARKED, plan.name, remark)
         return plan
 
     async def _create(self, plan: DiskPlan, numbers: Mapping[str, int], bus: str) -> tuple[UndoCommand, ...]:
@@ -222,7 +223,7 @@ class DiskHotplug:
             try:
                 await self._monitor.execute(command, arguments)
             except ExecuteError as error:  # the rest can still go
-                log.warning("%s", explain(error))
+                log.warning(InstanceEvent.DISK_UNDO_FAILED, explain(error))
 
     async def detach(self, name: str) -> None:
         """Detach the disk *name*; the guest may refuse to release it.
@@ -236,7 +237,7 @@ class DiskHotplug:
                 )
             await self._detach(self._find(name))
             await self._verify_after(f"the disk {name!r} is detached")
-            log.info("disk detached name=%s", name)
+            log.info(InstanceEvent.DISK_DETACHED, name)
 
     async def _detach(self, attached: AttachedDisk) -> None:
         name = attached.plan.name
@@ -272,7 +273,7 @@ class DiskHotplug:
                 size = _target_size(disk, before, size)
             await self._monitor.execute("block_resize", {"node-name": name, "size": size})
             await self._verify_after(f"the disk {name!r} has {format_size(size)}")
-            log.info("disk grown name=%s from=%s to=%s", name, format_size(before), format_size(size))
+            log.info(InstanceEvent.DISK_GROWN, name, format_size(before), format_size(size))
             return self._described(disk, await self._sizes(), attached)
 
     async def _verify_after(self, done: str) -> None:

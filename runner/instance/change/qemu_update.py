@@ -31,6 +31,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
+from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.host.discover import version_output
@@ -257,9 +258,7 @@ async def update(status: StatusReader, program: QemuProgram, *, no_way_back: boo
         with status.machine.updating():
             moved = await _Move(status, found, status.receipts.threads).carry_out()
         use_monitor(status.machine.monitor)
-    log.info(
-        "QEMU is updated pid=%d version=%s from=%s pause=%.0fms", moved.pid, found.version, before, moved.pause * 1000
-    )
+    log.info(InstanceEvent.QEMU_UPDATED, moved.pid, found.version, before, moved.pause * 1000)
     return {"from": before, "version": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
 
 
@@ -311,7 +310,7 @@ class _Move:
                     await self._end_daemons()
         if moved is None:
             failure += "".join(f"; {each.role}: {each.last_lines[-1]}" for each in self.daemons if each.last_lines)
-            log.warning("QEMU is not updated: %s", failure)
+            log.warning(InstanceEvent.QEMU_NOT_UPDATED, failure)
             then = "the one before continues" if continues else "and the one before does not continue"
             raise HostError(f"cannot update QEMU: {failure}; {then}")
         return moved
@@ -465,7 +464,7 @@ class _Move:
             except ExecuteError:
                 raise
             except QmpError as error:  # it has ended, or nobody knows what it does: that is the guest's end
-                log.error("the next QEMU is lost with the guest: %s", explain(error))  # noqa: TRY400 - one line
+                log.error(InstanceEvent.NEXT_QEMU_LOST, explain(error))  # noqa: TRY400 - one line
             pause = 0.0 if self.stopped is None else trio.current_time() - self.stopped
             process, monitor = self.source.replace(successor.process, successor.monitor)
             shares = zip(self.source.shares, self.daemons, strict=True)
@@ -481,7 +480,7 @@ class _Move:
             try:
                 self.status.receipts.publish_verified()
             except RunnerError as error:
-                log.warning("the receipt is that of before QEMU was updated: %s", explain(error))
+                log.warning(InstanceEvent.RECEIPT_OUTDATED_BY_QEMU_UPDATE, explain(error))
         return _Moved(successor.process.pid, pause)
 
     async def _go_back(self) -> bool:
@@ -500,7 +499,7 @@ class _Move:
             outcome = "fell_back"
         except (RunnerError, trio.TooSlowError) as error:
             if not self.source.ends:
-                log.error("the guest cannot run on after QEMU was not updated: %s", explain(error))  # noqa: TRY400
+                log.error(InstanceEvent.QEMU_LOST, explain(error))  # noqa: TRY400
                 supervisor.stop.ask("QEMU could not be updated, and the one before does not continue")
         finally:
             supervisor.counters.qemu_updates[outcome] += 1

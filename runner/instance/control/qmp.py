@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from runner.base.errors import RefusedError, explain
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
@@ -61,9 +62,9 @@ class OperatorMonitor:
                 identify = partial(self.peers.identify, connection, accepted_at)
                 await self._admitted(connection, identify, places)
             except OSError as error:
-                log.debug("qmp connection lost reason=%r", explain(error))
+                log.debug(InstanceEvent.QMP_CONNECTION_LOST, explain(error))
             except Exception:
-                log.exception("qmp connection ended by a fault of this program")
+                log.exception(InstanceEvent.QMP_CONNECTION_BUG)
 
     async def _admitted(
         self, connection: trio.socket.SocketType, identify: Identify, places: trio.CapacityLimiter
@@ -99,9 +100,9 @@ class OperatorMonitor:
             raise RefusedError(error.message) from error
         reason = refusal(command)
         if reason is not None:
-            log.warning("qmp refused command=%.80r pid=%d user=%d", command, peer.pid, peer.user_id)
+            log.warning(InstanceEvent.QMP_REFUSED, command, peer.pid, peer.user_id)
             raise RefusedError(f"cannot execute {command!r} here: {reason}")
-        log.info("qmp executes command=%r pid=%d user=%d", command, peer.pid, peer.user_id)
+        log.info(InstanceEvent.QMP_EXECUTED, command, peer.pid, peer.user_id)
         monitor = self.monitor()
         await monitor.within(QEMU_ANSWERS_WITHIN, monitor.answers)
         execute = partial(monitor.execute, command, arguments, wanted=wanted)

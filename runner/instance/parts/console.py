@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.facts.roots import Roots
@@ -146,9 +147,9 @@ class Console:
         """Log that the log file cannot be written, or can be again; output is *missing* in it then."""
         if (error := self._log_file.error) is not None:
             if (more := self._log_limit.due("console log fails")) is not None:
-                log.warning("the console's log file lacks output from here on%s: %s", more, error)
+                log.warning(InstanceEvent.CONSOLE_LOG_GIVEN_UP, more, error)
         elif (more := self._log_limit.due("console log goes on")) is not None:
-            log.info("the console's log file goes on%s missing=%d", more, missing)
+            log.info(InstanceEvent.CONSOLE_LOG_GOES_ON, more, missing)
 
     async def accept(self, listener: Socket) -> None:
         """Serve the clients that connect; runs until cancelled, asleep while none does."""
@@ -169,9 +170,7 @@ class Console:
                 return
             if not may_attach(connection, accepted_at):
                 if (more := self._log_limit.due("console client refused")) is not None:
-                    log.warning(
-                        "a console client is refused: it is not root in the instance's own PID namespace%s", more
-                    )
+                    log.warning(InstanceEvent.CONSOLE_CLIENT_REFUSED, more)
                 output.write(
                     _line(error="only root in the instance's own PID namespace may attach; use `kubectl exec`")
                 )
@@ -233,7 +232,7 @@ class Console:
         except OSError as error:  # there is no descriptor, and the rest of this program needs them more
             if (more := self._log_limit.due("console client detached")) is not None:
                 reason = error.strerror
-                log.warning("a console client is detached, as the guest reads nothing%s: %s", more, reason)
+                log.warning(InstanceEvent.CONSOLE_CLIENT_DETACHED, more, reason)
         return False
 
 

@@ -12,6 +12,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError, RunnerError, Status, explain
+from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
@@ -157,7 +158,7 @@ async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChil
         try:
             child.process = supervisor.processes.spawn(child.command)
         except RunnerError as error:
-            log.warning("%s", explain(error))
+            log.warning(InstanceEvent.CHILD_NOT_RESTARTED, explain(error))
         else:
             supervisor.restarted.announce()
 
@@ -169,7 +170,7 @@ async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild)
     if trio.current_time() - child.born > policy.forgiven:
         child.pause = policy.first
     supervisor.counters.restarts[process.role] += 1
-    log.warning("%s %s; starting it again pause=%.1fs", process.role, process.why_it_ended(), child.pause)
+    log.warning(InstanceEvent.CHILD_RESTARTING, process.role, process.why_it_ended(), child.pause)
     child.down = True
 
 

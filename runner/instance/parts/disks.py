@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 import trio
 
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.kernel import files
 from runner.plan.disks import DiskPlan
@@ -54,7 +55,7 @@ class DiskEvents:
         elif event.name == "BLOCK_IMAGE_CORRUPTED":
             disk = event.data.get("node-name") or event.data.get("device")
             if (more := self._log_limit.due("disk corrupted", str(disk))) is not None:
-                log.error("the image of the disk %s is corrupted: %s%s", disk, event.data.get("msg"), more)
+                log.error(InstanceEvent.DISK_CORRUPTED, disk, event.data.get("msg"), more)
 
     def unplugged(self, device: str) -> trio.Event:
         """Return an event that is set when the guest has released *device*."""
@@ -72,4 +73,4 @@ class DiskEvents:
     def _report(self, disk: object, operation: object, reason: object) -> None:
         kind = "disk write" if operation == "write" else "disk read"
         if (more := self._log_limit.due(kind, str(disk))) is not None:
-            log.error("the disk %s has failed to %s: %s%s; the guest got the error", disk, operation, reason, more)
+            log.error(InstanceEvent.DISK_FAILED, disk, operation, reason, more)

@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from runner.base.errors import explain
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.console import may_attach
 from runner.instance.parts.qemu import Qemu
@@ -48,10 +49,10 @@ async def _pass_on(listener: Socket, machine: Qemu, log_limit: LogRateLimit) -> 
         with await accepted(accepting) as viewer:
             if not may_attach(viewer, boot_time()):
                 if (more := log_limit.due("VNC viewer refused")) is not None:
-                    log.warning("a VNC viewer is refused: it is not root in the instance's own PID namespace%s", more)
+                    log.warning(InstanceEvent.VNC_VIEWER_NOT_ROOT, more)
                 continue
             try:
                 await machine.show(viewer.fileno())
             except QmpError as error:
                 if (more := log_limit.due("VNC viewer")) is not None:
-                    log.warning("a VNC viewer was turned away%s: %s", more, explain(error))
+                    log.warning(InstanceEvent.VNC_VIEWER_REFUSED, more, explain(error))

@@ -10,6 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 import trio
 
 from runner.base.errors import HostError
+from runner.base.events import InstanceEvent
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.processes import Command, Process
@@ -66,7 +67,7 @@ async def _preallocate(
     if status != 0:
         raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")
     size, seconds = plan.machine.memory, trio.current_time() - began
-    log.info("the guest's memory is there size=%s seconds=%.1f", format_size(size), seconds)
+    log.info(InstanceEvent.MEMORY_PREALLOCATED, format_size(size), seconds)
 
 
 def _why(process: Process) -> str:

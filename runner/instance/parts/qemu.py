@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from runner.base.errors import HostError, Status, explain
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.base.values import frozen
@@ -157,7 +158,7 @@ def opened_files(plan: MachinePlan, directory: PurePosixPath) -> Iterator[Opened
         vsock = plan.guest.vsock
         vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
         if vhost_vsock_fd is not None:
-            log.info("the guest's vsock context identifier is %d", vhost_vsock_fd[1])
+            log.info(InstanceEvent.VSOCK_ASSIGNED, vhost_vsock_fd[1])
         yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
 
 
@@ -361,7 +362,7 @@ class Qemu:
         try:
             await GuestAgent(self._agent).ping()
         except AgentError as error:
-            log.debug("the guest agent does not answer: %s", explain(error))
+            log.debug(InstanceEvent.GUEST_AGENT_SILENT, explain(error))
             return False
         return True
 
@@ -408,21 +409,23 @@ class Qemu:
             case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
                 there = event.data.get("open") is True
                 if (more := self._log_limit.due("guest agent", "is there" if there else "has gone")) is not None:
-                    log.info("the guest agent is there%s" if there else "the guest agent has gone%s", more)
+                    log.info(
+                        InstanceEvent.GUEST_AGENT_CONNECTED if there else InstanceEvent.GUEST_AGENT_DISCONNECTED, more
+                    )
             case "WATCHDOG":
                 if (more := self._log_limit.due("watchdog")) is not None:
-                    log.warning("the guest's watchdog was not fed%s action=%s", more, event.data.get("action"))
+                    log.warning(InstanceEvent.GUEST_WATCHDOG_EXPIRED, more, event.data.get("action"))
             case "RESET":
                 if (more := self._log_limit.due("reset")) is not None:
-                    log.info("the guest was reset%s reason=%s", more, event.data.get("reason"))
+                    log.info(InstanceEvent.GUEST_RESET, more, event.data.get("reason"))
             case "MEMORY_FAILURE":
                 if (more := self._log_limit.due("memory failure")) is not None:
                     recipient, action = event.data.get("recipient"), event.data.get("action")
-                    log.error("the host's memory has failed%s recipient=%s action=%s", more, recipient, action)
+                    log.error(InstanceEvent.HOST_MEMORY_FAILED, more, recipient, action)
 
     def _log_unknown(self, event: QmpEvent) -> None:
         if event.name not in HANDLED | IGNORED and (more := self._log_limit.due("unknown event")) is not None:
-            log.warning("QEMU reports what this program does not know%s event=%.80r", more, event.name)
+            log.warning(InstanceEvent.QEMU_EVENT_UNKNOWN, more, event.name)
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()
@@ -461,7 +464,7 @@ class Qemu:
                 await self._monitor.execute("system_powerdown")
                 await trio.sleep(PRESSED_EVERY)
         except QmpError as error:
-            log.warning("%s", explain(error))
+            log.warning(InstanceEvent.POWER_DOWN_NOT_ASKED, explain(error))
         await trio.sleep_forever()
         raise AssertionError
 
@@ -471,14 +474,14 @@ class Qemu:
         with trio.move_on_after(plan.quit):
             await first_of(self._quit, self.process.wait)
         if self.process.returncode is None:
-            log.warning("QEMU does not quit; it gets a SIGTERM")
+            log.warning(InstanceEvent.QEMU_TERMINATED)
         await supervisor.processes.stop(self.process, plan.terminate)
 
     async def _quit(self) -> int:
         try:
             await self._monitor.execute("quit")
         except QmpError as error:
-            log.debug("quit was not answered: %s", error)
+            log.debug(InstanceEvent.QEMU_QUIT_UNANSWERED, error)
         return await self.process.wait()
 
 
@@ -493,19 +496,19 @@ async def _shut_down_by_agent(channel: Socket, seconds: float) -> None:
             GuestAgent,
         )
     except (ImportError, OSError, MemoryError) as error:
-        log.warning("the guest agent is not asked: %s; pressing the power button", explain(error))
+        log.warning(InstanceEvent.GUEST_AGENT_NOT_ASKED, explain(error))
         return
     agent = GuestAgent(channel)
     try:
         with trio.fail_after(min(AGENT_ANSWERS_WITHIN, seconds)):
             await agent.ping()
-        log.info("the guest agent is asked to shut the guest down")
+        log.info(InstanceEvent.GUEST_AGENT_ASKED)
         with trio.fail_after(seconds):
-            log.warning("the guest agent refuses to shut the guest down: %s", await agent.shut_down())
+            log.warning(InstanceEvent.GUEST_AGENT_REFUSED, await agent.shut_down())
     except trio.TooSlowError:
-        log.warning("the guest agent does nothing; pressing the power button")
+        log.warning(InstanceEvent.GUEST_AGENT_TIMED_OUT)
     except AgentError as error:
-        log.warning("%s", explain(error))
+        log.warning(InstanceEvent.POWER_DOWN_NOT_ASKED, explain(error))
 
 
 def _meaning(event: QmpEvent) -> GuestEnd | None:
@@ -573,7 +576,7 @@ async def paused_qemu(
                 meanwhile()
                 version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
                 lent.close()
-                log.info("QEMU is up pid=%d version=%s", process.pid, version)
+                log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
                 if (reason := too_old(version)) is not None:
                     raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
             yield machine
@@ -636,6 +639,6 @@ def _variables(plan: VariablesPlan) -> Iterator[int]:
         return
     if plan.template is not None:
         files.copy_new(plan.template, plan.path)
-        log.info("made the firmware's variable store %s", plan.path)
+        log.info(InstanceEvent.FIRMWARE_VARIABLES_MADE, plan.path)
     with files.opened(plan.path, write=True, following=False) as store:
         yield store

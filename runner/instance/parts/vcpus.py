@@ -17,6 +17,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.facts.roots import Roots
@@ -114,7 +115,7 @@ class Vcpus:
             if count > before:
                 pause = await self._grow(count, plan)
                 log.info(
-                    "vCPUs plugged count=%d from=%d cpus=%s pause=%.0fms",
+                    InstanceEvent.VCPUS_PLUGGED,
                     count,
                     before,
                     CpuSet(self._placement.pins),
@@ -122,7 +123,7 @@ class Vcpus:
                 )
             elif count < before:
                 await self._shrink(count)
-                log.info("vCPUs unplugged count=%d from=%d", count, before)
+                log.info(InstanceEvent.VCPUS_UNPLUGGED, count, before)
             return {**await self.listed(), "pause_ms": round(pause * 1000, 1)}
 
     def _allowed(self, count: int) -> VcpuHotplugPlan:
@@ -237,7 +238,7 @@ class Vcpus:
     def _give_up(self, reason: str) -> NoReturn:
         """End the instance, whose guest does not run on. Raises :exc:`GuestStoppedError`."""
         if not self._receipts.machine.ends:
-            log.error("the guest does not run on: %s", reason)
+            log.error(InstanceEvent.GUEST_NOT_CONTINUED, reason)
             self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
         raise GuestStoppedError(f"the guest does not run on: {reason}; the instance ends")
 
@@ -341,7 +342,7 @@ class Vcpus:
         for vcpu in vcpus[len(there) :]:
             receipts.active.forget(vcpu.tid)
         receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=there), True
-        log.info("vCPUs released by the guest count=%d from=%d", len(there), len(vcpus))
+        log.info(InstanceEvent.VCPUS_RELEASED, len(there), len(vcpus))
         await self._follow_threads(available)
 
     async def _unplug(self, count: int) -> None:
@@ -432,7 +433,7 @@ class Vcpus:
                     receipts.active.adopt(before)
             receipts.publish()
             if (more := receipts.supervisor.log_limit.due("vCPUs placed anew")) is not None:
-                log.info("vCPUs placed anew%s count=%d cpus=%s", more, len(found), CpuSet(found))
+                log.info(InstanceEvent.VCPUS_PLACED_ANEW, more, len(found), CpuSet(found))
             _tell_if_shared(wanted, before)
 
     def _pin(self, pins: Sequence[int]) -> None:
@@ -482,4 +483,4 @@ class _Pause:
 def _tell_if_shared(wanted: Placement, before: Placement) -> None:
     """Log that no CPU is left for float, if there was one *before*."""
     if wanted.shared and not before.shared:
-        log.warning("all CPUs of the container belong to vCPUs now, and all other threads share them")
+        log.warning(InstanceEvent.FLOAT_WITHOUT_CPUS)

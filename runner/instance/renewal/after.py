@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from runner.base.errors import RunnerError, explain
+from runner.base.events import InstanceEvent
 from runner.instance.parts.qemu import Qemu
 from runner.instance.watch.receipts import Receipts
 from runner.protocol.qmp import QmpError
@@ -18,10 +19,10 @@ async def verify_guest(machine: Qemu, receipts: Receipts) -> None:
     try:
         receipts.publish()
     except RunnerError as error:
-        log.warning("the receipt is that of before the renewal: %s", explain(error))
+        log.warning(InstanceEvent.RECEIPT_NOT_RENEWED, explain(error))
     try:
         reply: Any = await machine.monitor.execute("query-status")
     except QmpError:  # the task that waits for the guest's end reports it
         return
     if isinstance(reply, dict) and reply.get("running") is not True:
-        log.warning("the guest does not run after the renewal status=%s", reply.get("status"))
+        log.warning(InstanceEvent.GUEST_NOT_RUNNING, reply.get("status"))

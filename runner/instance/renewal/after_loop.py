@@ -19,6 +19,7 @@ import signal
 from collections.abc import Callable
 
 from runner.base.errors import HostError, explain
+from runner.base.events import InstanceEvent
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.renewal.carried import CarriedQemu, CarriedRun
 from runner.instance.renewal.upgrade import BLOCKED, execute_again
@@ -46,8 +47,8 @@ def resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | t
                 execute_again(supervisor, error)
             return _for_another_loop(carry_over, error)
         except Exception as found:  # noqa: BLE001 - whatever it is, the guest is to power down in order
-            log.error("what is held cannot be taken over by another event loop: %s", explain(found))  # noqa: TRY400
-    log.error("the guest is powered down without an event loop")
+            log.error(InstanceEvent.EVENT_LOOP_NOT_REPLACED, explain(found))  # noqa: TRY400
+    log.error(InstanceEvent.GUEST_POWERED_DOWN_PLAINLY)
     return _end_children(supervisor)
 
 

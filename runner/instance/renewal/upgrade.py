@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import trio
 
 from runner.base.errors import HostError, RefusedError, explain
+from runner.base.events import InstanceEvent
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.codec import encode
 from runner.instance.renewal.first_stage import stage_argv
@@ -95,7 +96,7 @@ async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     try:
         await _become(supervisor, _again(carry_over), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
     except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
-        log.error("the runner cannot continue after a fault of its own: %s", explain(failure))  # noqa: TRY400
+        log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400
 
 
 def execute_again(supervisor: Supervisor, error: Exception) -> None:
@@ -105,7 +106,7 @@ def execute_again(supervisor: Supervisor, error: Exception) -> None:
             failure = _execute(supervisor, _again(supervisor.carry_over), "fault", _reason(error))
         except HostError as raised:
             failure = raised
-        log.error("the runner cannot continue after a fault of its own: %s", explain(failure))
+        log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))
 
 
 def _is_survivable(carry_over: CarryOver) -> bool:
@@ -113,7 +114,7 @@ def _is_survivable(carry_over: CarryOver) -> bool:
     now = time.monotonic()
     carry_over.own_faults = [each for each in carry_over.own_faults if now - each < FORGIVEN]
     if len(carry_over.own_faults) >= MOST_FAULTS:
-        log.error("the runner has survived %d faults of its own in %g s, and not this one", MOST_FAULTS, FORGIVEN)
+        log.error(InstanceEvent.RUNNER_FAULTS_TOO_MANY, MOST_FAULTS, FORGIVEN)
         return False
     carry_over.own_faults.append(now)
     return True

@@ -16,6 +16,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, Status, explain
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.parts.qemu import GuestEnd
@@ -66,7 +67,7 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
             await _restore(receipts, fit)
             continue
         if not state.resizing and (more := receipts.supervisor.log_limit.due("CPUs lost")) is not None:
-            log.warning("CPUs of vCPUs are lost%s: %s", more, lost)
+            log.warning(InstanceEvent.CPUS_LOST, more, lost)
         state.set_resizing(str(lost))
         if (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
             return end
@@ -81,9 +82,9 @@ def _watch_offline(receipts: Receipts) -> None:
     state = receipts.supervisor.guest_state
     offline = CpuSet(receipts.active.placement.pins) - _online()
     if gone := offline - state.offline:
-        log.warning("CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus=%s", gone)
+        log.warning(InstanceEvent.CPUS_OFFLINE, gone)
     if back := state.offline - offline:
-        log.info("CPUs of vCPUs are online again cpus=%s", back)
+        log.info(InstanceEvent.CPUS_ONLINE, back)
     state.set_offline(offline)
 
 
@@ -149,11 +150,11 @@ async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | Non
         if find_lost_cpus(receipts) != lost:
             return None  # it has others now
         detail = f"{lost}: {explain(error)}"
-        log.error("the guest cannot run on: %s", detail)  # noqa: TRY400 - one line
+        log.error(InstanceEvent.GUEST_WITHOUT_CPUS, detail)  # noqa: TRY400 - one line
         return GuestEnd(Status.CPUS_LOST, detail)
     except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
         if (more := supervisor.log_limit.due("placed anew")) is not None:
-            log.warning("the vCPUs cannot be placed anew yet%s: %s", more, explain(error))
+            log.warning(InstanceEvent.VCPUS_NOT_PLACED_ANEW, more, explain(error))
     else:
         supervisor.guest_state.set_resizing("")
     return None

@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError, explain
+from runner.base.events import InstanceEvent
 from runner.instance.supervisor import Supervisor
 from runner.kernel.sockets import Socket
 from runner.placement.threads import Receipt, sentences
@@ -142,9 +143,7 @@ async def probes_served(supervisor: Supervisor, plan: InstancePlan, address: tup
 
 
 def _log_addresses(plan: InstancePlan, listeners: Sequence[Socket]) -> None:
-    log.info("probes and metrics are served port=%d", listeners[0].getsockname()[1])
+    log.info(InstanceEvent.PROBES_SERVED, listeners[0].getsockname()[1])
     taken = [each.pod.name for each in plan.networks if isinstance(each, BridgedPlan) and each.pod is not None]
     if taken:
-        log.warning(
-            "the guest has the address of %s: connections to it reach the guest, and not --http", ", ".join(taken)
-        )
+        log.warning(InstanceEvent.PROBES_UNREACHABLE, ", ".join(taken))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, assert_never
 import trio
 
 from runner.base.errors import HostError, explain
+from runner.base.events import InstanceEvent
 from runner.instance.parts.qemu import Qemu
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, READY
 from runner.instance.supervisor import MINUTE, RESETS_OF_A_LOOP, Supervisor, kernel_time, loop_time
@@ -165,7 +166,7 @@ class Readiness:
             files.publish(self._path, b"")
         except HostError as error:  # no reason to end a guest that runs
             if (more := self._supervisor.log_limit.due("unshown")) is not None:
-                log.warning("cannot show that the guest is ready%s: %s", more, explain(error))
+                log.warning(InstanceEvent.READY_FILE_FAILED, more, explain(error))
             self._unshown.set()
         else:
             self._shown.callback(self._withdraw)
@@ -216,7 +217,7 @@ class Readiness:
             case "GUEST_CRASHLOADED" if not self._state.panic:
                 self._state.panic = "it handles that itself, as kdump does"
                 if (more := self._supervisor.log_limit.due("guest crash loaded")) is not None:
-                    log.error("the guest's kernel has panicked and handles that itself, as kdump does%s", more)
+                    log.error(InstanceEvent.GUEST_CRASH_LOADED, more)
                 self._change()
 
     def _halt(self, run_state: str) -> None:
@@ -227,9 +228,9 @@ class Readiness:
         kind = "guest halted" if self._state.halted else "guest runs again"
         if (more := self._supervisor.log_limit.due(kind)) is not None:
             if self._state.halted:
-                log.warning("the guest does not run%s: %s", more, self._state.halted)
+                log.warning(InstanceEvent.GUEST_HALTED, more, self._state.halted)
             else:
-                log.info("the guest runs again%s", more)
+                log.info(InstanceEvent.GUEST_RUNS_AGAIN, more)
         self._change()
 
     def _ask_qemu(self) -> None:
@@ -249,14 +250,14 @@ class Readiness:
                 except SilentError as error:
                     self._state.qemu_silent = explain(error)
                     if (more := self._supervisor.log_limit.due("QEMU silent")) is not None:
-                        log.warning("nothing is known of the guest%s: %s", more, self._state.qemu_silent)
+                        log.warning(InstanceEvent.QEMU_SILENT, more, self._state.qemu_silent)
                     self._change()
                     events = self._events
                     self._note(await monitor.answers(), events)
             if self._state.qemu_silent:
                 self._state.qemu_silent = ""
                 if (more := self._supervisor.log_limit.due("QEMU answers")) is not None:
-                    log.info("QEMU answers again%s", more)
+                    log.info(InstanceEvent.QEMU_ANSWERS_AGAIN, more)
                 self._change()
 
     def _note(self, run_state: str, events: int) -> None:
@@ -271,7 +272,7 @@ class Readiness:
                 await self._changed.wait()
             if (more := self._supervisor.log_limit.due("guest reset loop")) is not None:
                 log.warning(
-                    "the guest does not get up%s: %d resets in the last minute",
+                    InstanceEvent.GUEST_RESETS_AGAIN_AND_AGAIN,
                     more,
                     self._state.resets_lately(),
                 )
@@ -281,7 +282,7 @@ class Readiness:
     def _signed(self) -> None:
         self._state.waits_for = ""
         if (more := self._supervisor.log_limit.due("guest ready")) is not None:
-            log.info("the guest is ready%s sign=%s", more, self._sign)
+            log.info(InstanceEvent.GUEST_READY, more, self._sign)
         self._change()
 
     def _panicked(self, line: str) -> None:
@@ -290,7 +291,7 @@ class Readiness:
         self._state.panic = line
         if (more := self._supervisor.log_limit.due("guest panic")) is not None:
             log.error(
-                "the guest's kernel has panicked, by its console; it is not ready until it is reset%s line=%s",
+                InstanceEvent.GUEST_PANIC_ON_CONSOLE,
                 more,
                 line,
             )
@@ -302,7 +303,7 @@ class Readiness:
             f"{SEARCHED_SHARE:.0%} of the time for all; simplify it"
         )
         if (more := self._supervisor.log_limit.due("guest.ready too slow")) is not None:
-            log.error("the guest cannot become ready%s: %s", more, self._state.waits_for)
+            log.error(InstanceEvent.GUEST_SIGN_GIVEN_UP, more, self._state.waits_for)
         self._change()
 
     async def _ask(self, ask: Callable[[], Awaitable[bool]]) -> None:

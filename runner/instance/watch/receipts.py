@@ -11,6 +11,7 @@ import attrs
 import trio
 
 from runner.base.errors import HostError, PlacementError, RunnerError, explain
+from runner.base.events import InstanceEvent
 from runner.base.table import aligned
 from runner.base.tasks import first_of
 from runner.instance.parts.cgroups.active import ActivePlacement
@@ -86,7 +87,7 @@ class Receipts:
                 self.active.release(thread.tid)
                 self.supervisor.counters.swept += 1
                 if (more := self.supervisor.log_limit.due("thread of a vCPU")) is not None:
-                    log.info("moved to float, as a vCPU had started it%s tid=%d name=%s", more, thread.tid, thread.name)
+                    log.info(InstanceEvent.THREAD_MOVED_TO_FLOAT, more, thread.tid, thread.name)
         return self._read_once() if strays else found
 
     def _read_once(self) -> Receipt:
@@ -99,9 +100,9 @@ class Receipts:
         Raises :exc:`~runner.base.errors.PlacementError` when a thread is misplaced, or the plan demands sealed CPUs.
         """
         self.receipt = verified(attrs.evolve(self.read(), guarantee_reason=reason))
-        log.info("placement: %s", receipt_table(self.receipt))
+        log.info(InstanceEvent.THREADS_PLACED, receipt_table(self.receipt))
         if self.receipt.guarantee == "enforced":
-            log.info("guarantee enforced cpus=%s", self.receipt.rules.cpus)
+            log.info(InstanceEvent.GUARANTEE_ENFORCED, self.receipt.rules.cpus)
         else:
             reason = reason or "the kernel lets other processes of the pod run there"
             if isinstance(self.plan.placement, ControllerPlacement) and self.plan.placement.enforced:
@@ -109,7 +110,7 @@ class Receipts:
                     f"cannot keep all others off the vCPUs' CPUs: {reason}",
                     remedy='set cpu.exclusive = "auto" to start without that guarantee',
                 )
-            log.warning("guarantee arranged (%s)", reason)
+            log.warning(InstanceEvent.GUARANTEE_ARRANGED, reason)
         self.publish()
 
     def follow(self, threads: QemuThreads) -> None:
@@ -189,7 +190,7 @@ class Receipts:
                 await self._publish_settled()
             except RunnerError as error:
                 if (more := self.supervisor.log_limit.due("receipt")) is not None:
-                    log.warning("the receipt is that of before a restart%s: %s", more, explain(error))
+                    log.warning(InstanceEvent.RECEIPT_OUTDATED, more, explain(error))
 
     async def _publish_settled(self) -> None:
         for pause in VERIFIED_AGAIN:

@@ -12,6 +12,7 @@ from typing import Literal
 import attrs
 import trio
 
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 
 log = logging.getLogger(__name__)
@@ -84,10 +85,10 @@ class SignsOfLife:
             was_silent = self.silence is not None
             self.silence = Silence(accel, trio.current_time() - begun, ran)
             if not was_silent:
-                log.warning("the guest is silent: %s", self.silence)
+                log.warning(InstanceEvent.GUEST_SILENT, self.silence)
                 changed()
         if self.silence is not None:
-            log.info("the guest shows a sign of life")
+            log.info(InstanceEvent.GUEST_NO_LONGER_SILENT)
             self.silence = None
             changed()
         if self.console_written.is_set():
@@ -96,7 +97,7 @@ class SignsOfLife:
             await self.console_written.wait()
             return
         self.mute = f"nothing on the console in the first {MUTE_AFTER:.0f} s; {MUTE_REMEDY}"
-        log.warning("the guest does not use its console, or does not boot: %s", self.mute)
+        log.warning(InstanceEvent.GUEST_CONSOLE_MUTE, self.mute)
         await self.console_written.wait()
         self.mute = ""
-        log.info("the guest has begun to use its console")
+        log.info(InstanceEvent.GUEST_CONSOLE_USED)

@@ -8,17 +8,29 @@ import sys
 
 import pytest
 
+from runner.base.events import Event, InstanceEvent
 from runner.protocol.logs import LONGEST, JsonConsole, LogTable, json_line, json_of_dropped, text_lines
 
 
-def record(template: str, *arguments: object, level: int = logging.INFO) -> logging.LogRecord:
-    made = logging.LogRecord("runner.x", level, "file", 1, template, arguments, None)
+class TriedEvent:
+    """Events that no program logs."""
+
+    DISKS_FAILED = Event("the disk %s has failed to %s%s; and so on", "pid=%d")
+    READY = Event("ready", "frozen=%r")
+    PERCENT = Event("%s is at 5%%")
+    PERCENT_WITH_FIELD = Event("at 5%%", "pid=%d")
+    NAME = Event("a", "name=%s")
+    NAME_QUOTED = Event("a", "name=%r")
+
+
+def record(message: str | Event, *arguments: object, level: int = logging.INFO) -> logging.LogRecord:
+    made = logging.LogRecord("runner.x", level, "file", 1, message, arguments, None)
     made.created, made.msecs = 1_700_000_000.25, 250.0
     return made
 
 
 def test_text_has_the_time_and_the_level() -> None:
-    assert text_lines(record("up pid=%d", 7)) == b"22:13:20.250 info    up pid=7\n"
+    assert text_lines(record(TriedEvent.PERCENT_WITH_FIELD, 7)) == b"22:13:20.250 info    at 5% pid=7\n"
 
 
 HOSTILE = [
@@ -36,11 +48,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize(
-    "template", ["%s", "a name=%s", "a name=%r", "the disk %s has failed to %s%s; and so on pid=%d"]
-)
-def test_words_of_others_forge_no_line_and_control_no_terminal(template: str, text: str) -> None:
-    made = record(template, *[text] * template.count("%s"), *[text] * template.count("%r"), *[7] * template.count("%d"))
+@pytest.mark.parametrize("message", ["%s", TriedEvent.NAME, TriedEvent.NAME_QUOTED, TriedEvent.DISKS_FAILED])
+def test_words_of_others_forge_no_line_and_control_no_terminal(message: str | Event, text: str) -> None:
+    template = str(message)
+    made = record(message, *[text] * template.count("%s"), *[text] * template.count("%r"), *[7] * template.count("%d"))
     line = text_lines(made).decode()
     assert line.endswith("\n")
     assert line[:-1].isprintable()
@@ -69,13 +80,13 @@ def test_a_traceback_forges_no_line() -> None:
 @pytest.mark.parametrize(
     ("made", "message", "fields"),
     [
-        (record("QEMU is up pid=%d version=%s", 7, "10.0"), "QEMU is up", {"pid": 7, "version": "10.0"}),
-        (record("%s %s; starting it again pause=%.1fs", "dnsmasq", "died", 0.5), "dnsmasq died; starting it again", {"pause": "0.5"}),
-        (record("ready frozen=%r", "why = it is"), "ready", {"frozen": "why = it is"}),
-        (record("the guest runs"), "the guest runs", {}),
+        (record(InstanceEvent.QEMU_STARTED, 7, "10.0"), "QEMU is up", {"pid": 7, "version": "10.0"}),
+        (record(InstanceEvent.CHILD_RESTARTING, "dnsmasq", "died", 0.5), "dnsmasq died; starting it again", {"pause": "0.5"}),
+        (record(TriedEvent.READY, "why = it is"), "ready", {"frozen": "why = it is"}),
+        (record(InstanceEvent.GUEST_STARTED), "the guest runs", {}),
         (record("%s", "what a child=7"), "what a child=7", {}),
-        (record("%s is at 5%%", "it"), "it is at 5%", {}),
-        (record("at 5%% pid=%d", 3), "at 5%", {"pid": 3}),
+        (record(TriedEvent.PERCENT, "it"), "it is at 5%", {}),
+        (record(TriedEvent.PERCENT_WITH_FIELD, 3), "at 5%", {"pid": 3}),
         (record("two\nlines"), "two\\nlines", {}),
     ],
 )  # fmt: skip
@@ -99,9 +110,10 @@ def test_json_has_one_object_with_the_fields_apart(
 @pytest.mark.parametrize(
     ("made", "name"),
     [
-        (record("the guest runs"), "guest_started"),
-        (record("%s %s; starting it again pause=%.1fs", "dnsmasq", "died", 0.5), "child_restarting"),
+        (record(InstanceEvent.GUEST_STARTED), "guest_started"),
+        (record(InstanceEvent.CHILD_RESTARTING, "dnsmasq", "died", 0.5), "child_restarting"),
         (record("%s", "the guest runs"), "other"),
+        (record(InstanceEvent.PLAN_REMARKED, "cpu.placement: 'affinity' is second best"), "plan_remarked"),
         (record("a library's"), "other"),
     ],
 )
@@ -109,15 +121,9 @@ def test_json_has_the_events_name(made: logging.LogRecord, name: str) -> None:
     assert json.loads(json_line(made))["event"] == name
 
 
-def test_a_sentence_of_others_has_the_name_of_where_it_is_logged() -> None:
-    made = record("%s", "cpu.placement: 'affinity' is second best")
-    made.name = "runner.instance.init"
-    assert json.loads(json_line(made))["event"] == "plan_remarked"
-
-
 def test_a_table_is_lines_in_text_and_data_in_json() -> None:
     rows: list[dict[str, object]] = [{"role": "vcpu", "vcpu": 0, "name": "CPU 0/KVM"}, {"role": "anchor"}]
-    made = record("placement: %s", LogTable("threads", rows, ("ROLE", "vcpu 0  \x1b[2J")))
+    made = record(InstanceEvent.THREADS_PLACED, LogTable("threads", rows, ("ROLE", "vcpu 0  \x1b[2J")))
     assert text_lines(made) == (
         b"22:13:20.250 info    placement: ROLE\n22:13:20.250 info    placement: vcpu 0  \\x1b[2J\n"
     )

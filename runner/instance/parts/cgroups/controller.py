@@ -18,6 +18,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, explain
+from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
@@ -95,7 +96,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
             try:
                 self.admit(0)
             except HostError as error:
-                log.error("this process is on the vCPUs' CPUs: %s", explain(error))  # noqa: TRY400  # raised below, too
+                log.error(InstanceEvent.RUNNER_MISPLACED, explain(error))  # noqa: TRY400  # raised below, too
                 raise PlacementError("cannot return to float: this process stays on the vCPUs' CPUs") from error
 
     def container_cpus(self) -> CpuSet:
@@ -137,7 +138,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
                     await _register(placement, self.cgroups.pod, held, charged=True)
                 except HostError as error:
                     if not warned:
-                        log.warning("kernel threads of QEMU may run on the vCPUs' CPUs: %s", explain(error))
+                        log.warning(InstanceEvent.KERNEL_THREADS_NOT_MOVED, explain(error))
                     warned = True
                 else:
                     break
@@ -156,13 +157,13 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
             except ControllerAbsentError:  # a newer one may be replacing it
                 await trio.sleep(SETTLED_AGAIN)
             except HostError as error:
-                log.warning("the CPUs are not tuned: %s", explain(error))
+                log.warning(InstanceEvent.CPUS_NOT_TUNED, explain(error))
                 return
             else:
                 for reason in missing:
-                    log.warning("the CPUs are not tuned as asked: %s", reason)
+                    log.warning(InstanceEvent.CPUS_PARTLY_TUNED, reason)
                 shown = {**asked, "devices": ",".join(tuning.devices)}
-                log.info("CPUs tuned %s", " ".join(f"{key}={value}" for key, value in shown.items() if value))
+                log.info(InstanceEvent.CPUS_TUNED, " ".join(f"{key}={value}" for key, value in shown.items() if value))
                 return
 
 
@@ -200,7 +201,7 @@ async def _sealed(
             try:
                 await unseal(placement.socket, placement.pod_uid)
             except (ControllerAbsentError, ControllerError) as error:  # what is deregistered is unsealed, too
-                log.debug("not unsealed: %s", explain(error))
+                log.debug(InstanceEvent.CPUS_NOT_UNSEALED, explain(error))
 
 
 async def _seal(placement: ControllerPlacement) -> str:
@@ -250,7 +251,7 @@ async def _keep_sealed(
         except HostError as error:
             found = explain(error)
         if found != reason or not found:
-            log.warning("guarantee %s", f"arranged ({found})" if found else "enforced again")
+            log.warning(InstanceEvent.GUARANTEE_CHANGED, f"arranged ({found})" if found else "enforced again")
         reason = found
 
 
@@ -307,9 +308,9 @@ async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
         try:
             await deregister(placement.socket, placement.pod_uid)
         except ControllerAbsentError as error:
-            log.warning("%s; it will remove the instance's cgroup when it is back", explain(error))
+            log.warning(InstanceEvent.CONTROLLER_GONE, explain(error))
     if timeout.cancelled_caught:
-        log.warning("the controller does not answer; it will remove the instance's cgroup later")
+        log.warning(InstanceEvent.CONTROLLER_SILENT)
 
 
 async def registration_of(
@@ -327,7 +328,7 @@ async def registration_of(
                     raise ControllerError(f"waited {error.within:g} s: {error}", error.code) from None
                 if waits_for != str(error):
                     waits_for = str(error)
-                    log.warning("waiting for up to %.0f s: %s", deadline - trio.current_time(), waits_for)
+                    log.warning(InstanceEvent.OTHER_INSTANCE_AWAITED, deadline - trio.current_time(), waits_for)
                 await _wait_for_end(supervisor, error, deadline)
             else:
                 held.push(descriptors.pop_all())
@@ -353,7 +354,7 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
                 return await supervisor.unless_stopped(partial(_register, placement, pod, held))
             except ControllerAbsentError as error:
                 if not waiting:
-                    log.info("waiting for the controller: %s", explain(error))
+                    log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
                 waiting = True
             await supervisor.unless_stopped(partial(trio.sleep, ASKED_EVERY))
     what = "it is not there" if waiting else "it does not answer"

@@ -12,6 +12,7 @@ from functools import partial
 import attrs
 
 from runner.base.errors import HostError, PlacementError
+from runner.base.events import InstanceEvent
 from runner.facts.roots import Roots
 from runner.instance.parts.cgroups.entered import EnteredCgroups, P
 from runner.instance.parts.cgroups.strays import processes_of_others, sweep
@@ -56,7 +57,7 @@ async def entered_float(
         for anchor in anchors:
             anchor.command = command
         if is_frozen(named.pod):
-            log.warning("the container's cgroup is frozen: what is in float ends there cgroup=%s", named.pod)
+            log.warning(InstanceEvent.CONTAINER_FROZEN, named.pod)
         else:
             _return_to_pod(supervisor, active, named)
 
@@ -107,5 +108,5 @@ def _read_paths(
         raise PlacementError(
             f"cannot enter {named.float_cgroup!r}: this process is in {own!r} and may run on '{taken}' of the vCPUs' CPUs"
         )
-    log.info("in float cgroup=%s cpus=%s", own, read_mask())
+    log.info(InstanceEvent.FLOAT_ENTERED, own, read_mask())
     return CgroupPaths(named.pod, own, own.removesuffix(named.float_cgroup) + named.instance)

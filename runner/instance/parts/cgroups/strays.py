@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import trio
 
 from runner.base.errors import HostError, PlacementError, explain
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.cgroups.entered import EnteredCgroups, P
 from runner.instance.supervisor import Counters
@@ -47,7 +48,7 @@ async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active
             try:
                 _sweep_once(processes, procfs, counters, active, limit)
             except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
-                log.debug("nothing could be looked for: %s", explain(error))
+                log.debug(InstanceEvent.SWEEP_FAILED, explain(error))
             await trio.sleep(SWEPT_EVERY)
     finally:
         limit.log_left_out()
@@ -75,7 +76,7 @@ def _sweep_process(
         active.admit(pid)
         counters.swept += 1
         if (more := limit.due("process")) is not None:
-            log.info("moved to float, as it was started in the pod's cgroup%s pid=%d name=%s", more, pid, first.name)
+            log.info(InstanceEvent.PROCESS_MOVED_TO_FLOAT, more, pid, first.name)
 
 
 def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups[P], tid: int, limit: LogRateLimit) -> None:
@@ -84,7 +85,7 @@ def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups[P],
         active.release(tid)
         counters.swept += 1
         if (more := limit.due("thread")) is not None:
-            log.info("moved to float, as a vCPU had started it%s tid=%d name=%s", more, tid, name)
+            log.info(InstanceEvent.THREAD_MOVED_TO_FLOAT, more, tid, name)
 
 
 @contextmanager
@@ -95,6 +96,6 @@ def _tolerated(limit: LogRateLimit, what: str) -> Iterator[None]:
     except (CgroupError, PlacementError) as error:
         cause = error.errno if isinstance(error, CgroupError) else getattr(error.__cause__, "errno", None)
         if cause not in {errno.ESRCH, errno.ENOENT} and (more := limit.due("stays", what)) is not None:
-            log.warning("%s is on the vCPUs' CPUs%s: %s", what, more, explain(error))
+            log.warning(InstanceEvent.STRAY_NOT_MOVED, what, more, explain(error))
     except HostError:
         pass
