@@ -16,7 +16,7 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS, LimitOptions, choose_limits
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.serve.methods import RpcMethods, Timeouts
+from runner.controller.serve.methods import MOST_WAITING, RpcMethods, Timeouts
 from runner.controller.serve.pods import PodCgroups
 from runner.controller.serve.server import listening
 from runner.controller.tree.cpu_source import CpuSource
@@ -301,6 +301,10 @@ class Controller:
             await self.loop.next_pass()
 
 
+QUICK = Timeouts(agreement=0.4, emptying=0.4)
+"""For tests in which what is waited for never comes."""
+
+
 @contextlib.asynccontextmanager
 async def controlled(
     node: Node,
@@ -309,7 +313,7 @@ async def controlled(
     own_cpus: str = "",
     reserved: str = "",
     limits: SocketLimits | None = None,
-    timeouts: Timeouts | None = None,
+    timeouts: Timeouts = QUICK,
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
     device_filter: DeviceFilter | None = None,
@@ -318,6 +322,8 @@ async def controlled(
     tuning: TuningOptions | None = None,
     tuned_every: float = 0,
     require_seccomp: bool = False,
+    most_waiting: int = MOST_WAITING,
+    cpu_source: Callable[[KubeletFiles, Path, CpuSet], CpuSource] = CpuSource,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
@@ -327,7 +333,7 @@ async def controlled(
         tree=Tree(node.root, partition_writer),
         source=None
         if own_cpus
-        else CpuSource(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
+        else cpu_source(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
         intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
         limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),
@@ -338,7 +344,7 @@ async def controlled(
         mount=node.mount,
         peers=Peers(node.proc, NO_PIDFD),  # /proc/self/fdinfo is the machine's
         own_cpus=CpuSet.parse(own_cpus),
-        timeouts=timeouts or Timeouts(agreement=0.4, emptying=0.4),
+        timeouts=timeouts,
         trusting=trusting,
         device_filter=device_filter,
         partitions_required=partitions_required,
@@ -352,6 +358,7 @@ async def controlled(
             least=tuned_every,
         ),
         require_seccomp=require_seccomp,
+        most_waiting=most_waiting,
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(limit):

@@ -22,7 +22,7 @@ from runner.cli.events_table import events_markdown
 from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
-from runner.controller.serve.methods import CODES, MOST_PROCESSES, MOST_WAITING, SEALED_EVERY, SEALS_APART
+from runner.controller.serve.methods import CODES, MOST_PROCESSES, MOST_WAITING, Timeouts
 from runner.controller.tune.host_tuner import LEAST
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
@@ -253,7 +253,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         "listInstances",
         "getStatus",
     ]
-    limits = SocketLimits()
+    limits, timeouts = SocketLimits(), Timeouts()
     assert [value for _, value in table_rows(CONTROLLER, "| limit | value |")] == [
         f"{limits.message >> 10} KiB",
         f"{limits.connections}, {limits.connections_per_peer}",
@@ -261,7 +261,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{limits.in_flight}",
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
-        f"{SEALED_EVERY:g} s, {SEALS_APART:g} s",
+        f"{timeouts.sealed_again:g} s, {timeouts.seals_apart:g} s",
         f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]

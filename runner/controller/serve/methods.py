@@ -113,10 +113,6 @@ MOST_WAITING = 32
 """Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
 MOST_PROCESSES = 4096
 """Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
-SEALED_EVERY = 1.0
-"""Seconds between two seals of an instance: for each the kernel rebuilds its scheduling domains, and no request is answered."""
-SEALS_APART = 0.1
-"""The same between any two on the node: many pods may ask together."""
 BETWEEN_CHECKPOINTS = 64
 """Processes that are looked at, 0.02 ms each, before other requests have their turn."""
 
@@ -143,7 +139,7 @@ class PodMemory:
 
 @frozen
 class Timeouts:
-    """Seconds to wait for the kubelet, for threads to end, and for an instance to end."""
+    """Seconds to wait for the kubelet, for threads to end, for an instance to end, and between two seals."""
 
     agreement: float = 12.0
     """For the kubelet's state and the container's cpuset to agree: its reconcile period is 10 s."""
@@ -151,6 +147,10 @@ class Timeouts:
     """For the last thread of an instance that is being deregistered to end."""
     handover: float = 600.0
     """For an instance to end whose CPUs the kubelet has given to another: ten times the grace of our example pod."""
+    sealed_again: float = 1.0
+    """From one seal of an instance to the next: for each the kernel rebuilds its scheduling domains, and no request is answered."""
+    seals_apart: float = 0.1
+    """The same between any two on the node: many pods may ask together."""
 
 
 @frozen
@@ -173,6 +173,8 @@ class RpcMethods:
     """Whether a pod that may write the files of its groups is refused, and not only named in the log."""
     partitions_required: bool = False
     """Whether an instance is refused where the kernel does not keep all others off its CPUs."""
+    most_waiting: int = MOST_WAITING
+    """Registrations that wait for the kubelet at a time."""
     _walks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
     _requests: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
@@ -181,7 +183,11 @@ class RpcMethods:
     """Whose turn it is to seal; trio gives it in the order in which it was asked for."""
     _sealed_at: dict[str, float] = attrs.field(factory=dict)
     """When the instances of the last second were sealed, on trio's clock."""
-    _waits: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(MOST_WAITING))
+    _waits: trio.Semaphore = attrs.field(init=False)
+
+    @_waits.default
+    def _none_waits(self) -> trio.Semaphore:
+        return trio.Semaphore(self.most_waiting)
 
     def admit(self, identify: Identify) -> int:
         """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
@@ -282,7 +288,7 @@ class RpcMethods:
         try:
             self._waits.acquire_nowait()
         except trio.WouldBlock:
-            raise self.busy(f"{MOST_WAITING} registrations wait for the kubelet") from refused
+            raise self.busy(f"{self.most_waiting} registrations wait for the kubelet") from refused
         deadline = trio.current_time() + self.timeouts.agreement
         container = () if caller is None else (self.mount.at(caller.container.path).path / "cpuset.cpus",)
         try:
@@ -542,15 +548,15 @@ class RpcMethods:
                 return "it is not registered"
             if group.partition() == ISOLATED:
                 return ""
-            await trio.sleep_until(self._sealed_at.get(pod_uid, -math.inf) + SEALED_EVERY)
+            await trio.sleep_until(self._sealed_at.get(pod_uid, -math.inf) + self.timeouts.sealed_again)
             async with self._turns:
-                await trio.sleep_until(max(self._sealed_at.values(), default=-math.inf) + SEALS_APART)
+                await trio.sleep_until(max(self._sealed_at.values(), default=-math.inf) + self.timeouts.seals_apart)
                 self._check_owner(identify, caller, pod_uid)
                 return self._seal_now(pod_uid)
 
     def _seal_now(self, pod_uid: str) -> str:
         now = trio.current_time()
-        for uid in [uid for uid, at in self._sealed_at.items() if at + SEALED_EVERY < now]:
+        for uid in [uid for uid, at in self._sealed_at.items() if at + self.timeouts.sealed_again < now]:
             del self._sealed_at[uid]
         self._sealed_at[pod_uid] = now
         return self.loop.seal(pod_uid)

@@ -5,7 +5,7 @@ claims (:mod:`runner.kubelet.claims`), if a DRA driver gives CPUs to any, and th
 
 The API answers as long as the kubelet runs, 100 times a second at most, to all its clients together
 (``pkg/kubelet/apis/podresources/constants.go``). It is asked only where a file does not suffice, so that a node where the files
-do has no need of it; and no longer than :data:`ANSWER_WITHIN`.
+do has no need of it; and no longer than :attr:`CpuSource.answer_within`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ from runner.kubelet.state_files import KubeletFiles, parse_cpu_state, parse_veri
 
 log = logging.getLogger(__name__)
 
-ANSWER_WITHIN = 2.0
-"""Seconds for which a pass waits for the kubelet's answer."""
-ASKED_EVERY = 1.0
-"""Seconds after which it is asked again for a container that it has not listed, although no file has changed."""
-
 
 @attrs.define(eq=False)
 class CpuSource:
@@ -53,6 +48,10 @@ class CpuSource:
     sys: Path
     reserved: CpuSet
     """The CPUs of ``--reserved-cpus``. Where it is empty and they are needed, the kubelet is asked for them."""
+    answer_within: float = 2.0
+    """Seconds for which a pass waits for the kubelet's answer."""
+    asked_again: float = 1.0
+    """Seconds after which it is asked again for a container that it has not listed, although no file has changed."""
     _reserved_by_kubelet: CpuSet = attrs.field(factory=CpuSet)
     _claims: CpuClaims = attrs.field(factory=CpuClaims)
     """Those that the last settled state was made of."""
@@ -148,7 +147,7 @@ class CpuSource:
             return False
         if claims != self._claims:
             return True
-        return self.awaits_containers and trio.current_time() >= self._asked_at + ASKED_EVERY
+        return self.awaits_containers and trio.current_time() >= self._asked_at + self.asked_again
 
     def _read_claims(self) -> CpuClaims | Frozen:
         return attempt_claims(self.files.claims, self.files.cdi, CDI_FILES, parse_cpu_claims)
@@ -189,6 +188,6 @@ class CpuSource:
     async def _ask(self, method: str) -> bytes:
         from runner.protocol.grpc import call
 
-        with trio.move_on_after(ANSWER_WITHIN):
+        with trio.move_on_after(self.answer_within):
             return await call(self.files.pod_resources, method, NO_FIELDS)
-        raise HostError(f"{self.files.pod_resources} has not answered within {ANSWER_WITHIN:g} s")
+        raise HostError(f"{self.files.pod_resources} has not answered within {self.answer_within:g} s")

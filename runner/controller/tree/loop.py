@@ -97,11 +97,6 @@ _GROUP = inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
 _PODS = inotify.DELETE | inotify.ONLYDIR
 _MOST_JUDGED = 4
 """Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
-_JUDGED_FOR = 10.0
-"""Seconds for which that is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``), and any
-container's PID 1 have it read (``registerCgroup``)."""
-_SEEN_FOR = 0.1
-"""Seconds for which a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
 _MOST_REASON = 1000
 """Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
 _STRANGERS_NAMED = 8
@@ -133,6 +128,11 @@ class Intervals:
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
     repaired: float = 1.0
     """The same after one that has put right what others had changed: each seal costs all CPUs of the node a moment."""
+    judged: float = 10.0
+    """For so long the seccomp mode of a pod's threads is believed: a status can have 700 KB, 20 ms each, and any process may
+    ask (``getStatus``), and any container's PID 1 have it read (``registerCgroup``)."""
+    seen: float = 0.1
+    """For so long a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
 
 
 @attrs.define(eq=False)
@@ -204,7 +204,7 @@ class ReconcileLoop:
         return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
 
     def may_make_root(self, pid: int, namespace: int) -> bool:
-        """Tell whether the first process of a PID *namespace* may make root, as found in the last :data:`_JUDGED_FOR` seconds."""
+        """Tell whether the first process of a PID *namespace* may make root, as found in the last :attr:`Intervals.judged` seconds."""
         return self._judge((pid, namespace), lambda: [pid])
 
     def _may_make_root(self, pod_uid: str) -> bool:
@@ -218,7 +218,7 @@ class ReconcileLoop:
 
     def _judge(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
         now = time.monotonic()
-        self._judged = {each: found for each, found in self._judged.items() if now - found[0] < _JUDGED_FOR}
+        self._judged = {each: found for each, found in self._judged.items() if now - found[0] < self.intervals.judged}
         if who not in self._judged:
             if not (found := threads()):
                 return False
@@ -259,8 +259,8 @@ class ReconcileLoop:
         return self.observed
 
     def seen(self) -> Observed:
-        """Return the tree as it was :data:`_SEEN_FOR` seconds ago at most: to tell of it, not to decide."""
-        fresh = time.monotonic() - self._observed_at < _SEEN_FOR
+        """Return the tree as it was :attr:`Intervals.seen` seconds ago at most: to tell of it, not to decide."""
+        fresh = time.monotonic() - self._observed_at < self.intervals.seen
         return self.observed if fresh and self.observed is not None else self.observe()
 
     def handovers(self) -> tuple[Handover, ...]:

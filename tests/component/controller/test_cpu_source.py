@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import trio
 
 from runner.controller.serve.methods import Timeouts
-from runner.controller.tree import cpu_source
+from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.loop import Intervals
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.pod_resources import GET_ALLOCATABLE, LIST
@@ -70,15 +71,14 @@ async def test_float_has_the_learned_cpus_when_all_others_are_given_away(node: N
     ids=["silent", "rate-limit", "starting", "garbage", "none-reserved"],
 )
 async def test_as_long_as_the_kubelet_does_not_tell_decisions_are_frozen(
-    node: Node, api: FakePodResources, reason: str, monkeypatch: pytest.MonkeyPatch
+    node: Node, api: FakePodResources, reason: str
 ) -> None:
-    if api.silent:  # the others answer, also on a machine where that takes longer
-        monkeypatch.setattr(cpu_source, "ANSWER_WITHIN", 0.05)
+    # The others answer, also on a machine where that takes longer.
+    impatient = partial(CpuSource, answer_within=0.05) if api.silent else CpuSource
     node.put_state("4-11", ENTRIES)
-    async with serving(node.pod_resources, api), controlled(node, intervals=QUICK) as controller:
+    async with serving(node.pod_resources, api), controlled(node, intervals=QUICK, cpu_source=impatient) as controller:
         assert "CPUs 2-3 are neither in the shared pool nor any pod's" in controller.loop.frozen()
         assert controller.loop.frozen().endswith(reason)
-    monkeypatch.undo()
     good = FakePodResources(allocatable=(0, 1, *range(4, 20)))
     async with serving(node.pod_resources, good), controlled(node, intervals=QUICK) as controller:
         assert not controller.loop.frozen()
@@ -280,13 +280,10 @@ async def test_float_leaves_the_cpus_as_soon_as_the_driver_has_chosen_them(claim
     assert claims.api.calls == [LIST]
 
 
-async def test_a_kubelet_that_lists_a_container_later_is_asked_again(
-    claims: ClaimsNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_kubelet_that_lists_a_container_later_is_asked_again(claims: ClaimsNode) -> None:
     """After its start it knows its claims before it knows its pods. No file changes then."""
-    monkeypatch.setattr(cpu_source, "ASKED_EVERY", 0.5)
     claims.put(OF_B, listed=False)
-    async with claims.controlled() as (controller, client):
+    async with claims.controlled(cpu_source=partial(CpuSource, asked_again=0.5)) as (controller, client):
         assert claims.float() == "0-13,18-19"
         claims.api.containers = [OF_B.container("default/b")]
         await controller.until(

@@ -17,8 +17,7 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.controller.main import Pages
-from runner.controller.serve import methods
-from runner.controller.serve.methods import Timeouts
+from runner.controller.serve.methods import MOST_WAITING, Timeouts
 from runner.instance.parts.cgroups import controller as client
 from runner.instance.parts.cgroups.controller import registration_of
 from runner.instance.supervisor import Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
@@ -64,9 +63,11 @@ async def run_instance(node: Node, pod: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def handing_over(node: Node, timeouts: Timeouts = LONG) -> AsyncIterator[Controller]:
+async def handing_over(
+    node: Node, timeouts: Timeouts = LONG, most_waiting: int = MOST_WAITING
+) -> AsyncIterator[Controller]:
     """Run a controller under which B still runs on the CPUs that the kubelet has given to A."""
-    async with controlled(node, timeouts=timeouts) as controller:
+    async with controlled(node, timeouts=timeouts, most_waiting=most_waiting) as controller:
         await run_instance(node, B)
         give(node, A)
         await controller.until(lambda: str(node.float_cgroup.cpus()) == "0-13,18-19")
@@ -118,9 +119,8 @@ async def test_the_answer_carries_a_descriptor_that_reports_the_end(node: Node) 
             os.close(events)
 
 
-async def test_what_waits_takes_no_place_of_a_registration(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "MOST_WAITING", 0)
-    async with handing_over(node), connected(node.socket) as connection:
+async def test_what_waits_takes_no_place_of_a_registration(node: Node) -> None:
+    async with handing_over(node, most_waiting=0), connected(node.socket) as connection:
         for _ in range(100):
             assert (await connection.refusal("registerCgroup", uuid=A, cpuset=OURS))["reason"] == "conflict"
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -19,7 +20,6 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.main import LimitOptions, Pages
 from runner.controller.serve.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
-from runner.controller.tree import loop
 from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals
 from runner.controller.tree.reconcile import Evict, Observed
@@ -134,7 +134,7 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkey
             assert isinstance(status, dict)
             assert status["without_seccomp"] == [B]
         assert read == [os.getpid()]
-        monkeypatch.setattr(loop, "_JUDGED_FOR", 0.0)
+        controller.loop.intervals = attrs.evolve(controller.loop.intervals, judged=0)
         node.expose(os.getpid(), seccomp=2)
         assert controller.loop.without_seccomp() == set()
         controller.loop.held.close()  # as if the pod had been faster
@@ -151,8 +151,10 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
         return original(tree)
 
     original = Tree.observe
-    monkeypatch.setattr(loop, "_SEEN_FOR", math.inf)
-    async with controlled(node), connected(node.socket) as client:
+    async with (
+        controlled(node, intervals=attrs.evolve(OFTEN, seen=math.inf)) as controller,
+        connected(node.socket) as client,
+    ):
         await trio.testing.wait_all_tasks_blocked(0.05)
         monkeypatch.setattr(Tree, "observe", observing)
         for method in ("getStatus", "listInstances") * 3:
@@ -160,7 +162,7 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
         node.become(B)
         assert await client.result("unsealCgroup", uuid=B) == {"unsealed": False}
         assert not looks
-        monkeypatch.setattr(loop, "_SEEN_FOR", 0.0)
+        controller.loop.intervals = attrs.evolve(OFTEN, seen=0)
         await client.result("getStatus")
         assert len(looks) == 1
 
@@ -178,13 +180,11 @@ async def test_what_a_process_may_do_is_not_read_for_each_registration(
     assert read == [os.getpid()]
 
 
-async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "_JUDGED_FOR", 0.0)
+async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
     node.become(B)
     node.expose(os.getpid())
-    async with controlled(node, require_seccomp=True), connected(node.socket) as client:
+    intervals = attrs.evolve(OFTEN, judged=0)
+    async with controlled(node, require_seccomp=True, intervals=intervals), connected(node.socket) as client:
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "host"
         assert "give the pod seccompProfile: RuntimeDefault" in str(refused["message"])

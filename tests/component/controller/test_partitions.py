@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -32,7 +33,7 @@ from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_cgroupfs import FakeCgroup
-from tests.support.fake_node import A, B, Client, Node, connected, controlled
+from tests.support.fake_node import QUICK, A, B, Client, Node, connected, controlled
 from tests.support.leases import leasing
 
 
@@ -320,8 +321,8 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
 ) -> None:
     node.become(B)
     sealed = times_of_seals(monkeypatch)
-    monkeypatch.setattr(methods, "SEALED_EVERY", 0.2)
-    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+    timeouts = attrs.evolve(QUICK, sealed_again=0.2)
+    async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         async with trio.open_nursery() as nursery:
             for _ in range(4):
@@ -334,8 +335,11 @@ async def test_seals_of_many_instances_are_apart(
     node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sealed = times_of_seals(monkeypatch)
-    monkeypatch.setattr(methods, "SEALS_APART", 0.2)
-    async with controlled(node, partition_writer=writer, trusting=True), trio.open_nursery() as nursery:
+    timeouts = attrs.evolve(QUICK, seals_apart=0.2)
+    async with (
+        controlled(node, partition_writer=writer, trusting=True, timeouts=timeouts),
+        trio.open_nursery() as nursery,
+    ):
         for number in range(4):
             node.domain(f"pod-{number}").create()
             node.instance(f"pod-{number}").create()
@@ -351,8 +355,8 @@ async def test_what_is_not_registered_takes_no_turn(
     """Every container of the node may ask, five times at once; each request that waits keeps its connection."""
     node.become(B)
     sealed = times_of_seals(monkeypatch)
-    monkeypatch.setattr(methods, "SEALED_EVERY", 60.0)
-    async with controlled(node, partition_writer=writer):
+    timeouts = attrs.evolve(QUICK, sealed_again=60)
+    async with controlled(node, partition_writer=writer, timeouts=timeouts):
         for _ in range(5):
             assert await seal(PurePosixPath(node.socket), B) == "it is not registered"
     assert not sealed
@@ -370,11 +374,10 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
         return pod_uid
 
     monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
-    monkeypatch.setattr(methods, "SEALED_EVERY", 0.0)
-    monkeypatch.setattr(methods, "SEALS_APART", 1.0)
+    timeouts = attrs.evolve(QUICK, sealed_again=0, seals_apart=1)
     pods, limits = [f"pod-{number}" for number in range(8)], SocketLimits(in_flight=16)
     async with (
-        controlled(node, partition_writer=writer, trusting=True, limits=limits),
+        controlled(node, partition_writer=writer, trusting=True, limits=limits, timeouts=timeouts),
         trio.open_nursery() as nursery,
     ):
         for pod in ["greedy", "greedy", "greedy", *pods]:
@@ -391,9 +394,8 @@ async def test_what_is_sealed_takes_no_turn(
     node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.become(B)
-    for pause in ("SEALED_EVERY", "SEALS_APART"):
-        monkeypatch.setattr(methods, pause, 60.0)
-    async with controlled(node, partition_writer=writer), connected(node.socket) as client:
+    timeouts = attrs.evolve(QUICK, sealed_again=60, seals_apart=60)
+    async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).put_threads([11])
         assert await seal(PurePosixPath(node.socket), B) == ""

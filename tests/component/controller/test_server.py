@@ -16,7 +16,6 @@ import trio
 import trio.testing
 
 from runner.base.errors import HostError
-from runner.controller.serve import methods
 from runner.controller.serve.methods import Timeouts
 from runner.controller.serve.server import listening
 from runner.protocol.unix_server import SocketLimits
@@ -238,14 +237,13 @@ async def test_requests_in_flight_have_a_limit(node: Node) -> None:
         assert await sixth.result("getStatus")
 
 
-async def test_registrations_that_wait_leave_connections_to_others(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_registrations_that_wait_leave_connections_to_others(node: Node) -> None:
     """Two containers, each with as many requests as it may have, all of which wait for the kubelet."""
-    monkeypatch.setattr(methods, "MOST_WAITING", 6)
     node.scope(B).write("cpuset.cpus", "2-11")
     request = {"jsonrpc": "2.0", "method": "registerCgroup", "params": {"uuid": B, "cpuset": "14-17"}, "id": 1}
     limits, timeouts = SocketLimits(connections=10), Timeouts(agreement=20)
     async with (
-        controlled(node, limits=limits, timeouts=timeouts) as controller,
+        controlled(node, limits=limits, timeouts=timeouts, most_waiting=6) as controller,
         contextlib.AsyncExitStack() as stack,
     ):
         clients = []
