@@ -56,9 +56,6 @@ Serve = Callable[[Socket], Awaitable[None]]
 IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
 
-CAUSE_WITHIN = 2.0
-"""Seconds within which QEMU's death shows when a daemon has ended because of it; 0.2 was too short on a loaded machine."""
-
 
 async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:
     """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
@@ -168,7 +165,7 @@ async def _wait_for_the_end(
             await machine.decided()
             if dead in daemons():  # else it has ended with the QEMU that it served
                 break
-        with trio.move_on_after(CAUSE_WITHIN):  # they end when QEMU does: then QEMU's death is the cause
+        with trio.move_on_after(supervisor.timeouts.cause):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         why = dead.why_it_ended()
         log.error(InstanceEvent.CHILD_LOST, dead.role, why)

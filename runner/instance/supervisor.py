@@ -19,6 +19,7 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.base.values import frozen
+from runner.instance.timeouts import InstanceTimeouts
 from runner.instance.watch.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
@@ -369,6 +370,7 @@ class Supervisor:
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
     """For messages that the guest, or a client of a socket, can cause without end."""
     carry_over: CarryOver = attrs.field(factory=CarryOver)
+    timeouts: InstanceTimeouts = InstanceTimeouts()
     clock: trio.abc.Clock = attrs.field(factory=trio.lowlevel.current_clock)
     """The event loop's, which can be read when that has ended."""
 
@@ -444,11 +446,17 @@ def carried_fd(number: int) -> CarriedFd:
 
 @asynccontextmanager
 async def open_supervisor(
-    stop: StopRequest, faults: Faults, prefix: tuple[str, ...] = (), carry_over: CarryOver | None = None
+    stop: StopRequest,
+    faults: Faults,
+    prefix: tuple[str, ...] = (),
+    carry_over: CarryOver | None = None,
+    timeouts: InstanceTimeouts = InstanceTimeouts(),  # noqa: B008 - frozen
 ) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
-        supervisor = Supervisor(processes, nursery, stop, faults, Procfs(), carry_over=carry_over or CarryOver())
+        supervisor = Supervisor(
+            processes, nursery, stop, faults, Procfs(), carry_over=carry_over or CarryOver(), timeouts=timeouts
+        )
         processes.observing = supervisor.surviving
         try:
             yield supervisor

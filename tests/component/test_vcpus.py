@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import attrs
 import pytest
 import trio
 
@@ -18,6 +19,7 @@ from runner.cli.instance_requests import ask_instance
 from runner.instance.parts.cgroups.affinity import FloatMask
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.parts.vcpus import Vcpus
+from runner.instance.timeouts import InstanceTimeouts
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
 
@@ -165,12 +167,9 @@ async def test_a_vcpu_that_cannot_be_plugged_or_placed_is_taken_back(fake_host: 
 
 
 @pytest.mark.parametrize("released", [None, "late"])
-async def test_a_vcpu_that_cannot_be_taken_back_is_reported(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, released: str | None
-) -> None:
+async def test_a_vcpu_that_cannot_be_taken_back_is_reported(fake_host: FakeHost, released: str | None) -> None:
     """It has no place then; the next change begins with it, and the guest may release it late."""
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.2)
-    monkeypatch.setattr("runner.instance.parts.vcpus.LOOKED_EVERY", 0.05)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.2, vcpu_looked=0.05)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_add": "gone", "vcpu_del": released})
 
     async def act() -> None:
@@ -193,10 +192,8 @@ async def test_a_vcpu_that_cannot_be_taken_back_is_reported(
 
 
 @pytest.mark.parametrize("again", ["deaf", "refused"])
-async def test_a_guest_that_does_not_run_on_is_no_success(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, again: str
-) -> None:
-    monkeypatch.setattr("runner.instance.parts.vcpus.RUNS_WITHIN", 0.2)
+async def test_a_guest_that_does_not_run_on_is_no_success(fake_host: FakeHost, again: str) -> None:
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, guest_runs=0.2)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"cont_again": again})
 
     async def act() -> None:
@@ -226,11 +223,8 @@ async def test_nothing_is_unplugged_where_the_containers_cpus_cannot_be_read(
 
 
 @pytest.mark.parametrize("kept", [None, "later"])
-async def test_a_guest_that_keeps_a_vcpu_keeps_it(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, kept: str | None
-) -> None:
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.2 if kept is None else 5)
-    monkeypatch.setattr("runner.instance.parts.vcpus.LOOKED_EVERY", 0.05)
+async def test_a_guest_that_keeps_a_vcpu_keeps_it(fake_host: FakeHost, kept: str | None) -> None:
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.2 if kept is None else 5, vcpu_looked=0.05)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": kept})
 
     async def act() -> None:
@@ -246,10 +240,8 @@ async def test_a_guest_that_keeps_a_vcpu_keeps_it(
     await run(fake_host, plan, act)
 
 
-async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.1)
+async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(fake_host: FakeHost, container: Container) -> None:
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.1)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": "late"})
     assert container.cpus == CPUS
 
@@ -268,11 +260,9 @@ async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(
     await run(fake_host, plan, act)
 
 
-async def test_a_change_begins_with_what_the_guest_has_released_late(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_change_begins_with_what_the_guest_has_released_late(fake_host: FakeHost) -> None:
     """Where the CPUs of the container cannot change, nothing looks at the threads again and again."""
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.1)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.1)
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"vcpu_del": "late"})
 
     async def act() -> None:
@@ -319,17 +309,16 @@ async def test_without_kvm_no_vcpu_is_plugged_after_one_was_unplugged(fake_host:
 class Container:
     """The CPUs of the container, as a kubelet changes them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cpus = CPUS
+        fake_host.timeouts = InstanceTimeouts(cpus_looked=0.02, vcpu_looked=0.05)
         monkeypatch.setattr(FloatMask, "loses_cpus", True)
         monkeypatch.setattr(FloatMask, "container_cpus", lambda _: self.cpus)
-        monkeypatch.setattr("runner.instance.watch.cpu_watch.LOOKED_EVERY", 0.02)
-        monkeypatch.setattr("runner.instance.parts.vcpus.LOOKED_EVERY", 0.05)
 
 
 @pytest.fixture
-def container(monkeypatch: pytest.MonkeyPatch) -> Container:
-    return Container(monkeypatch)
+def container(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Container:
+    return Container(fake_host, monkeypatch)
 
 
 TWO = "[cpu]\ncount = 2\n[hotplug]\ncpus = 2\n"
@@ -369,9 +358,9 @@ async def test_cpus_that_are_exchanged_move_a_vcpu_and_unplug_none(fake_host: Fa
 
 
 async def test_the_vcpus_leave_the_lost_cpus_before_the_guest_releases_any(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, container: Container
 ) -> None:
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 1)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=1)
     plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
     first, second = plan.placement.pins
 
@@ -396,12 +385,11 @@ async def test_the_vcpus_leave_the_lost_cpus_before_the_guest_releases_any(
 async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_its_own(
     fake_host: FakeHost,
     container: Container,
-    monkeypatch: pytest.MonkeyPatch,
     spec: str,
     qemu: dict[str, object],
     reason: str,
 ) -> None:
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.2)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.2)
     plan = fake_host.plan(spec, qemu=NEWEST | qemu)
     seen: list[str] = []
 
@@ -444,7 +432,7 @@ async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container's cgroup names the CPU still: the kubelet writes that last."""
-    monkeypatch.setattr("runner.instance.watch.cpu_watch.DISPLACED_FOR", 0.5)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.5)
     monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
@@ -543,7 +531,7 @@ async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container has another CPU, and the instance's cgroup has not: the vCPU must not go back to the one that is lost."""
-    monkeypatch.setattr("runner.instance.watch.cpu_watch.DISPLACED_FOR", 0.05)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.05)
     monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
     monkeypatch.setattr(Vcpus, "_leave", lambda *_: None)
     put, away = Vcpus._pin, [True]
@@ -579,7 +567,7 @@ async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
     fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
-    monkeypatch.setattr("runner.instance.parts.vcpus.RELEASED_WITHIN", 0.3)
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.3)
     refused: list[str] = []
     unplug = Vcpus._unplug
 

@@ -21,6 +21,7 @@ from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.instance.lifecycle import run_instance
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
+from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.procfs import Procfs
@@ -70,6 +71,7 @@ class FakeHost:
     root: Path
     stop: StopRequest = attrs.field(factory=StopRequest)
     faults: Faults = attrs.field(factory=Faults)
+    timeouts: InstanceTimeouts = attrs.field(factory=InstanceTimeouts)
     when_over: Callable[[], None] = lambda: None
     """Called when the instance has ended, before the result is inspected."""
     logged: Callable[[], str] = str
@@ -169,7 +171,7 @@ class FakeHost:
     ) -> GuestEnd | RunnerError:
         """Run *plan* on a fresh host with its *inherited_fds*; *meanwhile* runs at the same time."""
         with NonBlockingWriter(1) as stdout:
-            async with open_supervisor(self.stop, self.faults) as bare:
+            async with open_supervisor(self.stop, self.faults, timeouts=self.timeouts) as bare:
                 supervisor = attrs.evolve(bare, inherited_fds=inherited_fds or {})
                 if meanwhile is not None:
                     supervisor.nursery.start_soon(meanwhile, supervisor)

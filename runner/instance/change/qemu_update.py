@@ -59,12 +59,6 @@ log = logging.getLogger(__name__)
 SINCE = (10, 1)
 """The QEMU from which on this is done; 11.1 was seen."""
 
-PREPARED_WITHIN = 20.0
-"""Seconds from the second QEMU's start until it could run the guest, after which the first one continues; 0.3 are usual."""
-
-RUNS_WITHIN = 5.0
-"""Seconds in which the second QEMU must answer ``cont``."""
-
 CONTINUES_WITHIN = 10.0
 """Seconds in which the first QEMU must run the guest again after a failure."""
 
@@ -317,11 +311,12 @@ class _Move:
 
     async def _prepared(self) -> Qemu:
         """Return the successor, which could run the guest now, as the source could."""
+        within = self.status.supervisor.timeouts.next_qemu
         try:
-            with trio.fail_after(PREPARED_WITHIN), ExitStack() as held:
+            with trio.fail_after(within), ExitStack() as held:
                 return await self.status.supervisor.unless_stopped(partial(self._prepare, held))
         except trio.TooSlowError:
-            raise HostError(f"the next one was not ready within {PREPARED_WITHIN:g} s") from None
+            raise HostError(f"the next one was not ready within {within:g} s") from None
         except StopRequestedError as error:
             raise HostError(f"the instance was asked to stop ({error})") from None
 
@@ -459,7 +454,7 @@ class _Move:
                 raise HostError(f"the next {daemon.role} {daemon.how_it_ended()}")
         with trio.CancelScope(shield=True):
             try:
-                with trio.move_on_after(RUNS_WITHIN):
+                with trio.move_on_after(self.status.supervisor.timeouts.guest_runs):
                     await successor.resume()
             except ExecuteError:
                 raise

@@ -33,15 +33,6 @@ from runner.protocol.qmp import BadReplyError, ExecuteError, QmpError, QmpEvent
 
 log = logging.getLogger(__name__)
 
-RELEASED_WITHIN = 15.0
-"""Seconds the guest may take to release a vCPU; Linux 6.1 took 0.8 s, emulated (measured)."""
-
-RUNS_WITHIN = 5.0
-"""Seconds in which QEMU must let the guest run again, whatever has failed."""
-
-LOOKED_EVERY = 0.5
-"""Seconds between two looks whether a vCPU is gone, in case its event came before it was waited for."""
-
 EMULATED_SINCE = (11, 1)
 """The QEMU from which on a vCPU that is emulated may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
 
@@ -220,8 +211,9 @@ class Vcpus:
             await monitor.execute("stop")
             yield pause
         finally:
-            reason = f"QEMU has not answered within {RUNS_WITHIN:g} s"
-            with trio.move_on_after(RUNS_WITHIN, shield=True):
+            within = self._receipts.supervisor.timeouts.guest_runs
+            reason = f"QEMU has not answered within {within:g} s"
+            with trio.move_on_after(within, shield=True):
                 reason = await self._let_run()
             pause.seconds = trio.current_time() - began
             if reason:
@@ -370,11 +362,11 @@ class Vcpus:
             if event.name == "DEVICE_DELETED" and event.data.get("path") == path:
                 gone.set()
 
-        asked = False
-        with machine.observed_by(observe), trio.move_on_after(RELEASED_WITHIN):
+        asked, timeouts = False, self._receipts.supervisor.timeouts
+        with machine.observed_by(observe), trio.move_on_after(timeouts.vcpu_released):
             while not gone.is_set():
                 asked = asked or await self._ask_for(path)
-                with trio.move_on_after(LOOKED_EVERY):
+                with trio.move_on_after(timeouts.vcpu_looked):
                     await gone.wait()
                 if (await self._slots())[index].path != path:
                     gone.set()
@@ -382,8 +374,8 @@ class Vcpus:
             reason = "has not released it" if asked else "could not be asked to release it"
             later = ", and may release it later" if asked else ""
             raise RefusedError(
-                f"cannot unplug vCPU {index}: the guest {reason} within {RELEASED_WITHIN:g} s, and keeps it{later}; a guest that is "
-                "still booting, or whose kernel cannot unplug CPUs, does not release any"
+                f"cannot unplug vCPU {index}: the guest {reason} within {timeouts.vcpu_released:g} s, and keeps it{later}; a guest "
+                "that is still booting, or whose kernel cannot unplug CPUs, does not release any"
             )
 
     async def _ask_for(self, path: str) -> bool:

@@ -27,13 +27,6 @@ from runner.placement.backends import ControllerPlacement, Placement
 
 log = logging.getLogger(__name__)
 
-LOOKED_EVERY = 1.0
-"""Seconds between two looks; one takes 0.1 ms with 40 vCPUs (measured)."""
-
-DISPLACED_FOR = 3.0
-"""Seconds for which threads must be kept off their CPUs while the container's file still names these: another program may have
-changed the cgroup, which the controller puts right within 1 s."""
-
 Fit = Callable[[Callable[[], CpuSet | None]], Awaitable[None]]
 """Has the vCPUs run on the CPUs that are found when no other change is under way (:meth:`runner.instance.parts.vcpus.Vcpus.fit`)."""
 
@@ -54,10 +47,10 @@ class LostCpus:
 
 async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
     """Call *fit* with the CPUs that the container has left, each time it has lost some; return when that fails."""
-    state = receipts.supervisor.guest_state
+    state, timeouts = receipts.supervisor.guest_state, receipts.supervisor.timeouts
     since, before = 0.0, None
     while True:
-        await trio.sleep(LOOKED_EVERY)
+        await trio.sleep(timeouts.cpus_looked)
         await receipts.machine.decided()
         _watch_offline(receipts)
         lost = find_lost_cpus(receipts)
@@ -69,7 +62,9 @@ async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
         if not state.resizing and (more := receipts.supervisor.log_limit.due("CPUs lost")) is not None:
             log.warning(InstanceEvent.CPUS_LOST, more, lost)
         state.set_resizing(str(lost))
-        if (lost.sure or trio.current_time() >= since + DISPLACED_FOR) and (end := await _leave(receipts, lost, fit)):
+        if (lost.sure or trio.current_time() >= since + timeouts.displaced) and (
+            end := await _leave(receipts, lost, fit)
+        ):
             return end
 
 

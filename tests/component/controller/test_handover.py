@@ -18,9 +18,9 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.main import Pages
 from runner.controller.serve.methods import MOST_WAITING, Timeouts
-from runner.instance.parts.cgroups import controller as client
 from runner.instance.parts.cgroups.controller import registration_of
 from runner.instance.supervisor import Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
+from runner.instance.timeouts import InstanceTimeouts
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, Registration
 from tests.support.exposition import figures
@@ -189,18 +189,15 @@ class Newcomer:
             return found
 
 
+OFTEN = InstanceTimeouts(controller_asked=0.01, holder_asked=0.05)
+"""A file of the fake hierarchy reports nothing (``tests/node`` has the kernel's own), so that the runner must ask."""
+
+
 @contextlib.asynccontextmanager
 async def newcomer(node: Node, pod: str = A) -> AsyncIterator[Newcomer]:
     placement = ControllerPlacement(CpuSet.parse(OURS), (14, 15, 16, 17), PurePosixPath(node.socket), pod)
-    async with open_supervisor(StopRequest(), Faults()) as supervisor:
+    async with open_supervisor(StopRequest(), Faults(), timeouts=OFTEN) as supervisor:
         yield Newcomer(supervisor, placement)
-
-
-@pytest.fixture
-def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runner ask often: a file of the fake hierarchy reports nothing (``tests/node`` has the kernel's own)."""
-    monkeypatch.setattr(client, "ASKED_AGAIN", 0.05)
-    monkeypatch.setattr(client, "ASKED_EVERY", 0.01)
 
 
 @pytest.fixture
@@ -214,7 +211,6 @@ async def until(condition: Callable[[], object]) -> None:
         await trio.sleep(0.005)
 
 
-@pytest.mark.usefixtures("asks_often")
 async def test_the_runner_waits_and_gets_the_cpus(node: Node, logged: Callable[[str], list[str]]) -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
     async with handing_over(node) as controller, newcomer(node) as runner, trio.open_nursery() as nursery:
@@ -237,7 +233,6 @@ async def test_the_runner_waits_and_gets_the_cpus(node: Node, logged: Callable[[
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only
 
 
-@pytest.mark.usefixtures("asks_often")
 async def test_at_the_end_of_the_bound_it_fails_with_the_holder_and_the_remedy(node: Node) -> None:
     async with handing_over(node, Timeouts(handover=0.2)), newcomer(node) as runner:
         with pytest.raises(ControllerError, match=r"waited 0.2 s: .*" + B) as failed:
@@ -267,7 +262,6 @@ async def test_a_request_to_stop_ends_the_wait_at_once(node: Node, logged: Calla
     assert not node.instance(A).exists()
 
 
-@pytest.mark.usefixtures("asks_often")
 async def test_the_wait_goes_on_while_the_controller_is_replaced(
     node: Node, logged: Callable[[str], list[str]]
 ) -> None:
@@ -291,7 +285,6 @@ async def test_the_wait_goes_on_while_the_controller_is_replaced(
             assert controller.server.in_flight == 0
 
 
-@pytest.mark.usefixtures("asks_often")
 async def test_of_two_newcomers_the_one_that_the_kubelet_forgets_is_refused(
     node: Node, logged: Callable[[str], list[str]]
 ) -> None:

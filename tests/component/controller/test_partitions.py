@@ -28,6 +28,7 @@ from runner.controller.serve import methods
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.partition_writer import PartitionWriter, obey
 from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
+from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import CgroupError
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
@@ -229,7 +230,7 @@ async def test_a_runner_that_demands_partitions_waits_for_a_controller_that_is_b
     reasons: list[str] = []
 
     async def ask() -> None:
-        reasons.append(await _seal(placement))
+        reasons.append(await _seal(placement, InstanceTimeouts()))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
@@ -270,12 +271,12 @@ async def test_a_runner_asks_a_busy_controller_again(
             if busy == "accepts nothing":
                 with trio.socket.socket(socket.AF_UNIX) as first:
                     await first.connect(str(path))
-                    reason = await _seal(placement)
+                    reason = await _seal(placement, InstanceTimeouts())
                     assert reason.startswith("cannot reach the controller")
                     assert trio.current_time() - begun >= BUSY_FOR
             else:
                 nursery.start_soon(serve, listener)
-                reason = await _seal(placement)
+                reason = await _seal(placement, InstanceTimeouts())
                 assert reason == ("cannot take more" if busy == "refuses" else "")
                 assert len(asked) > 3
             nursery.cancel_scope.cancel()

@@ -25,6 +25,7 @@ from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopt
 from runner.instance.parts.cgroups.float import entered_float, is_frozen
 from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
+from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.scheduler import read_mask
 from runner.kubelet.pod_cgroups import float_group
@@ -51,12 +52,6 @@ log = logging.getLogger(__name__)
 
 REGISTERED_WITHIN = 30.0
 """Seconds for the controller to come (a newer one may be replacing it) and to answer: it gives the kubelet 12 s."""
-
-ASKED_EVERY = 0.25
-"""Seconds between two attempts to reach a controller that is not there."""
-
-ASKED_AGAIN = 10.0
-"""Seconds after which it is asked again while another instance holds the CPUs, whose end is reported at once."""
 
 DEREGISTERED_WITHIN = 5.0
 """Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
@@ -192,9 +187,11 @@ async def _sealed(
         with supervisor.carry_over.taking("seal") as carried:
             reason = "" if carried is None else carried.reason
         if carried is None:
-            reason = await supervisor.unless_stopped(partial(_seal, placement))
+            reason = await supervisor.unless_stopped(partial(_seal, placement, supervisor.timeouts))
         supervisor.carry_over.offer("seal", lambda: _carried(reason))
-        async with supervisor.background_task(partial(_keep_sealed, in_force, anchors, pod, reason)):
+        async with supervisor.background_task(
+            partial(_keep_sealed, in_force, anchors, pod, reason, supervisor.timeouts)
+        ):
             yield reason
     finally:
         with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
@@ -204,7 +201,7 @@ async def _sealed(
                 log.debug(InstanceEvent.CPUS_NOT_UNSEALED, explain(error))
 
 
-async def _seal(placement: ControllerPlacement) -> str:
+async def _seal(placement: ControllerPlacement, timeouts: InstanceTimeouts) -> str:
     """Seal the CPUs and return why they are not sealed, empty if they are.
 
     Where that is demanded, wait for a controller that is being replaced; else :func:`_keep_sealed` asks again, and only one that
@@ -223,12 +220,16 @@ async def _seal(placement: ControllerPlacement) -> str:
                     continue
             if not placement.enforced:
                 break
-            await trio.sleep(ASKED_EVERY)
+            await trio.sleep(timeouts.controller_asked)
     return reason
 
 
 async def _keep_sealed(
-    in_force: InForce[ControllerPlacement], anchors: Sequence[RestartedChild], pod: str, reason: str
+    in_force: InForce[ControllerPlacement],
+    anchors: Sequence[RestartedChild],
+    pod: str,
+    reason: str,
+    timeouts: InstanceTimeouts,
 ) -> None:
     """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset.
 
@@ -245,7 +246,7 @@ async def _keep_sealed(
         try:
             if all(read_mask(anchor.process.pid).isdisjoint(placement.cpus) for anchor in anchors):
                 continue
-            found = await _seal(placement)
+            found = await _seal(placement, timeouts)
         except ProcessLookupError:  # an anchor that is being started again
             continue
         except HostError as error:
@@ -340,9 +341,9 @@ async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: 
     from runner.kernel.cgroup_events import emptied  # few starts wait
 
     now = trio.current_time()
-    with trio.move_on_at(min(deadline, now + ASKED_AGAIN)):
+    with trio.move_on_at(min(deadline, now + supervisor.timeouts.holder_asked)):
         await supervisor.unless_stopped(partial(emptied, error.cgroup_events.number))
-    await supervisor.unless_stopped(partial(trio.sleep_until, now + ASKED_EVERY))
+    await supervisor.unless_stopped(partial(trio.sleep_until, now + supervisor.timeouts.controller_asked))
 
 
 async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
@@ -356,7 +357,7 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
                 if not waiting:
                     log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
                 waiting = True
-            await supervisor.unless_stopped(partial(trio.sleep, ASKED_EVERY))
+            await supervisor.unless_stopped(partial(trio.sleep, supervisor.timeouts.controller_asked))
     what = "it is not there" if waiting else "it does not answer"
     raise HostError(
         f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s; is its "
