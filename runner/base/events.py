@@ -136,8 +136,6 @@ class InstanceEvent:
     DISK_GROWN = Event("disk grown", "name=%s from=%s to=%s")
     QMP_EXECUTED = Event("qmp executes", "command=%r pid=%d user=%d")
     QMP_REFUSED = Event("qmp refused", "command=%.80r pid=%d user=%d")
-    QMP_CONNECTION_LOST = Event("qmp connection lost", "reason=%r")
-    QMP_CONNECTION_BUG = Event("qmp connection ended by a fault of this program")
     QMP_EVENT = Event("qmp event", "name=%s data=%s")
     QMP_MESSAGE_UNEXPECTED = Event("qmp message that no task waits for", "message=%r")
     # -- renewals
@@ -242,7 +240,6 @@ class SharedEvent:
     METHOD_BUG = Event("method failed%s", "method=%r")
     CONNECTION_ABORTED = Event("a client has gone", "reason=%r")
     DESCRIPTORS_UNSENT = Event("request done, but its descriptors could not be sent%s", "reason=%r")
-    HTTP_CONNECTION_BUG = Event("HTTP connection ended by a fault of this program")
     HTTP_RESPONSE_BUG = Event("this is a bug: the response to %r could not be made")
     OUTPUT_DROPPED = Event("output was dropped: the reader was too slow", "bytes=%d")
 

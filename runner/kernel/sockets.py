@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
 import stat
 import struct
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -20,6 +21,7 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.events import SharedEvent
+from runner.base.rate_limit import LogRateLimit
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.limits import limited
 from runner.kernel.peers import boot_time
@@ -218,6 +220,52 @@ class WaitingConnections:
         """Close those that wait."""
         for connection, _ in chain.from_iterable(self._waiting.values()):
             connection.close()
+
+
+def one_peer() -> Callable[[trio.socket.SocketType], Hashable]:
+    """Return a function that tells no connection from another: all clients are one peer."""
+    return lambda connection: None  # noqa: ARG005
+
+
+async def serve_connections(
+    listener: Socket,
+    serve: Callable[[trio.socket.SocketType, float], Awaitable[None]],
+    peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]] = one_peer,
+    *,
+    waiting: tuple[int, int] = (_MOST_PEERS, _MOST_PEERS),
+    most: float = math.inf,
+) -> None:
+    """Serve the connections that *listener* gets until cancelled, each in a task of its own; asleep while none comes.
+
+    *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is
+    closed afterwards. One that fails takes no other with it: an ``OSError`` is its connection's end, any other is logged as a
+    fault of this program. *peer* and *waiting*, the fields of :class:`WaitingConnections`, share turns out among clients. Where
+    *most* are open one more is hung up on.
+    """
+    queue, limit = WaitingConnections(*waiting), LogRateLimit()
+
+    async def serve_one(connection: trio.socket.SocketType, accepted_at: float) -> None:
+        with connection:
+            try:
+                await trio.lowlevel.checkpoint()
+                await serve(connection, accepted_at)
+            except OSError as error:
+                log.debug(SharedEvent.CONNECTION_LOST, explain(error))
+            except Exception:
+                if (more := limit.due("connection bug")) is not None:
+                    log.exception(SharedEvent.CONNECTION_BUG, more)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            while True:
+                for connection, accepted_at in await queue.next_of_each(listener, peer):
+                    if len(nursery.child_tasks) < most:
+                        nursery.start_soon(serve_one, connection, accepted_at)
+                    else:
+                        connection.close()
+    finally:
+        queue.close()
+        limit.log_left_out()
 
 
 _COPIED = 1 << 16

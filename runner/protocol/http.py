@@ -24,7 +24,7 @@ from runner.base.errors import HostError
 from runner.base.events import SharedEvent
 from runner.base.values import frozen
 from runner.kernel.fd_passing import send_with_fds
-from runner.kernel.sockets import Socket, WaitingConnections
+from runner.kernel.sockets import Socket, serve_connections
 from runner.kernel.waiting import persistently
 
 log = logging.getLogger(__name__)
@@ -131,30 +131,16 @@ class _HttpServer:
     """By address, the oldest first."""
 
     async def accept(self, listener: Socket) -> None:
-        waiting = WaitingConnections(_WAITING, _WAITING_OF_EACH)
-        try:
-            async with trio.open_nursery() as nursery:
-                while True:
-                    for connection, _ in await waiting.next_of_each(listener, lambda: _address):
-                        nursery.start_soon(self._serve, connection)
-        finally:
-            waiting.close()
+        await serve_connections(listener, self._serve, lambda: _address, waiting=(_WAITING, _WAITING_OF_EACH))
 
-    async def _serve(self, connection: trio.socket.SocketType) -> None:
-        """Serve one client; never raises but for cancellation."""
-        with connection:
+    async def _serve(self, connection: trio.socket.SocketType, _: float) -> None:
+        address = _address(connection)
+        with trio.move_on_after(_CONNECTION_WITHIN) as scope:
+            self._add(address, scope)
             try:
-                address = _address(connection)
-                with trio.move_on_after(_CONNECTION_WITHIN) as scope:
-                    self._add(address, scope)
-                    try:
-                        await _converse(connection, self.respond)
-                    finally:
-                        self._remove(address, scope)
-            except OSError:
-                pass  # the peer hung up
-            except Exception:
-                log.exception(SharedEvent.HTTP_CONNECTION_BUG)
+                await _converse(connection, self.respond)
+            finally:
+                self._remove(address, scope)
 
     def _add(self, address: Hashable, scope: trio.CancelScope) -> None:
         if sum(map(len, self._open.values())) >= _CONNECTIONS:

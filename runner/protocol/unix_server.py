@@ -30,7 +30,7 @@ from runner.kernel.cgroup import CgroupError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers
-from runner.kernel.sockets import Socket, WaitingConnections
+from runner.kernel.sockets import Socket, serve_connections
 from runner.kernel.waiting import SHORT, persistently, shortages
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
@@ -137,43 +137,33 @@ class UnixServer:
     async def accept(self, listener: Socket) -> None:
         """Accept connections until cancelled; one that fails takes no other with it."""
         limits = self.limits
-        waiting = WaitingConnections(limits.connections + limits.newcomers, limits.connections_per_peer)
+        waiting = limits.connections + limits.newcomers, limits.connections_per_peer
         try:
-            async with trio.open_nursery() as nursery:
-                while True:
-                    for connection, accepted_at in await waiting.next_of_each(listener, self._containers):
-                        nursery.start_soon(self._serve, connection, accepted_at)
+            await serve_connections(listener, self._serve, self._containers, waiting=waiting)
         finally:
-            waiting.close()
             self._log_limit.log_left_out()
 
     def _containers(self) -> Callable[[trio.socket.SocketType], int]:
         return partial(self.service.peers.container, own_namespace=self.service.peers.own_namespace())
 
     async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
-        """Serve one client; never raises but for cancellation."""
+        """Serve one client. Raises ``OSError`` where the connection is lost."""
         key: int | None = None
-        with connection:
-            try:
-                await trio.lowlevel.checkpoint()
-                identify = partial(self.service.peers.identify, connection, accepted_at)
-                key = self.service.admit(identify)
-                client = _Client(connection, identify, key)
-                with self._admitted(client), client.scope:
-                    await self._exchange(client)
-            except RpcError as error:
-                await self._refuse(connection, error)
-            except OSError as error:
-                if error.errno in SHORT:  # of the look at the client; what is short for the connection is waited for
-                    await self._refuse(connection, self._short(error))
-                else:
-                    log.debug(SharedEvent.CONNECTION_LOST, explain(error))
-            except HostError as error:
-                if (more := self._log_limit.due("connection ended", key)) is not None:
-                    log.warning(SharedEvent.CONNECTION_ENDED, more, explain(error))
-            except Exception:
-                if (more := self._log_limit.due("bug", key)) is not None:
-                    log.exception(SharedEvent.CONNECTION_BUG, more)
+        try:
+            identify = partial(self.service.peers.identify, connection, accepted_at)
+            key = self.service.admit(identify)
+            client = _Client(connection, identify, key)
+            with self._admitted(client), client.scope:
+                await self._exchange(client)
+        except RpcError as error:
+            await self._refuse(connection, error)
+        except OSError as error:
+            if error.errno not in SHORT:  # of the look at the client; what is short for the connection is waited for
+                raise
+            await self._refuse(connection, self._short(error))
+        except HostError as error:
+            if (more := self._log_limit.due("connection ended", key)) is not None:
+                log.warning(SharedEvent.CONNECTION_ENDED, more, explain(error))
 
     def _short(self, error: OSError) -> RpcError:
         """Return the error for a client that cannot be served at the moment, as this process has no descriptor or memory left."""

@@ -140,7 +140,7 @@ async def test_a_fault_in_one_connection_ends_nothing(
             patched.setattr("runner.protocol.http._response", lambda _event, _respond: 1 / 0)
             assert await answer(port, A) == b""
         assert b" 200 " in await answer(port, A)
-    assert "HTTP connection ended by a fault of this program" in caplog.text
+    assert "connection ended by a fault of this program" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import attrs
 import trio
 
-from runner.base.errors import RefusedError, explain
+from runner.base.errors import RefusedError
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.control.server import allowed_peer
 from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
-from runner.kernel.peers import Peers, boot_time
-from runner.kernel.sockets import Socket, accepted
+from runner.kernel.peers import Peers
+from runner.kernel.sockets import Socket, serve_connections
 from runner.protocol.jsonrpc import RpcError
 from runner.protocol.qmp import Monitor
 from runner.protocol.qmp_server import QmpSession, turn_away
@@ -34,7 +35,7 @@ MOST_CLIENTS = 4
 
 async def accept(listener: Socket, monitor: Callable[[], Monitor]) -> None:
     """Serve the clients that connect to *listener* from what *monitor* returns, until cancelled."""
-    await OperatorMonitor(monitor, Peers(Roots().proc)).accept(listener)
+    await serve_connections(listener, OperatorMonitor(monitor, Peers(Roots().proc)).serve)
 
 
 @frozen
@@ -43,36 +44,14 @@ class OperatorMonitor:
 
     monitor: Callable[[], Monitor]
     peers: Peers
+    _places: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MOST_CLIENTS))
 
-    async def accept(self, listener: Socket) -> None:
-        """Serve the clients that connect to *listener*, until cancelled; one that fails takes no other with it."""
-        waiting = trio.socket.from_stdlib_socket(listener)
-        places = trio.CapacityLimiter(MOST_CLIENTS)
-        async with trio.open_nursery() as nursery:
-            while True:
-                nursery.start_soon(self._serve, await accepted(waiting), boot_time(), places)
-
-    async def _serve(
-        self, connection: trio.socket.SocketType, accepted_at: float, places: trio.CapacityLimiter
-    ) -> None:
-        """Serve one client; never raises but for cancellation."""
-        with connection:
-            try:
-                await trio.lowlevel.checkpoint()
-                identify = partial(self.peers.identify, connection, accepted_at)
-                await self._admitted(connection, identify, places)
-            except OSError as error:
-                log.debug(InstanceEvent.QMP_CONNECTION_LOST, explain(error))
-            except Exception:
-                log.exception(InstanceEvent.QMP_CONNECTION_BUG)
-
-    async def _admitted(
-        self, connection: trio.socket.SocketType, identify: Identify, places: trio.CapacityLimiter
-    ) -> None:
+    async def serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
         """Serve the client if it may ask and there is a place for it. Raises ``OSError`` when the connection fails."""
+        identify = partial(self.peers.identify, connection, accepted_at)
         try:
             allowed_peer(self.peers, identify)
-            places.acquire_on_behalf_of_nowait(connection)
+            self._places.acquire_on_behalf_of_nowait(connection)
         except RpcError as error:
             await turn_away(connection, error.message)
             return
@@ -82,7 +61,7 @@ class OperatorMonitor:
         try:
             await self._session(connection, identify).serve()
         finally:
-            places.release_on_behalf_of(connection)
+            self._places.release_on_behalf_of(connection)
 
     def _session(self, connection: trio.socket.SocketType, identify: Identify) -> QmpSession:
         monitor = self.monitor()

@@ -27,8 +27,8 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
-from runner.kernel.peers import PeerError, Peers, boot_time
-from runner.kernel.sockets import CONSOLE_SOCKET, Socket, accepted, adopted_socket, connected_pair, listening
+from runner.kernel.peers import PeerError, Peers
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, adopted_socket, connected_pair, listening, serve_connections
 from runner.kernel.waiting import persistently, receive, writable
 from runner.plan.instance import ConsolePlan
 
@@ -153,17 +153,10 @@ class Console:
 
     async def accept(self, listener: Socket) -> None:
         """Serve the clients that connect; runs until cancelled, asleep while none does."""
-        accepting = trio.socket.from_stdlib_socket(listener)
-        async with trio.open_nursery() as connections:
-            while True:
-                connection = await accepted(accepting)
-                if len(connections.child_tasks) < MOST_CONNECTIONS:
-                    connections.start_soon(self._serve, connection, boot_time())
-                else:
-                    connection.close()
+        await serve_connections(listener, self._serve, most=MOST_CONNECTIONS)
 
     async def _serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
-        with connection, NonBlockingWriter(connection.fileno()) as output:
+        with NonBlockingWriter(connection.fileno()) as output:
             framer = LineFramer(LONGEST_REQUEST)
             request = await _attach_request(connection, framer)
             if request is None:

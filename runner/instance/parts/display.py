@@ -18,8 +18,7 @@ from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.console import may_attach
 from runner.instance.parts.qemu import Qemu
 from runner.instance.supervisor import Supervisor, carried_fd
-from runner.kernel.peers import boot_time
-from runner.kernel.sockets import Socket, accepted, listening
+from runner.kernel.sockets import listening, serve_connections
 from runner.protocol.qmp import QmpError
 
 log = logging.getLogger(__name__)
@@ -38,21 +37,22 @@ async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *
             adopted, recorded = carried and carried.number, supervisor.faults.recorded
             listener = held.enter_context(listening(directory, SOCKET, recorded, adopted))
         supervisor.carry_over.offer("display", partial(carried_fd, listener.fileno()))
-        async with supervisor.background_task(partial(_pass_on, listener, machine, supervisor.log_limit)):
+        pass_on = partial(_pass_on, trio.Lock(), machine, supervisor.log_limit)
+        async with supervisor.background_task(partial(serve_connections, listener, pass_on)):
             yield
 
 
-async def _pass_on(listener: Socket, machine: Qemu, log_limit: LogRateLimit) -> None:
-    """Pass one viewer after another to QEMU: so there is at most one connection that QEMU has not accepted yet."""
-    accepting = trio.socket.from_stdlib_socket(listener)
-    while True:
-        with await accepted(accepting) as viewer:
-            if not may_attach(viewer, boot_time()):
-                if (more := log_limit.due("VNC viewer refused")) is not None:
-                    log.warning(InstanceEvent.VNC_VIEWER_NOT_ROOT, more)
-                continue
-            try:
-                await machine.show(viewer.fileno())
-            except QmpError as error:
-                if (more := log_limit.due("VNC viewer")) is not None:
-                    log.warning(InstanceEvent.VNC_VIEWER_REFUSED, more, explain(error))
+async def _pass_on(
+    turn: trio.Lock, machine: Qemu, log_limit: LogRateLimit, viewer: trio.socket.SocketType, accepted_at: float
+) -> None:
+    """Pass *viewer* to QEMU in its *turn*: so there is at most one connection that QEMU has not accepted yet."""
+    if not may_attach(viewer, accepted_at):
+        if (more := log_limit.due("VNC viewer refused")) is not None:
+            log.warning(InstanceEvent.VNC_VIEWER_NOT_ROOT, more)
+        return
+    try:
+        async with turn:
+            await machine.show(viewer.fileno())
+    except QmpError as error:
+        if (more := log_limit.due("VNC viewer")) is not None:
+            log.warning(InstanceEvent.VNC_VIEWER_REFUSED, more, explain(error))
