@@ -37,6 +37,8 @@ POD_LEVEL_RESOURCES_SINCE = 34
 """Minor version since which the feature gate ``PodLevelResources`` is on."""
 DEFAULT_EVICTION = "100Mi"
 """``evictionHard["memory.available"]`` if the file has no ``evictionHard``."""
+RECONCILED_WITHIN = 10.0
+"""Seconds, the default of ``cpuManagerReconcilePeriod``; the node's controller waits little longer for the kubelet."""
 
 STRING_KEYS = (
     "cpuManagerPolicy",
@@ -60,9 +62,9 @@ NUMBER_KEYS = ("maxPods", "podsPerCore")
 OTHER_KEYS = (
     *("reservedMemory", "mergeDefaultEvictionSettings", "systemReservedCgroup", "kubeReservedCgroup"),
     *("shutdownGracePeriod", "shutdownGracePeriodCriticalPods", "shutdownGracePeriodByPodPriority"),
+    "cpuManagerReconcilePeriod",
 )
 SIMILAR_KEYS = (
-    "cpuManagerReconcilePeriod",
     "evictionMaxPodGracePeriod",
     "evictionMinimumReclaim",
     "evictionPressureTransitionPeriod",
@@ -362,6 +364,13 @@ def _notes(
         yield (
             "cpuManagerPolicy is 'none': the kubelet gives no container exclusive CPUs; set it to 'static', unless a DRA driver"
             " gives them, of which nothing is known here"
+        )
+    period = _duration(document.get("cpuManagerReconcilePeriod"))
+    if configuration.cpu_manager_policy != "none" and period > RECONCILED_WITHIN:
+        yield (
+            f"cpuManagerReconcilePeriod is {period:g} s: a container that starts with CPUs that are no longer its own"
+            f" (kubernetes#138731) keeps them as long; the node's controller waits 12 s, and its instance then ends with status"
+            f" 31 and is started again; leave the key out, for {RECONCILED_WITHIN:g} s"
         )
     if configuration.minor >= FROM_SOURCE_MINOR:
         yield (

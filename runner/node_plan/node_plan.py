@@ -283,8 +283,10 @@ def _decided(
     for manifest in manifests:
         explanation = explain(node, manifest.pod)
         faults = tuple(_faults(node, explanation.admission))
+        decided = _pod(manifest, explanation, hardware, configuration)
+        notes = (*decided.notes, *_of_another_start(node, manifest.pod))
         node = explanation.admission.node
-        pods.append(attrs.evolve(_pod(manifest, explanation, hardware, configuration), faults=faults))
+        pods.append(attrs.evolve(decided, notes=notes, faults=faults))
         if explanation.admission.outcome in {Outcome.HANGS, Outcome.CRASHES}:
             break
     return tuple(pods), node.without()
@@ -407,6 +409,15 @@ def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
         yield "the node's ephemeral storage is not known here: it is taken as enough"
     if admission.reason == UNSUPPORTED:
         yield "an API server with this gate off, too, removes spec.resources before the kubelet sees the pod"
+
+
+def _of_another_start(before: SimulatedNode, pod: Pod) -> Iterator[str]:
+    """Yield that *pod* runs already on the node *before*, where it has exclusive CPUs or memory."""
+    if pod.pod_uid in {*before.cpus.assigned(), *before.memory.assignments, *before.memory.pod_assignments}:
+        yield (
+            "it has been admitted before, by the state files: this is what a kubelet that starts again decides about it; one"
+            " that runs on leaves it as it is"
+        )
 
 
 def _of_shutdown(manifest: Manifest, configuration: KubeletConfiguration) -> Iterator[str]:

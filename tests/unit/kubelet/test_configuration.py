@@ -448,6 +448,17 @@ def test_a_misspelled_key_is_noted() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("period", "policy", "noted"),
+    [("1m0s", "static", ["60 s"]), ("10s", "static", []), ("0s", "static", []), ("1m0s", "none", [])],
+)
+def test_a_reconcile_period_for_which_the_controller_does_not_wait_is_noted(
+    period: str, policy: str, noted: list[str]
+) -> None:
+    found = [note for note in notes(cpuManagerPolicy=policy, cpuManagerReconcilePeriod=period) if "Reconcile" in note]
+    assert [note.split(":")[0] for note in found] == [f"cpuManagerReconcilePeriod is {each}" for each in noted]
+
+
 def test_the_gate_of_pod_level_resource_managers() -> None:
     gates = {"PodLevelResourceManagers": True}
     assert read(featureGates=gates).pod_level_resource_managers

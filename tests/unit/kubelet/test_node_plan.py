@@ -202,6 +202,15 @@ def test_a_pod_that_runs_already_keeps_what_it_has() -> None:
     assert [(owner.sign, owner.planned) for owner in owners_of(plan)] == [("A", True)]
 
 
+def test_of_several_pods_those_that_run_already_are_planned_for_another_start_of_the_kubelet() -> None:
+    running = pod("vm", 2)
+    running["metadata"]["uid"] = "uid-1"
+    plan = planned(host("vm-8"), pod("new", 2), running, states=States(cpu=parse_cpu_state(CPU_STATE)))
+    noted = [[note for note in each.notes if "a kubelet that starts again" in note] for each in plan.pods]
+    assert [len(each) for each in noted] == [0, 1]
+    assert noted[1][0].startswith("it has been admitted before, by the state files")
+
+
 def test_ended_pods_are_removed_as_by_the_kubelet() -> None:
     """The Memory Manager keeps ended pods until the next admission; the CPU Manager removes them by itself."""
     full = planned(EPYC, pod("one", 40, "12Gi"), pod("two", 40, "12Gi"), **STATIC).after
