@@ -13,9 +13,10 @@ HEAD = 36 << 10
 TAIL = 512
 """Bytes at the end of a file that the table looks at: the size of the footers of VHD and DMG images."""
 
-FormatKind = Literal["image", "packed", "kernel", "program", "ramdisk", "disk", "firmware", "other"]
+FormatKind = Literal["image", "packed", "text", "kernel", "program", "ramdisk", "disk", "firmware", "other"]
 """
 ``image``: a disk image that only its own format's driver can read; ``packed``: compressed, or an archive with an image;
+``text``: what a server or a checkout has given instead of the file;
 ``kernel``: QEMU starts it by ``-kernel``; ``program``: other code; ``ramdisk``: Linux unpacks it; ``disk``: what stands on
 disks, as a raw disk has it; ``firmware``, ``other``.
 """
@@ -31,7 +32,7 @@ class FileFormat(NamedTuple):
     marks: tuple[tuple[int, bytes], ...] = ()
     """Bytes that the file has at an offset, which counts from its end if it is negative; it has all of them."""
     command: str = ""
-    """The command that makes a usable file NEW of FILE; empty if there is none."""
+    """The command that makes a usable file NEW of FILE, or for a text fetches the file; empty if there is none."""
     also: Callable[[bytes], bool] | None = None
     """Whether the first bytes are of this format beyond the marks."""
 
@@ -44,7 +45,7 @@ def _packed(name: str, *marks: tuple[int, bytes], by: str) -> FileFormat:
     return FileFormat(name, "packed", f"data packed by {name}", marks, by)
 
 
-_INSIDE = (b".ovf", b".raw", b".img", b".qcow2", b".vmdk", b".vdi", b".vhd", b".vhdx")
+_INSIDE = (b".ovf", b"ova.xml", b".raw", b".img", b".qcow2", b".vmdk", b".vdi", b".vhd", b".vhdx")
 """The ends of names of an archive's first member that make it one of a disk image: an OVA begins with its ``.ovf``."""
 _MULTIBOOT_WITHIN = 8192
 """Bytes among which a multiboot header lies on a multiple of four (Multiboot 0.6.96, 3.1)."""
@@ -62,6 +63,16 @@ def _holds_image(head: bytes) -> bool:
 
 def _is_lzma(head: bytes) -> bool:
     return len(head) > 13 and head[5:13] == b"\xff" * 8  # noqa: PLR2004 - the length of its header; the size is not known
+
+
+def _is_markup(head: bytes) -> bool:
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:14].lower().startswith((b"<!doctype html", b"<html", b"<?xml "))
+
+
+def _is_zstd_after_frame(head: bytes) -> bool:
+    """Tell whether zstd's data follow a frame that decoders skip (RFC 8878, 3.1.2), as pzstd writes it."""
+    size = int.from_bytes(head[4:8], "little")
+    return head[:1] and head[0] & 0xF0 == 0x50 and head[8 + size :][:4] == b"\x28\xb5\x2f\xfd"  # noqa: PLR2004
 
 
 def _is_multiboot(head: bytes) -> bool:
@@ -122,9 +133,26 @@ FORMATS: tuple[FileFormat, ...] = (
     _image("cloop", "a cloop image", (0, b"#!/bin/sh\n#V2.0 Format\n")),
     _image("bochs", "a Bochs image", (0, b"Bochs Virtual HD Image")),
     FileFormat("sparse", "image", "a sparse image of Android", ((0, b"\x3a\xff\x26\xed"),), "simg2img FILE NEW"),
+    FileFormat("wim", "image", "the files of a Windows installation (WIM)", ((0, b"MSWIM\0\0\0"),)),
+    FileFormat("vma", "image", "a backup of Proxmox (VMA)", ((0, b"VMA\0"),), "vma extract FILE NEW"),
+    FileFormat("ewf", "image", "an EWF image", ((0, b"EVF\t\r\n\xff\0"),), "ewfexport -t NEW FILE"),
+    FileFormat("asif", "image", "a sparse image of macOS", ((0, b"shdw"),)),
+    FileFormat(
+        "Git LFS",
+        "text",
+        "a pointer to a file that Git LFS has not fetched",
+        ((0, b"version https://git-lfs.github.com/spec/"),),
+        "git lfs pull",
+    ),
+    FileFormat("markup", "text", "a page or an answer in HTML or XML", (), "", _is_markup),
     _packed("gzip", (0, b"\x1f\x8b\x08"), by="gzip -dc FILE >NEW"),
+    _packed("compress", (0, b"\x1f\x9d"), by="gzip -dc FILE >NEW"),
+    _packed("lzip", (0, b"LZIP\1"), by="lzip -dc FILE >NEW"),
+    _packed("lrzip", (0, b"LRZI\0"), by="lrzip -d -o NEW FILE"),
+    _packed("cabinet", (0, b"MSCF\0\0\0\0"), by="cabextract -p FILE >NEW"),
     _packed("xz", (0, b"\xfd7zXZ\0"), by="xz -dc FILE >NEW"),
     _packed("zstd", (0, b"\x28\xb5\x2f\xfd"), by="zstd -dc FILE >NEW"),
+    _packed("zstd", (1, b"\x2a\x4d\x18"), by="zstd -dc FILE >NEW")._replace(also=_is_zstd_after_frame),
     _packed("bzip2", (0, b"BZh"), (4, b"\x31\x41\x59\x26\x53\x59"), by="bzip2 -dc FILE >NEW"),
     _packed("lz4", (0, b"\x04\x22\x4d\x18"), by="lz4 -dc FILE >NEW"),
     _packed("lz4 -l", (0, b"\x02\x21\x4c\x18"), by="lz4 -dc FILE >NEW"),
@@ -196,6 +224,9 @@ SUFFIXES = {
     "xz": "xz",
     "zst": "zstd",
     "bz2": "bzip2",
+    "lz": "lzip",
+    "wim": "wim",
+    "vma": "vma",
     "zip": "zip",
     "7z": "7z",
     "ova": "ova",
@@ -204,8 +235,11 @@ SUFFIXES = {
 
 
 def unusable(format_: FileFormat, file: str) -> tuple[str, str]:
-    """Return what *file* holds as a clause, and the command that converts it, empty if there is none."""
+    """Return what *file* holds as a clause, and what makes it usable, empty if nothing is known that does."""
     import shlex  # here, because only a refusal needs it
 
     command = format_.command.replace("FILE", shlex.quote(file))
-    return f"holds {format_.noun}", command and f"convert it: `{command}`"
+    remedy = command and f"convert it: `{command}`"
+    if format_.kind == "text":
+        remedy = "fetch the file itself" + (f": `{command}`" if command else "; see what was downloaded")
+    return f"holds {format_.noun}", remedy

@@ -145,6 +145,8 @@ def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, problems:
     direct, aio = _access(disk, fact, facts.io_uring_error, where, problems)
     if len(problems.found) == found:
         _judge_content(disk, layers, facts.files, where, problems)
+    if len(problems.found) == found and layers:  # after the content: a packed or foreign file is not to be made longer
+        _judge_length(layers[0], facts.files, where, problems)
     size = 0 if fact.image is None else fact.image.size
     overlay = None
     if disk.ephemeral:
@@ -213,7 +215,7 @@ def _judge_content(
         return
     layer, content = found
     name, format_ = repr(str(layer.path)), content.format
-    if format_ is not None and format_.kind in {"image", "packed"}:
+    if format_ is not None and format_.kind in {"image", "packed", "text"}:
         from runner.facts.file_formats import unusable
 
         holds, remedy = unusable(format_, str(layer.path) if layer.format == "raw" else "RAW")
@@ -240,6 +242,19 @@ def _judge_content(
             f"the guest finds no partitions in {where}: the partition table in {name} is for sectors of {content.sector} bytes, and the "
             f"guest sees sectors of {files[disk.file].sectors[0]}",
             "copy the image to a disk with such sectors, or make its partition table anew",
+        )
+
+
+def _judge_length(layer: Layer, files: Mapping[PurePosixPath, FileFact], where: str, problems: Problems) -> None:
+    """Refuse a raw disk that has no whole number of sectors."""
+    fact, path = files.get(layer.path, MISSING), layer.path
+    if layer.format == "raw" and fact.image is not None and (fact.size == 0 or fact.size % 512):
+        problems.refuse(
+            f"{where}.path",
+            f"{str(path)!r} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
+            f"`truncate -s %512 {path}` makes it longer"
+            if fact.size
+            else f"`truncate -s 10G {path}` makes it a disk of 10 GiB",
         )
 
 
@@ -284,7 +299,7 @@ def _layers(
     seen: list[PurePosixPath] = []
     while True:
         yield Layer(path, format_, fact.kind == "block")
-        error = next(_errors(path, format_, fact, writes=disk.writes and not seen, below=bool(seen)), None)
+        error = next(_errors(path, format_, fact, writes=disk.writes and not seen), None)
         if error is not None:
             message, remedy = error
             exchanged = fact.image is not None and fact.image.format in _FORMATS and fact.image.format != format_
@@ -331,10 +346,8 @@ def _flatten(path: PurePosixPath) -> str:
     return f"flatten it with `qemu-img convert -O qcow2 {path} NEW`"
 
 
-def _errors(
-    path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes: bool, below: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield the errors of one layer, each with its remedy, empty if there is none; *below*: it is a backing file."""
+def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes: bool) -> Iterator[tuple[str, str]]:
+    """Yield the errors of one layer, each with its remedy, empty if there is none."""
     name, image = repr(str(path)), fact.image
     if fact.kind == "missing":
         yield f"{name} does not exist", ""
@@ -355,13 +368,6 @@ def _errors(
         yield f"{name} {image.error}", ""
     if image.locked:
         yield f"{name} is in use by another process (QEMU's image lock)", "stop it first"
-    if image.format == "raw" and not below and (fact.size == 0 or fact.size % 512):
-        yield (
-            f"{name} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
-            f"`truncate -s %512 {path}` makes it longer"
-            if fact.size
-            else f"`truncate -s 10G {path}` makes it a disk of 10 GiB",
-        )
 
 
 def _format_remedy(found: str, fact: FileFact) -> str:

@@ -267,7 +267,11 @@ def _unfit(use: Literal["kernel", "initrd", "firmware"], path: PurePosixPath, fa
             f"{name} is no kernel that QEMU can start: it is no bzImage (no 'HdrS' at byte 0x202), ELF or multiboot image{also}",
             command or "name a kernel for x86-64, such as /boot/vmlinuz-…",
         )
-    if use == "initrd" and kind in {"image", "packed", "kernel", "program", "firmware"} and fact.format not in UNPACKED:
+    if (
+        use == "initrd"
+        and kind in {"image", "packed", "text", "kernel", "program", "firmware"}
+        and fact.format not in UNPACKED
+    ):
         return f"{name} {held}, which Linux does not take as an initial RAM disk", command
     if use == "firmware" and (fact.size == 0 or fact.size % FLASH_SECTOR or fact.size > MOST_FLASH):
         return (

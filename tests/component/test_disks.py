@@ -230,12 +230,35 @@ def test_a_compressed_disk_is_refused_unless_it_is_only_read(tmp_path: Path, nam
     (tmp_path / "raw").write_bytes(b"\1" * MIB)
     path = tmp_path / "disk"
     packed = subprocess.run([*PACKERS[name], tmp_path / "raw"], check=True, stdout=subprocess.PIPE).stdout
-    path.write_bytes(packed.ljust(MIB, b"\0"))
-    message = refused(DiskSpec(path=PurePosixPath(path)))
-    assert f"'{path}' holds data packed by {name}, which the guest would see as it is; convert it: `" in message
+    for content in (packed + b"\0", packed.ljust(MIB, b"\0")):  # of any length: longer by `truncate` it were no disk
+        path.write_bytes(content)
+        message = refused(DiskSpec(path=PurePosixPath(path)))
+        assert f"'{path}' holds data packed by {name}, which the guest would see as it is; convert it: `" in message
     assert "or set read_only = true if the guest shall read it as it is" in message
     [remark] = remarks(DiskSpec(path=PurePosixPath(path), read_only=True))
     assert remark.startswith("the guest finds no disk but a file in disk[0]")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "fetch the file itself: `git lfs pull`"),
+        (b"\n<!DOCTYPE html>\n<title>404 Not Found</title>", "a page or an answer in HTML or XML"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "fetch the file itself; see what was"),
+        (b"MSWIM\0\0\0\xd0", "holds the files of a Windows installation (WIM), which is neither raw nor qcow2"),
+        (b"VMA\0\0\0\0\1", "`vma extract "),
+        (b"EVF\t\r\n\xff\0", "holds an EWF image"),
+        (b"\x1f\x9d\x90", "packed by compress"),
+        (b"LZIP\1", "packed by lzip"),
+        (b"\x50\x2a\x4d\x18\2\0\0\0ab\x28\xb5\x2f\xfd", "packed by zstd"),
+    ],
+)
+@pytest.mark.parametrize("size", [0, MIB])
+def test_what_was_downloaded_instead_of_a_disk_is_named(tmp_path: Path, content: bytes, words: str, size: int) -> None:
+    (tmp_path / "disk").write_bytes(content.ljust(size, b"\0"))
+    message = refused(DiskSpec(path=PurePosixPath(tmp_path / "disk")))
+    assert words in message
+    assert "truncate" not in message
 
 
 def archive(path: Path, member: str) -> None:
@@ -243,7 +266,7 @@ def archive(path: Path, member: str) -> None:
         tar.addfile(tarfile.TarInfo(member))
 
 
-@pytest.mark.parametrize("member", ["machine.ovf", "disk.raw"])
+@pytest.mark.parametrize("member", ["machine.ovf", "ova.xml", "disk.raw"])
 def test_an_archive_of_a_disk_is_refused_and_one_of_other_files_is_a_raw_disk(tmp_path: Path, member: str) -> None:
     path = tmp_path / "disk"
     archive(path, member)
