@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from runner.base.values import frozen
@@ -50,6 +50,11 @@ OTHER_READERS = {
     "Talos": ("version: v1alpha1", "apiversion: v1alpha1"),
 }
 """Programs that read the seed as well → what the user-data begins with that they take and cloud-init ignores, in lower case."""
+_LEADING = re.compile(r"(?:(?:#(?!ps1).*|---.*|[ \t]*)\n)+")
+"""What may come before the first words of a YAML document: comments, its marker, empty lines."""
+_IGNITION = re.compile(r'\{\s*"ignition"|(?:#.*\n|---\n|\s)*variant:')
+"""The beginning of a configuration for Ignition, and of one that Butane makes into one."""
+_NETWORK = re.compile(r"(?:#.*\n|---\n|\s)*network:")
 _KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
 
 
@@ -159,21 +164,51 @@ def check_user_data(content: bytes, problems: Problems) -> None:
     if handled(content):
         return
     first = content.partition(b"\n")[0][:40].decode(errors="replace")
-    begin = _text(content)
+    begin = _LEADING.sub("", _text(content))
     reader = next((name for name, begins in OTHER_READERS.items() if begin.startswith(begins)), None)
     if reader is not None:
         problems.remark(
             f"a guest with cloud-init ignores the user-data: it begins with {first!r}, which {reader} takes"
         )
         return
-    near = content.lstrip(b"\xef\xbb\xbf \t\r\n#")[:12].lower() == b"cloud-config"
     problems.refuse(
-        "cloud_init.user_data",
-        f"begins with {first!r}, which cloud-init would ignore",
-        "its first line must be '#cloud-config', without anything before it"
-        if near
-        else "begin it with '#cloud-config' or '#!/bin/sh'; a MIME message takes the header 'MIME-Version: 1.0'",
+        "cloud_init.user_data", f"begins with {first!r}, which cloud-init would ignore", next(_remedies(content))
     )
+
+
+def _remedies(content: bytes) -> Iterator[str]:
+    """Yield what makes user-data of *content*, which cloud-init ignores, such that it does not: that of its cause first."""
+    from runner.facts.file_formats import identify  # here, because only a refusal needs it
+
+    text, packed = _text(_unpacked(content)), identify(content)
+    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        yield "save it as UTF-8 without a byte order mark"
+    if _is_base64(content):
+        yield "it is base64, as a Secret or KubeVirt's userDataBase64 has it: give what `base64 -d` makes of it"
+    if packed is not None and packed.kind == "packed" and packed.name != "gzip":
+        yield f"it is packed by {packed.name}; cloud-init unpacks gzip alone"
+    if _IGNITION.match(text):
+        yield (
+            "Ignition, of Fedora CoreOS and Flatcar, reads no such seed: write its configuration into the disk, with "
+            "`coreos-installer install --ignition-file`"
+        )
+    if _NETWORK.match(text):
+        yield "a configuration of the network is for cloud_init.network_config"
+    if content.lstrip(b" \t\r\n#")[:12].lower() == b"cloud-config":
+        yield "its first line must be '#cloud-config', without anything before it"
+    if b"\n#cloud-config" in content or b"\n#!" in content:
+        yield "the line '#cloud-config' or '#!…' must be its first"
+    yield "begin it with '#cloud-config' or '#!/bin/sh'; a MIME message takes the header 'MIME-Version: 1.0'"
+
+
+def _is_base64(content: bytes) -> bool:
+    """Tell whether *content* is base64 of what cloud-init handles."""
+    import binascii  # here, because only a refusal needs it
+
+    try:
+        return re.fullmatch(rb"[A-Za-z0-9+/=\s]+", content) is not None and handled(binascii.a2b_base64(content))
+    except ValueError:
+        return False
 
 
 def handled(content: bytes) -> bool:
@@ -196,11 +231,8 @@ def _handled_part(kind: str, payload: object) -> bool:
 
 
 def _text(content: bytes) -> str:
-    """Return the text by whose beginning cloud-init tells the kind; empty for what is not UTF-8."""
-    try:
-        return content.decode().lower().lstrip()
-    except UnicodeDecodeError:
-        return ""
+    """Return the text by whose beginning cloud-init tells the kind; bytes that are not UTF-8 stay as they are in it."""
+    return content.decode(errors="surrogateescape").lower().lstrip()
 
 
 def _unpacked(content: bytes) -> bytes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from runner.plan.cloud_init import handled
 from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS
+from tests.unit.plan.test_plan import KERNEL, plan_of
 
 JUDGE = """
 import base64, json, logging, sys
@@ -26,11 +28,38 @@ json.dump(found, sys.stdout)
 """A program for the Python that has cloud-init's package: user-data by name → whether some of it is handled."""
 
 
-def test_cloud_init_handles_what_the_plan_accepts() -> None:
-    python = "/usr/bin/python3"
-    if subprocess.run([python, "-c", "import cloudinit.user_data"], check=False, capture_output=True).returncode:
+PYTHON = "/usr/bin/python3"
+RENDERERS = {
+    "netplan": "dhcp6: true",
+    "networkd": "DHCP=yes",
+    "eni": "inet6 dhcp",
+    "network-manager": "[ipv6]\nmethod=auto",
+}
+"""Renderer of cloud-init → what it writes for an interface that asks for IPv6 addresses, too."""
+
+
+@pytest.fixture(autouse=True)
+def needs_cloud_init() -> None:
+    if subprocess.run([PYTHON, "-c", "import cloudinit.user_data"], check=False, capture_output=True).returncode:
         pytest.skip("cloud-init is missing; the emulated node has it")
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
+@pytest.mark.parametrize("ipv6", [False, True])
+def test_the_networks_ask_for_the_addresses_that_they_have(tmp_path: Path, renderer: str, *, ipv6: bool) -> None:
+    seed = plan_of(f"{KERNEL}[cloud_init]\n[[network]]\n" + "ipv6 = true\n" * ipv6).machine.seed
+    assert seed is not None
+    assert seed.network_config is not None
+    (tmp_path / "given").write_bytes(seed.network_config.content)
+    convert = [PYTHON, "-m", "cloudinit.cmd.devel.net_convert", "-p", "given", "-k", "yaml", "-D", "debian"]
+    subprocess.run([*convert, "-O", renderer, "-d", "made"], check=True, capture_output=True, cwd=tmp_path)
+    made = "".join(path.read_text() for path in (tmp_path / "made").rglob("*") if path.is_file())
+    assert "52:54:00" in made
+    assert (RENDERERS[renderer] in made) is ipv6, made
+
+
+def test_cloud_init_handles_what_the_plan_accepts() -> None:
     given = {**HANDLED, **IGNORED, **OTHER_READERS}
     text = json.dumps({name: base64.b64encode(data).decode() for name, data in given.items()})
-    judged = subprocess.run([python, "-c", JUDGE], input=text, capture_output=True, text=True, check=True).stdout
+    judged = subprocess.run([PYTHON, "-c", JUDGE], input=text, capture_output=True, text=True, check=True).stdout
     assert json.loads(judged) == {name: handled(data) for name, data in given.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import bz2
 import gzip
 
 CONFIG = b"#cloud-config\nhostname: web\n"
@@ -30,7 +31,9 @@ HANDLED = {
     "not YAML": b"#cloud-config\n: [\n",
     "cloud-config-archive": b"#cloud-config-archive\n- type: text/cloud-config\n  content: 'hostname: web'\n",
     "cloud-config-jsonp": b'#cloud-config-jsonp\n[{"op": "add", "path": "/hostname", "value": "web"}]\n',
+    "not UTF-8": b"#cloud-config\nname: J\xf6rg\n",
     "script": b"#!/bin/sh\ntrue\n",
+    "a script that is not UTF-8": b"#!/bin/sh\necho J\xf6rg\n",
     "boothook": b"#cloud-boothook\ntrue\n",
     "part-handler": b"#part-handler\ndef list_types(): return []\n",
     "jinja": b"## template: jinja\n" + CONFIG,
@@ -60,6 +63,11 @@ IGNORED = {
     "two bytes a letter": CONFIG.decode().encode("utf-16"),
     "a URL's form": b"%23cloud-config%0Ahostname%3A%20web%0A",
     "base64": base64.b64encode(CONFIG),
+    "base64 of gzip": base64.encodebytes(gzip.compress(CONFIG)),
+    "another packer": bz2.compress(CONFIG),
+    "a network's configuration": b"# ours\nnetwork:\n  version: 2\n",
+    "Butane": b"variant: fcos\nversion: 1.5.0\n",
+    "the marker of a YAML document": b"---\n" + CONFIG,
     "JSON of another program": b'{"ignition": {"version": "3.4.0"}}\n',
     "gzip of something else": gzip.compress(b"hostname: web\n"),
     "gzip, cut off": gzip.compress(CONFIG)[:-12],
@@ -75,5 +83,6 @@ OTHER_READERS = {
     "PowerShell in a tag": b"<powershell>\nSet-TimeZone -Id UTC\n</powershell>\n",
     "cmd": b"rem cmd\necho hello\n",
     "Talos": b"version: v1alpha1\nmachine: {}\n",
+    "Talos, a comment first": b"# ours\n---\nversion: v1alpha1\nmachine: {}\n",
 }
 """Ignored by cloud-init, and taken by another reader of the seed."""

@@ -134,10 +134,32 @@ def test_user_data_that_cloud_init_ignores_is_refused(name: str) -> None:
     assert found.startswith("cloud_init.user_data: begins with ")
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("a byte order mark", "save it as UTF-8 without a byte order mark"),
+        ("two bytes a letter", "save it as UTF-8 without a byte order mark"),
+        ("base64", "it is base64, as a Secret"),
+        ("base64 of gzip", "it is base64, as a Secret"),
+        ("another packer", "it is packed by bzip2; cloud-init unpacks gzip alone"),
+        ("JSON of another program", "Ignition, of Fedora CoreOS and Flatcar, reads no such seed"),
+        ("Butane", "Ignition, of Fedora CoreOS and Flatcar, reads no such seed"),
+        ("a network's configuration", "a configuration of the network is for cloud_init.network_config"),
+        ("a space in the header", "its first line must be '#cloud-config'"),
+        ("a comment before the header", "the line '#cloud-config' or '#!…' must be its first"),
+        ("the marker of a YAML document", "the line '#cloud-config' or '#!…' must be its first"),
+        ("YAML without the header", "begin it with '#cloud-config' or '#!/bin/sh'"),
+    ],
+)
+def test_user_data_that_is_ignored_has_the_remedy_of_its_cause(name: str, remedy: str) -> None:
+    [found] = problems(USER_DATA, having(IGNORED[name]))
+    assert f"which cloud-init would ignore; {remedy}" in found
+
+
 @pytest.mark.parametrize("name", OTHER_READERS)
 def test_user_data_of_another_reader_is_remarked(name: str) -> None:
     """The seed is read by cloudbase-init in Windows as well."""
-    reader = "Talos" if name == "Talos" else "cloudbase-init (Windows)"
+    reader = "Talos" if name.startswith("Talos") else "cloudbase-init (Windows)"
     remarks = list(map(str, plan_of(USER_DATA, having(OTHER_READERS[name])).remarks))
     assert any("ignores the user-data" in remark and f"which {reader} takes" in remark for remark in remarks)
 
