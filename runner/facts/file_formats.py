@@ -72,7 +72,7 @@ def _is_markup(head: bytes) -> bool:
 def _is_zstd_after_frame(head: bytes) -> bool:
     """Tell whether zstd's data follow a frame that decoders skip (RFC 8878, 3.1.2), as pzstd writes it."""
     size = int.from_bytes(head[4:8], "little")
-    return head[:1] and head[0] & 0xF0 == 0x50 and head[8 + size :][:4] == b"\x28\xb5\x2f\xfd"  # noqa: PLR2004
+    return bool(head) and head[0] & 0xF0 == 0x50 and head[8 + size :][:4] == b"\x28\xb5\x2f\xfd"  # noqa: PLR2004
 
 
 def _is_multiboot(head: bytes) -> bool:
