@@ -10,7 +10,7 @@ from runner.base.errors import SpecError, UsageError
 from runner.cli.options import source_of
 from runner.node_plan.configuration import configuration_among
 from runner.node_plan.manifest_mistakes import mistakes_of
-from runner.node_plan.vendor_forms import is_settings, no_configuration
+from runner.node_plan.vendor_forms import form_of_text, no_configuration
 from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 
@@ -65,9 +65,12 @@ def read_configuration(path: str) -> Value:
     try:
         documents = parse_yaml(path, data)
     except SpecError:
-        if is_settings(data):
-            raise UsageError(no_configuration(path, "TOML", "Bottlerocket's settings")) from None
+        found, form = form_of_text(data)
+        if form:
+            raise UsageError(no_configuration(path, found, form)) from None
         raise
+    if not documents:
+        raise UsageError(no_configuration(path, "nothing", ""))
     return configuration_among(documents)
 
 

@@ -108,7 +108,7 @@ def configuration_among(documents: Iterable[Value]) -> Value:
     """Return the kubelet's configuration among the *documents* of one file.
 
     It may also be the answer of a running kubelet at ``/configz``, which includes flags and drop-in files.
-    Raises :class:`UsageError` unless there is exactly one.
+    Raises :class:`UsageError` unless exactly one of the *documents*, of which there is one at least, is it.
     """
     documents = list(documents)
     found = []
@@ -124,7 +124,7 @@ def configuration_among(documents: Iterable[Value]) -> Value:
         kinds = (
             ", ".join(repr(each.value.get("kind")) for each in documents if isinstance(each.value, dict)) or "nothing"
         )
-        source = documents[0].source.partition(" (document")[0] if documents else "the file"
+        source = documents[0].source.partition(" (document")[0]
         form = "" if found else next(filter(None, map(form_of, documents)), "")
         raise UsageError(no_configuration(source, kinds, form))
     return found[0]

@@ -5,6 +5,7 @@ None of them is read: what a distribution makes of them depends on its version. 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 
@@ -30,9 +31,12 @@ KINDS: Mapping[tuple[str, str], str] = {
     ("kubeadm.k8s.io", "InitConfiguration"): "kubeadm's InitConfiguration",
     ("kubeadm.k8s.io", "JoinConfiguration"): "kubeadm's JoinConfiguration",
     ("kubeadm.k8s.io", "ClusterConfiguration"): "kubeadm's ClusterConfiguration",
+    ("bootstrap.cluster.x-k8s.io", "KubeadmConfig"): "Cluster API's KubeadmConfig",
     ("bootstrap.cluster.x-k8s.io", "KubeadmConfigTemplate"): "Cluster API's KubeadmConfigTemplate",
+    ("controlplane.cluster.x-k8s.io", "KubeadmControlPlane"): "Cluster API's KubeadmControlPlane",
     ("v1", "ConfigMap"): "a ConfigMap, such as kubeadm's kubelet-config, whose data is text",
     ("v1", "Node"): "a Node object",
+    ("v1", "Status"): "an error of the API server",
 }
 """Group of ``apiVersion`` (``v1`` for the core) and kind → what the document is."""
 KEYS: Mapping[str, str] = {
@@ -40,6 +44,7 @@ KEYS: Mapping[str, str] = {
     "kubelet-arg": "RKE2's or k3s' config.yaml",
     "kubeletConfig": "GKE's node system configuration",
     "linuxConfig": "GKE's node system configuration",
+    "services": "RKE's cluster.yml",
     "cpuManagerPolicy": "AKS' custom node configuration, or a KubeletConfiguration without kind and apiVersion",
     "topologyManagerPolicy": "AKS' custom node configuration, or a KubeletConfiguration without kind and apiVersion",
     "featureGates": "a KubeletConfiguration without kind and apiVersion",
@@ -47,25 +52,35 @@ KEYS: Mapping[str, str] = {
 """A key at the top of a document without kind → what the document is."""
 
 
+FLAGS = "the kubelet's flags, as in MicroK8s' args/kubelet, kubeadm-flags.env or a unit of systemd"
+_FLAG = re.compile(r"""(?:^|[\s"'=\0])--[a-z]+(?:-[a-z]+)+(?:[=\s\0]|$)""")
+"""A long option of the kubelet's, whose names have several words."""
+
+
 def form_of(document: Value) -> str:
     """Return what *document* is that is no ``KubeletConfiguration``; empty if that is not known."""
-    if isinstance(document.value, str) and document.value.lstrip().startswith("--"):
-        return "the kubelet's flags, as in MicroK8s' args/kubelet"
+    if isinstance(document.value, str) and _FLAG.search(document.value):
+        return FLAGS
     if not isinstance(document.value, dict):
         return ""
     group = str(document.value.get("apiVersion")).partition("/")[0]
     kind = document.value.get("kind")
     if kind is not None:
         return KINDS.get((group, str(kind)), "")
+    if any(str(key).startswith("kubelet_") for key in document.value):
+        return "kubespray's variables"
     return next((form for key, form in KEYS.items() if key in document.value), "")
 
 
-def is_settings(data: bytes) -> bool:
-    """Tell whether *data* is TOML with a table ``settings``, as Bottlerocket's user data is."""
+def form_of_text(data: bytes) -> tuple[str, str]:
+    """Return what *data*, which is no YAML, is instead: its language, and the form of a distribution; empty if not known."""
+    text = data.decode(errors="replace")
     try:
-        return "settings" in tomllib.loads(data.decode())
+        if "settings" in tomllib.loads(text):
+            return "TOML", "Bottlerocket's settings"
     except ValueError:
-        return False
+        pass
+    return ("text", FLAGS) if _FLAG.search(text) else ("", "")
 
 
 def no_configuration(source: str, found: str, form: str) -> str:

@@ -230,6 +230,7 @@ def test_a_compressed_disk_is_refused_unless_it_is_only_read(tmp_path: Path, nam
     (tmp_path / "raw").write_bytes(b"\1" * MIB)
     path = tmp_path / "disk"
     packed = subprocess.run([*PACKERS[name], tmp_path / "raw"], check=True, stdout=subprocess.PIPE).stdout
+    message = ""
     for content in (packed + b"\0", packed.ljust(MIB, b"\0")):  # of any length: longer by `truncate` it were no disk
         path.write_bytes(content)
         message = refused(DiskSpec(path=PurePosixPath(path)))

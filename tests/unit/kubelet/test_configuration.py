@@ -92,7 +92,7 @@ def test_the_one_configuration_of_a_file() -> None:
         "cannot use 'k.yaml': it must hold one KubeletConfiguration, found 'ClusterConfiguration'; the one of a running node"
         " is printed by: kubectl get --raw /api/v1/nodes/NODE/proxy/configz"
     )
-    for documents in ([], [ours, ours], [Value([1], "k.yaml")]):
+    for documents in ([ours, ours], [Value([1], "k.yaml")]):
         with pytest.raises(UsageError, match="it must hold one KubeletConfiguration"):
             configuration_among(documents)
 
@@ -109,6 +109,13 @@ def test_the_one_configuration_of_a_file() -> None:
         ("[settings.kubernetes]\ncpu-manager-policy = 'static'", "Bottlerocket's settings"),
         ("--cpu-manager-policy=static\n--reserved-cpus=0", "the kubelet's flags, as in MicroK8s' args/kubelet"),
         ("apiVersion: v1\nkind: ConfigMap\ndata: {kubelet: x}", "a ConfigMap"),
+        ('KUBELET_KUBEADM_ARGS="--cpu-manager-policy=static --reserved-cpus=0"\n', "the kubelet's flags"),
+        ("[Service]\nExecStart=/usr/bin/kubelet --cpu-manager-policy=static $ARGS\n", "the kubelet's flags"),
+        ("/usr/bin/kubelet\0--cpu-manager-policy=static\0", "the kubelet's flags"),
+        ("services:\n  kubelet:\n    extra_args: {cpu-manager-policy: static}", "RKE's cluster.yml"),
+        ("kubelet_cpu_manager_policy: static\nkubelet_topology_manager_scope: pod", "kubespray's variables"),
+        ('{"kind": "Status", "apiVersion": "v1", "code": 403}', "an error of the API server"),
+        ("", "found nothing"),
     ],
 )
 def test_the_forms_of_distributions_are_told_and_the_way_out_is_named(tmp_path: Path, text: str, form: str) -> None:
