@@ -14,8 +14,9 @@ from runner.check import programs
 from runner.check.finding import Check, Finding
 from runner.check.programs import Program
 from runner.host.discover import SYSTEM_DIRECTORIES, find_virtiofsd
-from runner.kernel.files import find_program, read_os_release
+from runner.kernel.files import find_program
 from runner.kernel.processes import Command, Processes
+from runner.kernel.small_files import read_os_release
 from runner.plan.argv.qemu import SANDBOX
 
 TIMEOUT = 20.0

@@ -44,14 +44,13 @@ from runner.kernel.files import (
     memory,
     probe_file,
     read_document,
-    read_os_release,
-    read_text,
     why_not_appended,
 )
 from runner.kernel.limits import file_size_limit, memory_limit
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
+from runner.kernel.small_files import read_os_release, read_text
 from runner.kernel.sysfs import read_hardware, read_huge_pools
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates

@@ -12,7 +12,8 @@ from runner.base.values import frozen
 from runner.facts.memory import MemoryCharge
 from runner.inspect.settings import CpuSettings
 from runner.placement.backends import Backend
-from runner.placement.threads import GuaranteeKind, ObservedThread, Role, ThreadRules
+from runner.placement.children import Role
+from runner.placement.threads import GuaranteeKind, ObservedThread, ThreadRules
 
 Viewpoint = Literal["container", "node"]
 """From where instances are observed."""

@@ -49,10 +49,10 @@ from runner.kubelet.pod_cgroups import (
     vcpus_group,
 )
 from runner.kubelet.state_files import KubeletFiles
+from runner.placement.children import DAEMONS, Role
 from runner.placement.threads import (
     CgroupPaths,
     ObservedThread,
-    Role,
     ThreadRules,
     chosen_name,
     guarantee_of,
@@ -71,7 +71,6 @@ _IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
 """Its name for the iothread of a disk; ``IO mon_iothread`` is its own."""
 _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
 """The file in memory that is the guest's RAM, as ``numa_maps`` writes it."""
-_DAEMONS = {Role.DNSMASQ, Role.VIRTIOFSD, Role.PASST}
 _LAST = (Role.OTHER, Role.EMULATOR, Role.IOTHREAD, Role.VCPU)
 """Of the table; the roles before them stand in the order of their births."""
 
@@ -356,7 +355,7 @@ def _role_by_name(process: ObservedProcess, thread: ThreadStatus, root: str) -> 
     if process.is_sleep_infinity and f"/{root}/" not in thread.cgroup:
         return Role.ANCHOR
     name = status.name.removesuffix(".avx2")  # passt executes this variant of itself where the CPU allows it
-    return Role(name) if name in _DAEMONS else Role.OTHER
+    return DAEMONS.get(name, Role.OTHER)
 
 
 def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:

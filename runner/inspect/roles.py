@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from runner.base.values import frozen
 from runner.facts.threads import ProcessStatus, ThreadStatus
-from runner.placement.threads import ObservedThread, Receipt, Role
+from runner.placement.children import DAEMONS, RESTARTS, Role
+from runner.placement.threads import ObservedThread, Receipt
 
 
 @frozen
@@ -46,7 +47,7 @@ class Roles:
     def of_process(self, process: ProcessStatus, *, is_sleep_infinity: bool) -> Role | None:
         """Return the role of *process*, or ``None`` if the instance has no such process.
 
-        The runner starts anchors (*is_sleep_infinity*: its command line says so) and dnsmasq again when they die, under
+        The runner starts anchors (*is_sleep_infinity*: its command line says so) and some daemons again when they die, under
         other numbers.
         """
         role, known_as = self.processes.get(process.pid, (None, ""))
@@ -54,7 +55,8 @@ class Roles:
             return role
         if process.parent != self.runner:
             return None
-        return Role.ANCHOR if is_sleep_infinity else Role.DNSMASQ if process.name == Role.DNSMASQ else None
+        daemon = DAEMONS.get(process.name) if process.name in RESTARTS else None
+        return Role.ANCHOR if is_sleep_infinity else daemon
 
     def of_thread(self, role: Role, thread: ThreadStatus) -> ObservedThread:
         """Return *thread* of a process with the *role*, QEMU's vCPUs and iothreads told apart."""

@@ -23,13 +23,13 @@ from runner.inspect.observation import (
     Unknown,
     Viewpoint,
 )
+from runner.placement.children import Role
 from runner.placement.threads import (
     Intruder,
     MisplacedVcpu,
     MissingVcpu,
     NarrowMask,
     ObservedThread,
-    Role,
     SharedCpu,
     Violation,
     WrongCgroup,

@@ -19,7 +19,7 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.instance.parts.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.parts.console import console_shown
-from runner.instance.parts.daemons import FATAL, anchored, first_dead, refuse_dead, shared
+from runner.instance.parts.daemons import anchored, first_dead, refuse_dead, shared
 from runner.instance.parts.display import display_shown
 from runner.instance.parts.memory import guest_memory
 from runner.instance.parts.qemu import (
@@ -39,6 +39,7 @@ from runner.kernel import files
 from runner.kernel.processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.kernel.waiting import readable
+from runner.placement.children import FATAL
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ async def _wait_for_the_end(
             return await machine.ended()
         why = dead.why_it_ended()
         log.error(InstanceEvent.CHILD_LOST, dead.role, why)
-        return GuestEnd(FATAL[dead.role].status, f"{dead.role} {why}")
+        return GuestEnd(FATAL[dead.role], f"{dead.role} {why}")
 
     return await first_of(machine.ended, asked, lost, cpus_lost)
 

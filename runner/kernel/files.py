@@ -18,6 +18,7 @@ from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.file_formats import HEAD, TAIL, identify
 from runner.facts.hardware import hugetlb_name
 from runner.kernel.limits import limit_behind, limited
+from runner.kernel.small_files import read_text
 
 _XFS_IOC_DIOINFO = 0x800C581E
 """``libxfs/xfs_fs.h``: the alignments of direct I/O in memory and in the file, and the most bytes of it."""
@@ -411,20 +412,6 @@ def find_program(name: str, directories: Sequence[str] = ()) -> PurePosixPath | 
         if path.is_absolute() and os.path.isfile(path) and os.access(path, os.X_OK):  # noqa: PTH113 - a pure path
             return path
     return None
-
-
-def read_text(path: PurePosixPath) -> str:
-    """Return the content of a file, empty when it cannot be read."""
-    try:
-        with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
-            return file.read()
-    except OSError:
-        return ""
-
-
-def read_os_release() -> str:
-    """Return the text of os-release(5), empty where there is none."""
-    return read_text(PurePosixPath("/etc/os-release")) or read_text(PurePosixPath("/usr/lib/os-release"))
 
 
 class Descriptor:

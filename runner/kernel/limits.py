@@ -20,6 +20,7 @@ from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.facts.file_errors import remedy_of
 from runner.facts.roots import Roots
+from runner.kernel.small_files import read_text
 
 Use = Literal["file", "process", "inotify", "epoll"]
 """What a call was for: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds."""
@@ -84,7 +85,7 @@ def own_groups(controller: str, roots: Roots | None = None) -> Iterator[PurePosi
     there that it does not see: then it is the top of its mount.
     """
     roots = roots or Roots()
-    lines = [line.split(":", 2) for line in _read(PurePosixPath(roots.proc / "self/cgroup")).splitlines()]
+    lines = [line.split(":", 2) for line in read_text(PurePosixPath(roots.proc / "self/cgroup")).splitlines()]
     mounts, path = [roots.cgroup, roots.cgroup / "unified"], next((path for _, names, path in lines if not names), "/")
     for _, names, path_there in lines:
         if controller in names.split(","):
@@ -130,7 +131,7 @@ class _ShownLimits:
         return "the process has ended, or is in another PID namespace"
 
     def filter(self) -> str:
-        if "\nSeccomp:\t2\n" not in _read(PurePosixPath(self.roots.proc / "self/status")):
+        if "\nSeccomp:\t2\n" not in read_text(PurePosixPath(self.roots.proc / "self/status")):
             return ""
         return (
             "the container's seccomp profile refuses the call that makes a thread, and where it does not know clone3(2) it must say "
@@ -142,8 +143,8 @@ class _ShownLimits:
 
     def _group_processes(self) -> str:
         for group in own_groups("pids", self.roots):
-            most, used = (_read(group / name).strip() for name in ("pids.max", "pids.current"))
-            refused = _read(group / "pids.events").split()[1:2] not in (
+            most, used = (read_text(group / name).strip() for name in ("pids.max", "pids.current"))
+            refused = read_text(group / "pids.events").split()[1:2] not in (
                 [],
                 ["0"],
             )  # what has ended meanwhile is not in use
@@ -167,7 +168,7 @@ class _ShownLimits:
         )
 
     def _all_processes(self) -> str:
-        used = _read(PurePosixPath(self.roots.proc / "loadavg")).split()[3:4]  # 2/613: 613 threads on the machine
+        used = read_text(PurePosixPath(self.roots.proc / "loadavg")).split()[3:4]  # 2/613: 613 threads on the machine
         running = used[0].partition("/")[2] if used else ""
         for name in ("kernel/threads-max", "kernel/pid_max"):
             most = self._sysctl(name)
@@ -179,7 +180,9 @@ class _ShownLimits:
         if (most := _rlimit(resource.RLIMIT_AS)) is not None:
             return f"a process here may have {most} bytes of addresses: lift that limit (RLIMIT_AS, `ulimit -v`)"
         if self._sysctl("vm/overcommit_memory") == "2":
-            info = dict(each.split(":", 1) for each in _read(PurePosixPath(self.roots.proc / "meminfo")).splitlines())
+            info = dict(
+                each.split(":", 1) for each in read_text(PurePosixPath(self.roots.proc / "meminfo")).splitlines()
+            )
             used, total = (info.get(name, "some").strip() for name in ("Committed_AS", "CommitLimit"))
             return (
                 f"the machine promises no more than {total} of memory and has promised {used}, as vm.overcommit_memory is 2: raise "
@@ -193,7 +196,7 @@ class _ShownLimits:
         )
 
     def _sysctl(self, path: str) -> str:
-        return _read(PurePosixPath(self.roots.proc / "sys" / path)).strip() or "some"
+        return read_text(PurePosixPath(self.roots.proc / "sys" / path)).strip() or "some"
 
     def _of_user(self, path: str, what: str) -> str:
         return f"user {self.user_id} may have {self._sysctl(path)} {what} {_ALL_CONTAINERS}: raise {path.replace('/', '.')}"
@@ -239,7 +242,7 @@ def memory_limit(roots: Roots | None = None) -> MemoryLimit | None:
         MemoryLimit(group, file, int(value))
         for group in own_groups("memory", roots)
         for file in ("memory.max", "memory.limit_in_bytes")
-        if (value := _read(group / file).strip()).isdecimal() and int(value) < _UNLIMITED
+        if (value := read_text(group / file).strip()).isdecimal() and int(value) < _UNLIMITED
     )
     return min(found, key=lambda limit: limit.size, default=None)
 
@@ -286,23 +289,15 @@ class OutOfMemory:
 
     def _kills(self, group: PurePosixPath) -> tuple[int, int]:
         """Return how many processes were killed in *group*, and how often because it, or one below it, was at its limit."""
-        if text := _read(group / "memory.events"):
+        if text := read_text(group / "memory.events"):
             found = _numbers(text)
             return found.get("oom_kill", 0), found.get("oom", 0)
-        kills = _numbers(_read(group / "memory.oom_control")).get("oom_kill", 0)
-        return kills, int(_read(group / "memory.failcnt").strip() or 0)
+        kills = _numbers(read_text(group / "memory.oom_control")).get("oom_kill", 0)
+        return kills, int(read_text(group / "memory.failcnt").strip() or 0)
 
 
 def _numbers(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
-
-
-def _read(path: PurePosixPath) -> str:
-    try:
-        with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
-            return file.read()
-    except OSError:
-        return ""
 
 
 def _rlimit(which: int) -> int | None:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
-from runner.kernel.files import read_text
+from runner.kernel.small_files import read_text
 
 _ISOLATION_FLAG = re.compile("((?:nohz|domain|managed_irq),)")
 """The flags of ``isolcpus=``, which stand before its CPUs (``housekeeping_isolcpus_setup`` of ``kernel/sched/isolation.c``)."""

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.kernel.files import read_text
+from runner.kernel.small_files import read_text
 
 _MOST_LINKS = 40
 """Links on one path that the kernel follows (``MAXSYMLINKS``, ``include/linux/namei.h``)."""

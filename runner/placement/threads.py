@@ -8,7 +8,6 @@ lists all threads as the kernel showed them when the guest was started, without 
 
 from __future__ import annotations
 
-import enum
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from runner.base.errors import UsageError
 from runner.base.values import frozen
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import Backend, Placement
+from runner.placement.children import IN_PODS_CGROUP, Role
 
 RECEIPT_VERSION = 1
 
@@ -27,34 +27,6 @@ GuaranteeKind = Literal["enforced", "arranged"]
 
 UNNAMED = "instance"
 """The name of an instance whose spec has none (``instance.name``)."""
-
-
-class Role(enum.StrEnum):
-    """The purpose of a thread in an instance."""
-
-    RUNNER = "runner"
-    """This program, PID 1 of the container, and its short-lived children."""
-    ANCHOR = "anchor"
-    """``sleep infinity``, which keeps the pod's own cgroup populated."""
-    DNSMASQ = "dnsmasq"
-    VIRTIOFSD = "virtiofsd"
-    PASST = "passt"
-    EMULATOR = "emulator"
-    """A thread of QEMU that is neither a vCPU nor an iothread."""
-    IOTHREAD = "iothread"
-    """A thread of QEMU that serves a disk."""
-    VCPU = "vcpu"
-    SANDBOX = "sandbox"
-    """The ``pause`` process of a pod, which sleeps until the pod ends."""
-    OTHER = "other"
-    """Any other thread."""
-
-    @classmethod
-    def of_child(cls, name: str) -> Role:
-        """Return the role of the threads of the runner's child *name*; for ``qemu`` it is ``EMULATOR``, vCPUs included."""
-        if name == "qemu":
-            return cls.EMULATOR
-        return cls(name) if name in {cls.ANCHOR, cls.DNSMASQ, cls.VIRTIOFSD, cls.PASST} else cls.RUNNER
 
 
 @frozen
@@ -211,17 +183,11 @@ class CgroupPaths:
 
     def of(self, role: Role) -> str:
         """Return the cgroup for threads of *role*, empty if they may be in any."""
-        match role:
-            case Role.ANCHOR:
-                return self.pod
-            case Role.VCPU:
-                return self.instance
-            case Role.SANDBOX | Role.OTHER:
-                return ""
-            case Role.RUNNER | Role.DNSMASQ | Role.VIRTIOFSD | Role.PASST | Role.EMULATOR | Role.IOTHREAD:
-                return self.float_cgroup
-            case _ as never:
-                assert_never(never)
+        if role is Role.VCPU:
+            return self.instance
+        if role in {Role.SANDBOX, Role.OTHER}:
+            return ""
+        return self.pod if role in IN_PODS_CGROUP else self.float_cgroup
 
     def misses(self, observed: ObservedThread) -> bool:
         """Tell whether *observed* is outside the cgroup of its role."""

@@ -12,7 +12,8 @@ from runner.base.errors import HostError
 from runner.facts.roots import Roots
 from runner.facts.threads import ThreadStatus
 from runner.inspect.cpu_sums import CpuSums
-from runner.placement.threads import ObservedThread, Role
+from runner.placement.children import Role
+from runner.placement.threads import ObservedThread
 
 SECOND = 1_000_000_000
 QEMU, VCPU, MIGRATION, WORKER = 100, 101, 27, 40

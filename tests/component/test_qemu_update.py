@@ -24,8 +24,8 @@ from runner.instance.change import qemu_update
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.instance.timeouts import InstanceTimeouts
-from runner.kernel import files
 from runner.kernel.carried import CarriedProcess
+from runner.kernel.small_files import read_text
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import Accel
 from runner.plan.networks import BridgedPlan
@@ -97,7 +97,7 @@ async def test_another_qemu_has_the_guest_and_everything_goes_on(fake_host: Fake
             assert now.pid != first.pid
             assert {**answer, "pause_ms": 0} == {"from": "11.1.0", "version": "11.1.0", "pid": now.pid, "pause_ms": 0}
             assert await guest_and_generation(plan) == ("running", generation)
-            published = json.loads(files.read_text(receipt))
+            published = json.loads(read_text(receipt))
             assert published["qemu_generation"] == generation
             assert {each["pid"] for each in published["threads"] if each["role"] == "vcpu"} == {now.pid}
             assert supervisor.counters.qemu_updates == {"updated": generation}
@@ -344,7 +344,7 @@ async def test_a_share_goes_along_with_the_state_of_its_virtiofsd(fake_host: Fak
             assert now not in daemons
             daemons.append(now)
             assert await guest_and_generation(plan) == ("running", generation)
-            published = json.loads(files.read_text(receipt))
+            published = json.loads(read_text(receipt))
             assert {each["pid"] for each in published["threads"] if each["role"] == "virtiofsd"} == {now}
         loaded = [(each["pid"], each["state"]) for each in fake_host.records("virtiofsd", "loaded")]
         assert loaded == [(pid, f"state of {daemons[0]}") for pid in daemons[1:]]

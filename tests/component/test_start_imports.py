@@ -27,8 +27,8 @@ placement = "affinity"
 size = "32MiB"
 """
 
-MODULES, LINES = 110, 17_200
-"""Modules of this project, and their lines, that may be imported by then: a tenth more than when this was written."""
+MODULES, LINES = 110, 17_700
+"""Modules of this project, and their lines, that may be imported by then, the table of events among them."""
 
 OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl resource qemu"
 """Modules beyond those that ``import trio`` loads, without their submodules and accelerators; with Python 3.11 trio loads

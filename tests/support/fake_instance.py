@@ -118,7 +118,8 @@ def write_receipt(path: str, cpus: list[int], roles: dict[str, str], vcpus: dict
     from runner.base.cpuset import CpuSet
     from runner.kernel.files import publish
     from runner.kernel.procfs import Procfs
-    from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
+    from runner.placement.children import Role
+    from runner.placement.threads import ObservedThread, Receipt, ThreadRules
 
     threads = tuple(
         ObservedThread(Role(role) if (index := vcpus.get(str(thread.tid))) is None else Role.VCPU, index, thread)

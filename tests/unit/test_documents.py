@@ -28,8 +28,7 @@ from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceRe
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.render import HEAD
 from runner.inspect.trace_render import trace_lines
-from runner.instance.parts.daemons import DEATHS
-from runner.placement.threads import Role
+from runner.placement.children import CHILDREN, Role
 from runner.protocol.unix_server import SocketLimits
 from runner.spec.instance import parse_instance, reference
 from tests.emulated_node.command import parser as emulated_node_parser
@@ -230,7 +229,7 @@ def test_every_check_is_named() -> None:
 
 def test_every_child_is_in_the_table_of_deaths() -> None:
     children = " ".join(row[0].lower() for row in table_rows(SPECS, "| child | when it dies |"))
-    for role in DEATHS:
+    for role in CHILDREN:
         assert role in re.findall(r"[a-z]+", children)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from runner.base.errors import HostError, RunnerError, Status, explain
+from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
+from runner.placement.children import RESTARTS, Restart
 from runner.plan.argv.qemu import virtiofsd_argv
 from runner.plan.shares import SharePlan
 
@@ -32,36 +33,6 @@ UP_WITHIN = 10.0
 
 STOPPED_WITHIN = 2.0
 """Seconds that a daemon may take to end after SIGTERM."""
-
-
-@frozen
-class Restart:
-    """Start it again: at first after *first* seconds, then after twice as long each time, up to *longest*."""
-
-    first: float
-    longest: float
-    forgiven: float = 10.0
-    """Seconds of life after which earlier deaths no longer count."""
-
-
-@frozen
-class EndInstance:
-    """The guest cannot live without it: power down and exit with *status*."""
-
-    status: Status
-
-
-RESTARTS: Mapping[str, Restart] = {
-    "anchor": Restart(first=0.0, longest=5.0),  # at once: the pod's cgroup must not stay empty
-    "dnsmasq": Restart(first=0.1, longest=10.0),  # the guest keeps its address meanwhile
-}
-FATAL: Mapping[str, EndInstance] = {
-    "virtiofsd": EndInstance(Status.SERVICE_DIED),  # QEMU cannot reconnect
-    "passt": EndInstance(Status.SERVICE_DIED),  # the same
-    "qemu": EndInstance(Status.MACHINE_DIED),
-}
-DEATHS: Mapping[str, Restart | EndInstance] = {**RESTARTS, **FATAL}
-"""What the death of each child means, by its role."""
 
 
 @attrs.define
@@ -92,7 +63,7 @@ class RestartedChild:
 
 @asynccontextmanager
 async def restarted_child(supervisor: Supervisor, command: Command, name: str) -> AsyncIterator[RestartedChild]:
-    """Hold a daemon that is started again, as :data:`RESTARTS` says, whenever it ends; *name* is its own alone.
+    """Hold a daemon that is started again, as :data:`~runner.placement.children.RESTARTS` says, whenever it ends; *name* is its own alone.
 
     Raises :exc:`~runner.base.errors.HostError` if it never comes up: its first start is part of the instance's.
     """

@@ -18,7 +18,7 @@ from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.parts import disks
-from runner.instance.parts.daemons import FATAL, ShareDaemon, Shares
+from runner.instance.parts.daemons import ShareDaemon, Shares
 from runner.instance.parts.memory import MBIND_REMEDY
 from runner.instance.parts.qemu_events import HANDLED, IGNORED
 from runner.instance.supervisor import Supervisor, carried_fd
@@ -26,6 +26,7 @@ from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, adopted_socket, connected_pair
+from runner.placement.children import FATAL
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.firmware import ForgottenVariables, VariablesPlan
 from runner.plan.guest_devices import GuestPlan
@@ -431,7 +432,7 @@ class Qemu:
         await self.process.wait()
         how = self.process.how_it_ended()
         remedy = _remedy(how) or self.process.limit()
-        return GuestEnd(FATAL["qemu"].status, f"QEMU {how}; {remedy}" if remedy else f"QEMU {how}")
+        return GuestEnd(FATAL["qemu"], f"QEMU {how}; {remedy}" if remedy else f"QEMU {how}")
 
     async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
         """Ask the guest to power down, again and again, within its share of the grace period.

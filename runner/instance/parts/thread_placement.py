@@ -16,7 +16,8 @@ from runner.kernel.processes import Process, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import Placement
-from runner.placement.threads import ObservedThread, Receipt, Role, sentences, thread_rules
+from runner.placement.children import Role, role_of_child
+from runner.placement.threads import ObservedThread, Receipt, sentences, thread_rules
 from runner.protocol.qmp import VcpuThread
 
 READINGS = 3
@@ -113,7 +114,7 @@ def _threads(processes: Processes, reader: ThreadReader, qemu: QemuThreads) -> I
             for thread in reader.threads(process.pid):
                 yield ObservedThread(*qemu.role(thread.tid), thread)
         else:
-            role = Role.of_child(process.role)
+            role = role_of_child(process.role)
             for thread in reader.threads(process.pid):
                 yield ObservedThread(role, None, thread)
 

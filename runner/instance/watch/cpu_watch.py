@@ -21,8 +21,8 @@ from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.watch.receipts import Receipts
-from runner.kernel.files import read_text
 from runner.kernel.scheduler import pin, read_mask
+from runner.kernel.small_files import read_text
 from runner.placement.backends import ControllerPlacement, Placement
 
 log = logging.getLogger(__name__)

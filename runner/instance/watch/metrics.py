@@ -13,12 +13,12 @@ from prometheus_client.metrics_core import Metric
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.facts.roots import Roots
-from runner.instance.parts.daemons import RESTARTS
 from runner.instance.supervisor import Phase, QemuUpdateOutcome, RenewalOutcome, Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.procfs import LinkTraffic
 from runner.kernel.waiting import shortages
+from runner.placement.children import RESTARTS
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan, MacvtapPlan

@@ -26,7 +26,8 @@ from runner.inspect.observation import (
 from runner.inspect.render import report_json, report_lines
 from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.settings import CpuSettings
-from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
+from runner.placement.children import Role
+from runner.placement.threads import CgroupPaths, ObservedThread, ThreadRules
 
 MIB = 1 << 20
 

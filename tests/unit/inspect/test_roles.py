@@ -5,7 +5,8 @@ from __future__ import annotations
 from runner.base.cpuset import CpuSet
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.roles import Roles
-from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
+from runner.placement.children import Role
+from runner.placement.threads import ObservedThread, Receipt, ThreadRules
 
 
 def status(pid: int, tid: int, name: str) -> ThreadStatus:

@@ -27,7 +27,8 @@ from runner.inspect.rules import (
     memory_local,
     vcpus_alone,
 )
-from runner.placement.threads import CgroupPaths, ObservedThread, Role, ThreadRules
+from runner.placement.children import Role
+from runner.placement.threads import CgroupPaths, ObservedThread, ThreadRules
 
 MIB = 1 << 20
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"

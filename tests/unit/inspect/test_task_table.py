@@ -17,7 +17,8 @@ from runner.inspect.trace import SwitchRecorder
 from runner.kernel.procfs import Procfs
 from runner.kernel.ring_buffer import EventFormat
 from runner.kernel.tracefs import TraceInstance
-from runner.placement.threads import ObservedThread, Role
+from runner.placement.children import Role
+from runner.placement.threads import ObservedThread
 from tests.support.ring_buffer_pages import SIZE, event, page
 
 FORK = EventFormat(11, {"parent_pid": (8, 4), "child_pid": (12, 4)})

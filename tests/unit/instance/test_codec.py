@@ -13,7 +13,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.instance.renewal.codec import decode, encode
 from runner.kernel.carried import CarriedFd, CarriedLogFile, CarriedProcess
-from runner.placement.threads import Role
+from runner.placement.children import Role
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance
 from tests.unit.plan.test_plan import EPYC, FACTS, KERNEL

@@ -11,7 +11,8 @@ from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.kernel.procfs import Procfs
-from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
+from runner.placement.children import Role
+from runner.placement.threads import ObservedThread, Receipt, ThreadRules
 
 SECOND = 1_000_000_000
 

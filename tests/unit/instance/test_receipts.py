@@ -5,7 +5,8 @@ from __future__ import annotations
 from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
 from runner.instance.watch.receipts import receipt_table
-from runner.placement.threads import ObservedThread, Receipt, Role, ThreadRules
+from runner.placement.children import Role
+from runner.placement.threads import ObservedThread, Receipt, ThreadRules
 
 
 def placed(role: Role, tid: int, cpus: str, running_on: int) -> ObservedThread:

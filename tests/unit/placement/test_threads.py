@@ -12,13 +12,13 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import UsageError
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import AffinityPlacement
+from runner.placement.children import Role, role_of_child
 from runner.placement.threads import (
     UNNAMED,
     CgroupPaths,
     ObservedThread,
     Receipt,
     ReceiptNames,
-    Role,
     ThreadRules,
     parse_names,
     parse_receipt,
@@ -171,7 +171,7 @@ def test_a_thread_starts_where_its_parent_is(
     [("qemu", "emulator"), ("anchor", "anchor"), ("passt", "passt"), ("virtiofsd", "virtiofsd"), ("mkfs", "runner")],
 )
 def test_the_role_of_a_child(name: str, role: str) -> None:
-    assert Role.of_child(name) == role
+    assert role_of_child(name) == role
 
 
 # -- the receipt -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,19 @@
+"""Small files of the kernel and of the system, as text."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+
+def read_text(path: PurePosixPath) -> str:
+    """Return the content of a file, empty when it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
+            return file.read()
+    except OSError:
+        return ""
+
+
+def read_os_release() -> str:
+    """Return the text of os-release(5), empty where there is none."""
+    return read_text(PurePosixPath("/etc/os-release")) or read_text(PurePosixPath("/usr/lib/os-release"))
