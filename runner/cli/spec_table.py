@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import groupby
+from textwrap import fill
 
 from runner.spec.instance import reference, tables_of_reference
+
+MOST_OF_A_CELL = 200
+"""Characters of a cell of a table; a longer one stands below the table."""
 
 INTRODUCTION = """\
 # Every key of a spec
 
 A spec is TOML for people and JSON of the same shape for machines. A key that is not given has its default; unknown keys
-are errors. `required` stands for a key without which its table is an error, `-` for one that is not set by default.
+are errors. `required` stands for a key without which its table is an error, `-` for one that is not set by default. A
+meaning that ends in `…` stands whole below its table.
 
 This file is generated: `instance-runner manual instance-runner-spec.md > examples/SPEC.md` writes it from the schema in
 `runner/spec/instance.py`.
@@ -31,9 +37,22 @@ def _lines() -> Iterator[str]:
         written = f"[[{table.removesuffix('[]')}]]" if table.endswith("[]") else f"[{table}]"
         yield from ("", f"## `{written}`", "", f"{_capitalized(purposes[table])}.", "")
         yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
+        long: list[str] = []
         for name, allowed, default, meaning in keys:
             shown = default if default in {"-", "required"} else f"`{default}`"
-            yield f"| `{name}` | {allowed} | {shown} | {meaning} |"
+            yield f"| `{name}` | {allowed} | {shown} | {_in_a_cell(meaning)} |"
+            if len(meaning) > MOST_OF_A_CELL:
+                long.append(f"`{name}`: {meaning}.")
+        for paragraph in long:
+            yield from ("", fill(paragraph, 120, break_long_words=False, break_on_hyphens=False))
+
+
+def _in_a_cell(meaning: str) -> str:
+    """Return *meaning*, or as much of one that stands below the table as is the matter of the key."""
+    if len(meaning) <= MOST_OF_A_CELL:
+        return meaning
+    first = re.split("[:;,.] ", meaning, maxsplit=1)[0]
+    return "see below" if first.startswith("`") else f"{first} …"
 
 
 def _capitalized(text: str) -> str:

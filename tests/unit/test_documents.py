@@ -187,9 +187,11 @@ def test_the_reference_of_the_events_is_generated() -> None:
 
 def test_every_key_of_the_schema_is_in_the_reference_as_it_is() -> None:
     text = spec_markdown()
+    prose = " ".join(text.split())
     for name, allowed, default, meaning in reference():
         shown = default if default in {"-", "required"} else f"`{default}`"
-        assert f"| `{name}` | {allowed} | {shown} | {meaning} |" in text
+        assert f"| `{name}` | {allowed} | {shown} | " in text
+        assert f"| {meaning} |" in text or f" `{name}`: {meaning}. " in prose
     assert len(re.findall(r"^\| `[a-z_]+(?:\[\])?\.[a-z0-9_]+` \|", text, re.MULTILINE)) == len(list(reference()))
 
 
@@ -205,6 +207,20 @@ def test_the_mistakes_in_the_documents_are_reported_as_shown(number: int, spec: 
     with pytest.raises(SpecError) as refused:
         parse_instance("spec.toml", spec, {})
     assert str(refused.value) == shown[number]
+
+
+def test_a_cell_of_a_table_is_short() -> None:
+    """More than 200 characters belong in the text below it; the records of trials below ``tests`` may say more."""
+    documents = [path for path in ROOT.rglob("*.md") if not {"tests", ".venv"} & set(path.relative_to(ROOT).parts)]
+    assert len(documents) > 20
+    cells = [
+        cell.strip()
+        for path in documents
+        for line in re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE).splitlines()
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", line)
+    ]
+    assert [cell for cell in cells if len(cell) > 200] == []
 
 
 def test_every_exit_status_is_in_the_table() -> None:
