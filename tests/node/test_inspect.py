@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,12 +144,23 @@ def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusiv
     assert node.verdicts()["exclusive"][0] == "ok"
 
 
+@contextlib.contextmanager
+def halted(pid: int) -> Iterator[None]:
+    """Let the process *pid* do nothing in the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, exclusive: CpuSet) -> None:
     tid = node.vcpu(1)
-    os.sched_setaffinity(tid, [min(exclusive)])
-    assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
-    node.instance.float_group.write("cgroup.threads", tid)
-    message = node.violation("vcpus")
+    with halted(node.instance.running.pid):  # it puts each vCPU back within a second
+        os.sched_setaffinity(tid, [min(exclusive)])
+        assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
+        node.instance.float_group.write("cgroup.threads", tid)
+        message = node.violation("vcpus")
     assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in message
     assert f"is in the cgroup '{node.instance.float_group}' instead of '{node.instance.group}'" in message
 
