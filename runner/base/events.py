@@ -127,6 +127,8 @@ class InstanceEvent:
     VNC_VIEWER_REFUSED = Event("a VNC viewer was turned away%s: %s")
     VNC_VIEWER_NOT_ROOT = Event("a VNC viewer is refused: it is not root in the instance's own PID namespace%s")
     CONTROL_SOCKET_DELAYED = Event("a socket for ctl cannot be served yet: %s")
+    CHANGE_WAITING = Event("a change waits", "kind=%s before=%r")
+    CHANGE_FAILED = Event("a change that no client waits for any longer has failed: %s")
     VCPUS_PLUGGED = Event("vCPUs plugged", "count=%d from=%d cpus=%s pause=%.0fms")
     VCPUS_UNPLUGGED = Event("vCPUs unplugged", "count=%d from=%d")
     VCPUS_RELEASED = Event("vCPUs released by the guest", "count=%d from=%d")

@@ -316,6 +316,8 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         resets = status["resets"]
         yield "resets", f"{resets['total']}, {resets['last_minute']} in the last minute" if resets["total"] else "none"
     yield "disk slots", f"{status['free_slots']} free"
+    if change := status.get("change"):
+        yield "in progress", f"{escaped(change['what'])}, for {duration(change['seconds'])}"
     runner = status.get("runner") or {}  # an older one says nothing of itself
     if runner.get("outcome"):
         yield "runner", _renewal(runner)

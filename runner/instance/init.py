@@ -23,8 +23,9 @@ from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
+from runner.instance.change.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
-from runner.instance.supervisor import CarryOver, Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
+from runner.instance.supervisor import CarryOver, Faults, Supervisor, open_supervisor
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.signals import received
@@ -249,8 +250,8 @@ async def _run(
         async with _with_inherited_fds(bare, asked) as supervisor:
             spec = with_disks(asked, {name: each.descriptor.number for name, each in supervisor.inherited_fds.items()})
             fds = supervisor.inherited_fds
-            reading = partial(read_host_facts, spec, supervisor.processes, Roots(), state_directory, fds)
-            facts = await supervisor.unless_stopped(reading)
+            async with supervisor.changes.begin(Kind.START, "the host is being read"):
+                facts = await read_host_facts(spec, supervisor.processes, Roots(), state_directory, fds)
             plan = plan_instance(source, spec, facts)
             for remark in plan.remarks:
                 log.warning(InstanceEvent.PLAN_REMARKED, remark)
@@ -326,8 +327,8 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
         if spec is not None and (spec.descriptors.socket is not None or os.environ.get("LISTEN_FDS")):
             from runner.kernel.inherited_fds import inherited_fds  # here, because few instances inherit any
 
-            taking = inherited_fds(os.environ, spec.descriptors.socket)
-            found = await supervisor.unless_stopped(partial(held.enter_async_context, taking))
+            async with supervisor.changes.begin(Kind.START, "descriptors are being received"):
+                found = await held.enter_async_context(inherited_fds(os.environ, spec.descriptors.socket))
         supervisor.carry_over.offer("inherited", lambda: tuple(each.carried(name) for name, each in found.items()))
         yield attrs.evolve(supervisor, inherited_fds=found)
 

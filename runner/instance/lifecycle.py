@@ -17,6 +17,7 @@ import trio
 from runner.base.errors import Status, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
+from runner.instance.change.gate import Kind, StopRequestedError
 from runner.instance.parts.cgroups.active import ActivePlacement, entered_cgroups
 from runner.instance.parts.console import console_shown
 from runner.instance.parts.daemons import anchored, first_dead, refuse_dead, shared
@@ -33,7 +34,7 @@ from runner.instance.parts.qemu import (
     started_within,
 )
 from runner.instance.parts.state_directory import RECEIPT, discard_leftovers
-from runner.instance.supervisor import CarryOver, StopRequestedError, Supervisor, carried_fd
+from runner.instance.supervisor import CarryOver, Supervisor, carried_fd
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.processes import Process
@@ -45,7 +46,6 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 if TYPE_CHECKING:
     from runner.instance.change.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
     from runner.instance.parts.network import NicBackend
-    from runner.instance.parts.vcpus import Vcpus  # imported at the first change
     from runner.instance.renewal.carried import CarriedControl  # only a runner that is renewed carries any
     from runner.instance.watch.receipts import Receipts
 
@@ -92,8 +92,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             ) as machine,
             _placed_threads(supervisor, plan, active, machine) as receipts,
             display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
-            _vcpus(supervisor, receipts) as vcpus,
-            _controlled(supervisor, directory, receipts, vcpus),
+            _controlled(supervisor, directory, receipts),
         ):
             passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
 
@@ -102,13 +101,17 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
 
             if not supervisor.carry_over.resuming:
                 refuse_dead(daemons())
-                await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.resume))
+                await started_within(supervisor, plan.start_timeout, machine.resume)
                 log.info(InstanceEvent.GUEST_STARTED)
             with supervisor.carry_over.outliving_the_loop(partial(_resume_after_loop, supervisor)):
                 async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
-                    with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor)):
-                        ended = await _ended(supervisor, machine, daemons, receipts, vcpus)
-                return await _powered_down(plan.shutdown, machine, ended)
+                    unfinished = partial(_unfinished, machine, receipts)
+                    with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor), unfinished):
+                        ended = await _ended(supervisor, machine, daemons, receipts)
+                over = trio.current_time()
+                async with supervisor.changes.begin(Kind.STOP, f"the instance ends: {ended.detail}"):
+                    await supervisor.changes.answered()
+                    return await _powered_down(plan.shutdown, machine, ended, over)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
@@ -118,14 +121,13 @@ async def _ended(
     machine: Qemu,
     daemons: Callable[[], Sequence[Process]],
     receipts: Receipts,
-    vcpus: Callable[[], Vcpus],
 ) -> GuestEnd:
     """Wait for the end, and where a fault of this program cannot be survived, have the guest power down."""
     ended = GuestEnd(Status.STOPPED, "")
 
     async def wait() -> None:
         nonlocal ended
-        ended = await _wait_for_the_end(supervisor, machine, daemons, partial(_cpus_lost, receipts, vcpus))
+        ended = await _wait_for_the_end(supervisor, machine, daemons, partial(_cpus_lost, receipts))
 
     async with AsyncExitStack() as held:
         if supervisor.carry_over.resuming:
@@ -134,6 +136,11 @@ async def _ended(
             await held.enter_async_context(supervisor.background_task(partial(verify_guest, machine, receipts)))
         await supervisor.surviving(wait)
     return ended
+
+
+def _unfinished(machine: Qemu, receipts: Receipts) -> str:
+    """Return what a program that renews this one could not go on with, empty if nothing."""
+    return machine.unfinished or receipts.misplaced()
 
 
 async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
@@ -175,21 +182,23 @@ async def _wait_for_the_end(
     return await first_of(machine.ended, asked, lost, cpus_lost)
 
 
-async def _cpus_lost(receipts: Receipts, vcpus: Callable[[], Vcpus]) -> GuestEnd:
+async def _cpus_lost(receipts: Receipts) -> GuestEnd:
     """Follow the CPUs of the container; return when the guest cannot run on those that are left."""
     if not receipts.active.loses_cpus:
         await trio.sleep_forever()
-    from runner.instance.watch.cpu_watch import lost_cpus_left  # here, because not every placement loses any
+    # Here, because not every placement loses any.
+    from runner.instance.parts.vcpus import Vcpus
+    from runner.instance.watch.cpu_watch import lost_cpus_left
 
-    return await lost_cpus_left(receipts, lambda find: vcpus().fit(find))
+    return await lost_cpus_left(receipts, Vcpus(receipts))
 
 
-async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd) -> GuestEnd:
-    """Power the guest down unless it has *ended* by itself."""
+async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over: float) -> GuestEnd:
+    """Power the guest down unless it has *ended* by itself; its share of the grace period begins at *over*, on trio's clock."""
     if ended.status is Status.STOPPED:
-        return await machine.power_down(plan)
+        return await machine.power_down(plan, over)
     if ended.status in {Status.SERVICE_DIED, Status.CPUS_LOST}:
-        await machine.power_down(plan)
+        await machine.power_down(plan, over)
     return ended
 
 
@@ -280,15 +289,12 @@ async def _placed_threads(
             if supervisor.carry_over.strict:
                 verified(receipts.receipt)
     if receipts is None:
-        threads = await started_within(
-            plan.start_timeout, lambda: supervisor.unless_stopped(partial(query_threads, machine, plan))
-        )
+        threads = await started_within(supervisor, plan.start_timeout, partial(query_threads, machine, plan))
         receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
         receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
         if supervisor.guest_state.placed is not None:
             supervisor.guest_state.placed(receipt)
     supervisor.carry_over.offer("threads", receipts.carried)
-    supervisor.carry_over.not_now["threads"] = receipts.misplaced
     async with (
         _sealed_cpus(supervisor, active, receipts),
         supervisor.background_task(active.settle),
@@ -311,28 +317,7 @@ async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts
 
 
 @asynccontextmanager
-async def _vcpus(supervisor: Supervisor, receipts: Receipts) -> AsyncIterator[Callable[[], Vcpus]]:
-    """Yield what returns the vCPUs as what can change; imported when that is asked for first."""
-    found: Vcpus | None = None
-
-    def vcpus() -> Vcpus:
-        nonlocal found
-        if found is None:
-            from runner.instance.parts.vcpus import Vcpus
-
-            found = Vcpus(receipts)
-        return found
-
-    supervisor.carry_over.not_now["vcpus"] = lambda: (
-        "the vCPUs are being changed" if found is not None and found.changing.locked() else ""
-    )
-    yield vcpus
-
-
-@asynccontextmanager
-async def _controlled(
-    supervisor: Supervisor, directory: int, receipts: Receipts, vcpus: Callable[[], Vcpus]
-) -> AsyncIterator[None]:
+async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
     carry_over, recorded = supervisor.carry_over, supervisor.faults.recorded
     plan, active, machine = receipts.plan, receipts.active, receipts.machine
@@ -344,11 +329,10 @@ async def _controlled(
         from runner.instance.change.hotplug import DiskHotplug
         from runner.instance.control.server import accept
         from runner.instance.control.status import StatusReader
+        from runner.instance.parts.vcpus import Vcpus
 
-        hotplug = DiskHotplug(
-            plan, machine.monitor, machine.disk_events, receipts.verify, active.in_pod_cgroup, attached
-        )
-        status = StatusReader(supervisor, plan, machine, receipts, hotplug, vcpus())
+        hotplug = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, active.in_pod_cgroup, attached)
+        status = StatusReader(supervisor, plan, machine, receipts, hotplug, Vcpus(receipts))
         return lambda listener: accept(listener, status)
 
     def qmp_server() -> Serve:
@@ -375,9 +359,6 @@ async def _controlled(
                 )
             )
         carry_over.offer("control", carried_control)
-        carry_over.not_now["control"] = lambda: (
-            "a disk is being changed" if hotplug is not None and hotplug.changing else ""
-        )
         async with (
             supervisor.background_task(partial(_served, control, control_server)),
             supervisor.background_task(partial(_served, qmp, qmp_server)),

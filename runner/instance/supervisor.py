@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import trio
@@ -17,8 +17,8 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
-from runner.base.tasks import first_of
 from runner.base.values import frozen
+from runner.instance.change.gate import Changes, StopRequest
 from runner.instance.timeouts import InstanceTimeouts
 from runner.instance.watch.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MINUTE = 60.0
 """Seconds for which a reset of the guest counts."""
 
@@ -41,40 +39,6 @@ RESETS_OF_A_LOOP = 3
 
 ENDS_WITHIN = 1.0
 """Seconds that a background task may take after it was cancelled; it ends at its next checkpoint."""
-
-
-class StopRequestedError(Exception):
-    """The start was given up because a stop was requested; not an error, but the start ends like one."""
-
-
-class StopRequest:
-    """Whether this instance was asked to stop; the first request counts, later ones change nothing."""
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self.reason = ""
-        self.signals: set[int] = set()
-        """The signals that were received and are not obeyed yet: the event loop has to pass them on, and may end before it does."""
-        self.log_limit = LogRateLimit()
-
-    def ask(self, reason: str) -> None:
-        """Ask to stop."""
-        if self._event.is_set():
-            if (more := self.log_limit.due("asked to stop again")) is not None:
-                log.info(InstanceEvent.STOP_REQUESTED_AGAIN, more, reason)
-            return
-        log.info(InstanceEvent.STOP_REQUESTED, reason)
-        self.reason = reason
-        self._event.set()
-
-    async def asked(self) -> None:
-        """Wait for the first request."""
-        await self._event.wait()
-
-    def check(self) -> None:
-        """Raise :exc:`StopRequestedError` if a stop was requested."""
-        if self._event.is_set():
-            raise StopRequestedError(self.reason)
 
 
 @attrs.define
@@ -168,8 +132,8 @@ class CarryOver:
     """Only while everything is held and the guest has begun to run; an event loop that ends by itself runs no release."""
     loop_ended_by: Exception | None = None
     """The error by which the event loop of this process ended that had held what this one takes over, to release it."""
-    not_now: dict[str, Callable[[], str]] = attrs.field(factory=dict)
-    """By holder: returns what it is in the middle of, empty if nothing."""
+    unfinished: Callable[[], str] = lambda: ""
+    """Returns why the state cannot be carried over at this moment, though no change is in progress; empty if it can."""
     leaving: list[Callable[[], None]] = attrs.field(factory=list)
     """Called just before exec, for what does not go along."""
     outcome: RenewalOutcome | None = None
@@ -186,8 +150,6 @@ class CarryOver:
     """When this program survived faults of its own lately, on the kernel's clock."""
     entry: str = ""
     """The module by which a program takes over: ``resume`` of the command line, which stands above all that this module knows."""
-    pausing: trio.Event | None = None
-    """Set when a renewal was given up. No child is started meanwhile: it would inherit this process's blocked signals."""
 
     @property
     def resuming(self) -> bool:
@@ -235,13 +197,13 @@ class CarryOver:
         return f"could not release {', '.join([*alive, *self.offers])}: the event loop has ended"
 
     @contextmanager
-    def renewable(self, resume_after_fault: ResumeAfterFault) -> Iterator[None]:
+    def renewable(self, resume_after_fault: ResumeAfterFault, unfinished: Callable[[], str]) -> Iterator[None]:
         """Let this process be renewed while the block runs: the guest runs, and everything is held."""
         if self.fall_back is not None:
             with self._falling_back():
                 self._commit()
             self.fall_back = None
-        self.resume_after_fault = resume_after_fault
+        self.resume_after_fault, self.unfinished = resume_after_fault, unfinished
         try:
             yield
         except (trio.Cancelled, BaseExceptionGroup):
@@ -261,11 +223,6 @@ class CarryOver:
         finally:
             self.resume_after_loop = None
 
-    async def startable(self) -> None:
-        """Wait until a child may be started."""
-        while self.pausing is not None:
-            await self.pausing.wait()
-
 
 @attrs.define
 class GuestState:
@@ -280,7 +237,7 @@ class GuestState:
     """Called with the first receipt of a QEMU, while the guest does not run yet."""
     waits_for: str = ""
     """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
-    resizing: str = ""
+    cpus_lost: str = ""
     """Which CPUs the container has lost, while the vCPUs make room; empty otherwise."""
     offline: CpuSet = attrs.field(factory=CpuSet)
     """The CPUs of vCPUs that the machine has taken offline."""
@@ -294,15 +251,15 @@ class GuestState:
     """When it was reset in the last minute, on trio's clock; see :meth:`resets_lately`."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
     changed: Callable[[], None] = lambda: None
-    """Called when :attr:`resizing` or :attr:`offline` has changed."""
+    """Called when :attr:`cpus_lost` or :attr:`offline` has changed."""
     ask_qemu: Callable[[], None] = lambda: None
     """Asks QEMU whether it answers, without waiting for it: only where a client asks for the guest's state, so that an idle
     PID 1 stays asleep."""
 
-    def set_resizing(self, resizing: str) -> None:
-        """Set :attr:`resizing`."""
-        if resizing != self.resizing:
-            self.resizing = resizing
+    def set_cpus_lost(self, cpus_lost: str) -> None:
+        """Set :attr:`cpus_lost`."""
+        if cpus_lost != self.cpus_lost:
+            self.cpus_lost = cpus_lost
             self.changed()
 
     def set_offline(self, offline: CpuSet) -> None:
@@ -329,7 +286,7 @@ class GuestState:
         The name is that of a label of a metric; the sentence is empty for what is as it should be.
         """
         yield "phase", "" if self.phase == "running" else self.phase
-        yield "cpus_lost", self.resizing
+        yield "cpus_lost", self.cpus_lost
         offline = f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
         yield "cpus_offline", offline if self.offline else ""
         yield "qemu_silent", self.qemu_silent
@@ -360,6 +317,7 @@ class Supervisor:
     nursery: trio.Nursery
     """For background tasks, which only observe; each ends with the block that started it."""
     stop: StopRequest
+    changes: Changes
     faults: Faults
     procfs: Procfs
     counters: Counters = attrs.field(factory=Counters)
@@ -416,16 +374,6 @@ class Supervisor:
             self.faults.own = error
             self.stop.ask("a fault of instance-runner")
 
-    async def unless_stopped(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Do *act*, but give it up and raise :exc:`StopRequestedError` as soon as a stop is requested."""
-        self.stop.check()
-
-        async def stopped() -> T:
-            await self.stop.asked()
-            raise StopRequestedError(self.stop.reason)
-
-        return await first_of(act, stopped)
-
 
 def kernel_time(moment: float, clock: trio.abc.Clock) -> float:
     """Return on the kernel's clock a *moment* on *clock*, that of the event loop, which another program does not have."""
@@ -454,9 +402,9 @@ async def open_supervisor(
 ) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
-        supervisor = Supervisor(
-            processes, nursery, stop, faults, Procfs(), carry_over=carry_over or CarryOver(), timeouts=timeouts
-        )
+        held = carry_over or CarryOver()
+        changes = Changes(stop)
+        supervisor = Supervisor(processes, nursery, stop, changes, faults, Procfs(), carry_over=held, timeouts=timeouts)
         processes.observing = supervisor.surviving
         try:
             yield supervisor

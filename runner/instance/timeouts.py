@@ -22,6 +22,8 @@ class InstanceTimeouts:
     displaced: float = 3.0
     """For which threads must be kept off their CPUs while the container's file still names these: another program may have
     changed the cgroup, which the controller puts right within 1 s."""
+    qemu_silent: float = 20.0
+    """For which QEMU may owe a reply in the middle of a change, which may wait for storage, until its client is not kept waiting."""
     cause: float = 2.0
     """For QEMU to end after a child without which it cannot run: then its end is the cause."""
     controller_asked: float = 0.25

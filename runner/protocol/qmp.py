@@ -243,6 +243,12 @@ class Monitor:
         """Seconds for which QEMU has owed the next reply; 0 if it owes none."""
         return trio.current_time() - self._owed_since if self._unanswered else 0.0
 
+    async def silent(self, seconds: float) -> SilentError:
+        """Wait until QEMU has owed a reply for so many *seconds*, and return the error that says so."""
+        while (left := seconds - self.owed_for) > 0:  # noqa: ASYNC110 - it may owe another one by then
+            await trio.sleep(left)
+        return SilentError(self.owed_for)
+
     async def answers(self) -> str:
         """Wait until QEMU answers, and return the guest's ``RunState``; empty where the answer was to another command.
 

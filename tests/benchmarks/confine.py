@@ -18,11 +18,12 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.base.cpuset import CpuSet
+from runner.instance.change.gate import StopRequest
 from runner.instance.parts.cgroups.active import entered_cgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups
 from runner.instance.parts.daemons import anchored
 from runner.instance.parts.thread_placement import QemuThreads, place_threads
-from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
+from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.kernel.processes import Command, Process
 from runner.kernel.procfs import Procfs
 from runner.placement.backends import ControllerPlacement

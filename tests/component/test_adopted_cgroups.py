@@ -10,6 +10,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
+from runner.instance.change.gate import StopRequest
 from runner.instance.parts.cgroups import delegated
 from runner.instance.parts.cgroups import float as float_module
 from runner.instance.parts.cgroups.active import entered_cgroups
@@ -18,7 +19,7 @@ from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import restarted_child
 from runner.instance.renewal.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
-from runner.instance.supervisor import CarryOver, Faults, StopRequest, open_supervisor
+from runner.instance.supervisor import CarryOver, Faults, open_supervisor
 from runner.kernel.carried import CarriedFd
 from runner.kernel.files import owned
 from runner.kernel.processes import Command

@@ -14,6 +14,7 @@ import trio
 import trio.testing
 
 from runner.base.errors import HostError, RefusedError, Status, explain
+from runner.instance.change.gate import Kind
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.carried import CarriedQemu, CarriedReadiness
@@ -81,18 +82,18 @@ async def test_an_exec_that_fails_changes_nothing(fake_host: FakeHost, monkeypat
         assert explain(caught.value) == "cannot execute '/nowhere/python': No such file or directory"
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
         assert inheritable() == before
-        assert supervisor.carry_over.pausing is None
+        assert supervisor.changes.current is None
 
     await run(fake_host, act)
 
 
 async def test_a_renewal_waits_for_what_is_half_done_and_gives_up(fake_host: FakeHost) -> None:
     async def act(supervisor: Supervisor) -> None:
-        supervisor.carry_over.not_now["test"] = lambda: "something is half done"
-        with pytest.raises(RefusedError, match="now: something is half done; ask again later"):
-            await _become(supervisor, [], "upgrade", 0.1)
+        async with supervisor.changes.begin(Kind.DISK, "something is half done"):
+            with pytest.raises(RefusedError, match=r"now: something is half done \(for 0 s\); ask again later"):
+                await _become(supervisor, [], "upgrade", 0.1)
         supervisor.stop.ask("test")
-        with pytest.raises(RefusedError, match=r"now: it was asked to stop \(test\)"):
+        with pytest.raises(RefusedError, match=r"now: the instance was asked to stop \(test\)"):
             await _become(supervisor, [], "upgrade", 5)
 
     await run(fake_host, act)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import signal
+import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
 from runner.base.errors import RunnerError, Status, explain
+from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
+from runner.instance.change.gate import Kind
+from runner.instance.control.server import ControlMethods
 from runner.instance.parts.qemu import GuestEnd
+from runner.instance.timeouts import InstanceTimeouts
+from runner.kernel.peers import Peer, Peers
 from runner.plan.instance import InstancePlan
-from tests.support.fake_host import FakeHost
+from runner.protocol.jsonrpc import RpcError
+from tests.support.fake_host import FakeHost, hotplug_of
 from tests.support.sweep import FAULT_INJECTOR
 
 
@@ -112,6 +125,126 @@ def fill(directory: Path) -> None:
 
 
 NOTHING: dict[str, list[object]] = {"add-fd": [], "blockdev-add": [], "object-add": [], "device_add": []}
+
+
+async def told_when(fake_host: FakeHost, plan: InstancePlan, happens: Callable[[], None]) -> str:
+    """Attach a disk, have *happens* happen while it is being detached, and return what the one who has asked for it is told."""
+    (fake_host.root / "disk").write_bytes(bytes(1 << 20))
+    await ask_instance(plan.state_directory, "disk.attach", {"path": str(fake_host.root / "disk")})
+    told = ""
+
+    async def detach() -> None:
+        nonlocal told
+        with pytest.raises(RunnerError) as error:
+            await ask_instance(plan.state_directory, "disk.detach", {"name": "disk0"})
+        told = explain(error.value)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(detach)
+        while "device_del" not in fake_host.commands():
+            await trio.sleep(0.005)
+        happens()
+    return told
+
+
+def kill_qemu(fake_host: FakeHost) -> None:
+    os.kill(fake_host.records("qemu", "command")[-1]["pid"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("happens", "told", "status"),
+    [
+        (kill_qemu, "the instance ends: QEMU was killed by SIGKILL", Status.MACHINE_DIED),
+        (lambda host: host.stop.ask("test"), "the instance was asked to stop (test)", Status.STOPPED),
+    ],
+    ids=["QEMU is killed", "asked to stop"],
+)
+async def test_the_end_of_the_instance_ends_a_change_at_once_and_says_why(
+    fake_host: FakeHost, happens: Callable[[FakeHost], None], told: str, status: Status
+) -> None:
+    plan = fake_host.plan("[hotplug]\ndisks = 1\n", qemu={"unplugs": False}, grace=2)
+    sentences = list[str]()
+
+    async def act() -> None:
+        sentences.append(await told_when(fake_host, plan, lambda: happens(fake_host)))
+
+    ended = await fake_host.run(plan, meanwhile=lambda _: fake_host.act_while_it_runs(act, stop=False))
+    assert isinstance(ended, GuestEnd)
+    assert ended.status is status
+    later = "the guest may release the disk 'disk0' later; detach it again"
+    assert sentences == [f"cannot change a disk: {told}; {later}"]
+
+
+async def test_a_change_is_not_waited_for_when_qemu_is_silent_and_goes_on_with_it(
+    fake_host: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = fake_host.plan()
+    (fake_host.root / "disk").write_bytes(bytes(4096))
+    ours, theirs = socket.socketpair()
+    sent = []
+    with ours, theirs:
+        disks = hotplug_of(plan, ours)
+        peers = Peers(Path("/proc"))
+        peer = Peer(os.getpid(), 1, peers.own_namespace(), nested=False, user_id=0, cgroup="/")
+        async with trio.open_nursery() as nursery:
+            supervisor = SimpleNamespace(timeouts=InstanceTimeouts(qemu_silent=0.1), changes=disks._changes)
+            status: Any = SimpleNamespace(
+                machine=disks._machine,
+                disks=disks,
+                plan=plan,
+                qemu_answers=trio.lowlevel.checkpoint,
+                supervisor=supervisor,
+            )
+            methods = ControlMethods(status, peers, nursery)
+            with pytest.raises(
+                RpcError, match=r"QEMU does not answer: it has owed a reply for 0 s; .*; the change goes on"
+            ):
+                await methods.call(lambda: peer, "disk.attach", {"path": str(fake_host.root / "disk")})
+            assert disks._changes.making(Kind.DISK)
+            reading = trio.socket.from_stdlib_socket(theirs)
+            theirs.setblocking(False)
+            await reading.recv(1 << 16)
+            await reading.send(b'{"return": {"fdset-id": 1}, "id": "1"}\n')
+            sent.append(json.loads(await reading.recv(1 << 16))["execute"])
+            theirs.close()
+            while "a change that no client waits for any longer has failed: cannot talk to QEMU" not in caplog.text:
+                await trio.sleep(0.005)
+            nursery.cancel_scope.cancel()
+    assert sent == ["blockdev-add"]
+    assert disks._changes.current is None
+
+
+async def test_the_operator_and_the_one_who_waits_learn_what_is_in_progress(fake_host: FakeHost) -> None:
+    plan = fake_host.plan("[hotplug]\ndisks = 1\n", qemu={"unplugs": False}, grace=2)
+    shown = dict[str, object]()
+
+    async def look() -> None:
+        status = await ask_instance(plan.state_directory, "status", {})
+        assert isinstance(status, dict)
+        shown.update(status)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            while (
+                "a change waits kind=disk before=\"the disk 'disk0' is being detached (for 0 s)\""
+                not in fake_host.logged()
+            ):
+                await trio.sleep(0.005)
+            fake_host.stop.ask("test")
+
+    async def other() -> None:
+        with pytest.raises(RunnerError, match=r"cannot change a disk now: the instance was asked to stop \(test\)"):
+            await ask_instance(plan.state_directory, "disk.grow", {"name": "disk0", "size": "2MiB"})
+
+    async def act() -> None:
+        async with trio.open_nursery() as nursery:
+            await told_when(fake_host, plan, lambda: nursery.start_soon(look))
+
+    ended = await fake_host.run(plan, meanwhile=lambda _: fake_host.act_while_it_runs(act))
+    assert isinstance(ended, GuestEnd)
+    assert ended.status is Status.STOPPED
+    assert shown["change"] == {"what": "the disk 'disk0' is being detached", "seconds": pytest.approx(0, abs=20)}
+    [line] = [line for line in answer_lines(shown) if line.startswith("in progress")]
+    assert re.fullmatch(r"in progress +the disk 'disk0' is being detached, for \d+ s", line)
 
 
 def held(fake_host: FakeHost) -> dict[str, list[object]]:

@@ -10,22 +10,17 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 
 import pytest
-import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError, RunnerError, explain
-from runner.base.rate_limit import LogRateLimit
-from runner.instance.change.hotplug import DiskHotplug
 from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import InForce
-from runner.instance.parts.disks import DiskEvents
 from runner.kernel.files import Descriptor
 from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
-from runner.protocol.qmp import Monitor
 from runner.spec.instance import DiskSpec
-from tests.support.fake_host import FakeHost
+from tests.support.fake_host import FakeHost, hotplug_of
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ async def test_a_disk_that_is_a_device_is_opened_in_the_pods_cgroup(fake_host: F
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()  # no QEMU is asked
-        hotplug = DiskHotplug(plan, Monitor(ours), DiskEvents(LogRateLimit()), trio.lowlevel.checkpoint, in_pod_cgroup)
+        hotplug = hotplug_of(plan, ours, in_pod_cgroup)
         with pytest.raises(RunnerError, match="hung up"):
             await hotplug.attach(DiskSpec(path=PurePosixPath(tmp_path / "file")))
         assert entered == []

@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -16,16 +15,12 @@ import pytest
 import trio
 
 from runner.base.errors import RunnerError, Status, explain
-from runner.base.rate_limit import LogRateLimit
 from runner.host.discover import PREALLOCATOR
-from runner.instance.change.hotplug import DiskHotplug
-from runner.instance.parts.disks import DiskEvents
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
-from runner.protocol.qmp import Monitor
 from runner.spec.instance import DiskSpec
-from tests.support.fake_host import FakeHost
+from tests.support.fake_host import FakeHost, hotplug_of
 
 MIB = 1 << 20
 PREALLOC = '[memory]\nprealloc = true\nsize = "64MiB"\n'
@@ -160,9 +155,7 @@ async def test_a_disk_attached_later_brings_no_threads_where_memory_is_locked(
         ours, theirs = socket.socketpair()
         with ours:
             theirs.close()  # no QEMU is asked before it is refused
-            hotplug = DiskHotplug(
-                plan, Monitor(ours), DiskEvents(LogRateLimit()), trio.lowlevel.checkpoint, nullcontext
-            )
+            hotplug = hotplug_of(plan, ours)
             with pytest.raises(RunnerError) as raised:
                 await hotplug.attach(disk)
             assert ("disk.iothread: must be false: with memory.lock" in explain(raised.value)) is lock

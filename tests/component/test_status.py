@@ -100,6 +100,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "resets": {"total": 0, "last_minute": 0},
         "disks": [],
         "free_slots": plan.machine.slots,
+        "change": None,
         "runner": {"generation": 0, "digest": "", "outcome": None, "reason": ""},
         "qemu": {"version": "7.2.0", "generation": 0, "error": ""},
     }

@@ -375,6 +375,33 @@ async def test_the_vcpus_leave_the_lost_cpus_before_the_guest_releases_any(
     await run(fake_host, plan, act, Status.CPUS_LOST, stop=False)
 
 
+async def test_lost_cpus_do_not_wait_for_a_guest_to_release_a_disk(fake_host: FakeHost, container: Container) -> None:
+    plan = fake_host.plan(f"{TWO}disks = 1\n", qemu=NEWEST | {"unplugs": False}, grace=2)
+    kept = max(plan.placement.pins)
+    (fake_host.root / "disk").write_bytes(bytes(1 << 20))
+    refused = list[str]()
+
+    async def detach() -> None:
+        with pytest.raises(RunnerError) as error:
+            await asked(plan, "disk.detach", name="disk0")
+        refused.append(explain(error.value))
+
+    async def act() -> None:
+        await asked(plan, "disk.attach", path=str(fake_host.root / "disk"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(detach)
+            while "device_del" not in fake_host.commands():
+                await trio.sleep(0.005)
+            container.cpus = CpuSet([kept])
+        while vcpus_of_receipt(plan.state_directory) != {0: str(kept)}:
+            await trio.sleep(0.01)
+
+    await run(fake_host, plan, act)
+    lost = f"the container has no longer the CPUs '{CPUS - CpuSet([kept])}' of some vCPUs, and '{kept}' are left"
+    later = "the guest may release the disk 'disk0' later; detach it again"
+    assert refused == [f"cannot change a disk: {lost}; {later}"]
+
+
 @pytest.mark.parametrize(
     ("spec", "qemu", "reason"),
     [
@@ -533,7 +560,7 @@ async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
     """The container has another CPU, and the instance's cgroup has not: the vCPU must not go back to the one that is lost."""
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.05)
     monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
-    monkeypatch.setattr(Vcpus, "_leave", lambda *_: None)
+    monkeypatch.setattr(Vcpus, "leave", lambda *_: None)
     put, away = Vcpus._pin, [True]
 
     def failing(vcpus: Vcpus, pins: Any) -> None:

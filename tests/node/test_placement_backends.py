@@ -12,9 +12,10 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError
+from runner.instance.change.gate import StopRequest
 from runner.instance.parts.cgroups.active import entered_cgroups
 from runner.instance.parts.daemons import anchored
-from runner.instance.supervisor import Faults, StopRequest, open_supervisor
+from runner.instance.supervisor import Faults, open_supervisor
 from runner.kernel.processes import Command
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -15,18 +17,23 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError
+from runner.base.rate_limit import LogRateLimit
 from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
+from runner.instance.change.gate import Changes, StopRequest
+from runner.instance.change.hotplug import DiskHotplug
 from runner.instance.lifecycle import run_instance
-from runner.instance.parts.qemu import GuestEnd
-from runner.instance.supervisor import Faults, StopRequest, Supervisor, open_supervisor
+from runner.instance.parts.qemu import GuestEnd, Qemu
+from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.nonblocking_writer import NonBlockingWriter
+from runner.kernel.processes import Process
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_hardware
 from runner.plan.instance import InstancePlan, plan_instance
+from runner.protocol.qmp import Monitor
 from runner.spec.instance import parse_instance
 from tests.support.fake_kernel import FAKE_KERNEL
 
@@ -200,6 +207,15 @@ class FakeHost:
             files=frozenset(f"{path} {path.lstat().st_uid}" for path in self.root.rglob("*") if path not in kept),
             cpus=CpuSet(os.sched_getaffinity(0)),
         )
+
+
+def hotplug_of(
+    plan: InstancePlan, ours: socket.socket, in_pod_cgroup: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> DiskHotplug:
+    """Return the disks of a QEMU that has no process, and whose monitor is at the other end of *ours*."""
+    changes, monitor = Changes(StopRequest()), Monitor(ours)
+    machine = Qemu(cast("Process", None), monitor, None, changes, LogRateLimit())
+    return DiskHotplug(plan, machine, changes, trio.lowlevel.checkpoint, in_pod_cgroup)
 
 
 def link_names() -> Iterator[str]:

@@ -28,6 +28,7 @@ from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceRe
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.render import HEAD
 from runner.inspect.trace_render import trace_lines
+from runner.instance.change.gate import PRECEDENCE, Kind
 from runner.placement.children import CHILDREN, Role
 from runner.protocol.unix_server import SocketLimits
 from runner.spec.instance import parse_instance, reference
@@ -247,6 +248,13 @@ def test_every_child_is_in_the_table_of_deaths() -> None:
     children = " ".join(row[0].lower() for row in table_rows(SPECS, "| child | when it dies |"))
     for role in CHILDREN:
         assert role in re.findall(r"[a-z]+", children)
+
+
+def test_what_changes_do_to_each_other_is_shown() -> None:
+    others = [kind for kind in Kind if kind is not Kind.STOP]
+    head = " | ".join(f"`{kind.name.lower()}`" for kind in others)
+    rows = table_rows(HOW_IT_WORKS, f"| comes ↓, in progress → | {head} |")
+    assert rows == [[f"`{kind.name.lower()}`", *(PRECEDENCE[kind, each].value for each in others)] for kind in Kind]
 
 
 def test_the_table_of_rooms_is_the_law_of_imports() -> None:

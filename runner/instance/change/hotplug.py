@@ -10,10 +10,10 @@ an error that says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import trio
 
@@ -22,6 +22,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.disk import LateDiskFacts
 from runner.host.discover import read_disk_facts
+from runner.instance.change.gate import Changes, Kind
 from runner.instance.parts.disks import DiskEvents, opened
 from runner.kernel.files import probe_file
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 RELEASED_WITHIN = 15.0
 """Seconds the guest may take to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
 
+UNDONE_WITHIN = 5.0
+"""Seconds in which QEMU must take back what was created for a disk; it takes milliseconds, unless a file system hangs."""
+
 UndoCommand = tuple[str, dict[str, object]]
 """A QMP command, with its arguments, that undoes another one."""
 
@@ -51,39 +55,36 @@ class AttachedDisk:
     """In the order in which it was done."""
 
 
+class DiskMachine(Protocol):
+    """What disks are attached to: a running :class:`~runner.instance.parts.qemu.Qemu`."""
+
+    @property
+    def monitor(self) -> Monitor:
+        """Return the conversation with the QEMU that has the guest."""
+
+    @property
+    def disk_events(self) -> DiskEvents:
+        """Return what the guest has released."""
+
+
 class DiskHotplug:
-    """The disks of a running machine. One change is made at a time; a second one waits."""
+    """The disks of a running machine."""
 
     def __init__(
         self,
         plan: InstancePlan,
-        monitor: Monitor,
-        events: DiskEvents,
+        machine: DiskMachine,
+        changes: Changes,
         verify: Callable[[], Awaitable[None]],
         in_pod_cgroup: Callable[[], AbstractContextManager[None]],
         attached: Sequence[AttachedDisk] = (),
     ) -> None:
         self._plan = plan
-        self._monitor = monitor
-        self._events = events
+        self._machine = machine
+        self._changes = changes
         self._verify = verify
         self._in_pod_cgroup = in_pod_cgroup
         self._attached: dict[str, AttachedDisk] = {each.plan.name: each for each in attached}
-        self._changing = trio.Lock()
-
-    @property
-    def changing(self) -> bool:
-        """Return whether a disk is being attached, detached or grown."""
-        return self._changing.locked()
-
-    @asynccontextmanager
-    async def unchanging(self) -> AsyncIterator[Callable[[Monitor], None]]:
-        """Wait for the change under way, and hold off the next; yield what has another QEMU's monitor be used."""
-        async with self._changing:
-            yield self._use
-
-    def _use(self, monitor: Monitor) -> None:
-        self._monitor = monitor
 
     @property
     def attached(self) -> tuple[AttachedDisk, ...]:
@@ -108,7 +109,7 @@ class DiskHotplug:
         return found + [self._described(each.plan, sizes, each) for each in self._attached.values()]
 
     def _described(self, disk: DiskPlan, sizes: Mapping[str, int], attached: AttachedDisk | None) -> dict[str, object]:
-        released = attached is not None and self._events.unplugged(disk.name).is_set()
+        released = attached is not None and self._machine.disk_events.unplugged(disk.name).is_set()
         return {
             "name": disk.name,
             "path": str(disk.path),
@@ -126,7 +127,7 @@ class DiskHotplug:
 
         Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then.
         """
-        async with self._changing:
+        async with self._changes.begin(Kind.DISK, "a disk is being attached") as change:
             number = next(self._free_slots(), None)
             if number is None:
                 raise RefusedError(
@@ -135,18 +136,20 @@ class DiskHotplug:
                 )
             with ExitStack() as held:
                 plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, held)
-                self._events.watch(plan.name)
-                undo = await self._create(plan, numbers, slot(number))
-            self._attached[plan.name] = AttachedDisk(plan, number, undo)
+                self._machine.disk_events.watch(plan.name)
+                attached = AttachedDisk(plan, number, await self._create(plan, numbers))
+            self._attached[plan.name] = attached
+            change.done = f"the disk {plan.name!r} is attached"
+            await self._add(attached)
             failure: RunnerError | None = None
             try:
                 await self._verify()
             except RunnerError as error:
                 failure = error
             if failure is not None:
-                await self._take_back(self._attached[plan.name], failure)
+                await self._take_back(attached, failure)
             log.info(InstanceEvent.DISK_ATTACHED, plan.name, disk_words(plan))
-            return self._described(plan, await self._sizes(), self._attached[plan.name])
+            return self._described(plan, await self._sizes(), attached)
 
     async def _take_back(self, attached: AttachedDisk, failure: RunnerError) -> NoReturn:
         """Detach a disk that the guest has already, and raise *failure*, or with it why the disk stays."""
@@ -185,11 +188,18 @@ class DiskHotplug:
             log.warning(InstanceEvent.DISK_REMARKED, plan.name, remark)
         return plan
 
-    async def _create(self, plan: DiskPlan, numbers: Mapping[str, int], bus: str) -> tuple[UndoCommand, ...]:
-        """Create the fdsets, nodes, iothread and device of *plan*; return the commands that undo it, in the order it was done."""
-        execute = self._monitor.execute
+    async def _create(self, plan: DiskPlan, numbers: Mapping[str, int]) -> tuple[UndoCommand, ...]:
+        """Create the fdsets, nodes and iothread of *plan*; return the commands that undo it, in the order it was done."""
         done: list[UndoCommand] = []
-        failure: RunnerError | None = None
+
+        async def execute(command: str, arguments: Mapping[str, object], undo: UndoCommand) -> None:
+            done.append(undo)  # before its answer, which is not waited for where the change is overtaken
+            try:
+                await self._machine.monitor.execute(command, arguments)
+            except ExecuteError:
+                done.pop()
+                raise
+
         try:
             names: dict[str, str] = {}
             for name, number in numbers.items():
@@ -197,53 +207,65 @@ class DiskHotplug:
                 names[name] = f"/dev/fdset/{fdset}"
                 done.append(("remove-fd", {"fdset-id": fdset}))
             for node in block_nodes(plan, names.__getitem__):
-                await execute("blockdev-add", node)
-                done.append(("blockdev-del", {"node-name": node["node-name"]}))
+                await execute("blockdev-add", node, ("blockdev-del", {"node-name": node["node-name"]}))
             if plan.iothread:
-                await execute("object-add", {"qom-type": "iothread", "id": plan.name})
-                done.append(("object-del", {"id": plan.name}))
+                iothread = {"qom-type": "iothread", "id": plan.name}
+                await execute("object-add", iothread, ("object-del", {"id": plan.name}))
             await self._verify()
-            await execute("device_add", disk_device(plan, bus=bus))
+        except BaseException:
+            await self._undo(done)
+            raise
+        return tuple(done)
+
+    async def _add(self, attached: AttachedDisk) -> None:
+        """Give the guest the disk, of which everything else was created; that is undone where QEMU refuses it."""
+        failure: RunnerError | None = None
+        try:
+            await self._machine.monitor.execute("device_add", disk_device(attached.plan, bus=slot(attached.slot)))
         except RunnerError as error:
             failure = error
         if failure is not None:
-            await self._undo(done)
+            del self._attached[attached.plan.name]
+            await self._undo(attached.undo)
             raise failure
-        return tuple(done)
 
     async def _add_fd(self, number: int, name: str) -> int:
-        reply: Any = await self._monitor.execute("add-fd", {"opaque": name}, fds=(number,))
+        reply: Any = await self._machine.monitor.execute("add-fd", {"opaque": name}, fds=(number,))
         try:
             return int(reply["fdset-id"])
         except (KeyError, TypeError, ValueError) as error:
             raise BadReplyError(f"cannot understand QEMU's answer to add-fd: {reply!r}", received=reply) from error
 
-    async def _undo(self, done: tuple[UndoCommand, ...] | list[UndoCommand]) -> None:
-        for command, arguments in reversed(done):
-            try:
-                await self._monitor.execute(command, arguments)
-            except ExecuteError as error:  # the rest can still go
-                log.warning(InstanceEvent.DISK_UNDO_FAILED, explain(error))
+    async def _undo(self, done: Sequence[UndoCommand]) -> None:
+        """Undo what was *done*, also when this change is overtaken."""
+        with trio.move_on_after(UNDONE_WITHIN, shield=True):
+            for command, arguments in reversed(done):
+                try:
+                    await self._machine.monitor.execute(command, arguments)
+                except ExecuteError as error:  # the rest can still go
+                    log.warning(InstanceEvent.DISK_UNDO_FAILED, explain(error))
 
     async def detach(self, name: str) -> None:
         """Detach the disk *name*; the guest may refuse to release it.
 
         Raises :exc:`~runner.base.errors.RunnerError`; the disk is still attached then, unless the error says otherwise.
         """
-        async with self._changing:
+        async with self._changes.begin(Kind.DISK, f"the disk {name!r} is being detached") as change:
             if any(disk.name == name for disk in self._plan.machine.disks):
                 raise RefusedError(
                     f"cannot detach {name!r}: the machine was started with it; what `disk attach` has added can be detached"
                 )
+            change.done = f"the guest may release the disk {name!r} later; detach it again"
             await self._detach(self._find(name))
+            change.done = f"the disk {name!r} is detached"
             await self._verify_after(f"the disk {name!r} is detached")
             log.info(InstanceEvent.DISK_DETACHED, name)
 
     async def _detach(self, attached: AttachedDisk) -> None:
         name = attached.plan.name
-        unplugged = self._events.unplugged(name)
+        unplugged = self._machine.disk_events.unplugged(name)
         try:
-            await self._monitor.execute("device_del", {"id": name})
+            await self._machine.monitor.execute("device_del", {"id": name})
         except ExecuteError as error:
             if error.kind == "DeviceNotFound":  # the guest has released it meanwhile, or unasked
                 unplugged.set()
@@ -264,14 +286,15 @@ class DiskHotplug:
 
         Raises :exc:`~runner.base.errors.RunnerError`; nothing has changed then, unless the error says otherwise.
         """
-        async with self._changing:
+        async with self._changes.begin(Kind.DISK, f"the disk {name!r} is being grown") as change:
             attached = self._attached.get(name)
             boot = next((disk for disk in self._plan.machine.disks if disk.name == name), None)
             disk = boot or self._find(name).plan
             before = (await self._sizes()).get(name, 0)
             with self._in_pod_cgroup() if disk.layers[0].block else nullcontext():
                 size = _target_size(disk, before, size)
-            await self._monitor.execute("block_resize", {"node-name": name, "size": size})
+            change.done = f"the disk {name!r} may have {format_size(size)} now"
+            await self._machine.monitor.execute("block_resize", {"node-name": name, "size": size})
             await self._verify_after(f"the disk {name!r} has {format_size(size)}")
             log.info(InstanceEvent.DISK_GROWN, name, format_size(before), format_size(size))
             return self._described(disk, await self._sizes(), attached)
@@ -294,7 +317,7 @@ class DiskHotplug:
         return (number for number in range(self._plan.machine.slots) if number not in taken)
 
     async def _sizes(self) -> dict[str, int]:
-        reply: Any = await self._monitor.execute("query-named-block-nodes", {"flat": True})
+        reply: Any = await self._machine.monitor.execute("query-named-block-nodes", {"flat": True})
         try:
             return {str(node["node-name"]): int(node["image"]["virtual-size"]) for node in reply}
         except (KeyError, TypeError, ValueError) as error:

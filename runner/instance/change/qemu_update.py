@@ -35,11 +35,12 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.host.discover import version_output
+from runner.instance.change.gate import Kind
 from runner.instance.control.status import StatusReader
 from runner.instance.parts.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiofsd
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.parts.thread_placement import QemuThreads, enter_places, read_back
-from runner.instance.supervisor import QemuUpdateOutcome, StopRequestedError
+from runner.instance.supervisor import QemuUpdateOutcome
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
 from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, meeting_point
@@ -117,9 +118,15 @@ async def _checked(status: StatusReader, program: QemuProgram, *, no_way_back: b
     versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", status.machine.monitor.version))
     oldest = ".".join(map(str, SINCE))
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
-    if not _older(status.machine.monitor.version):
-        reasons += await _blocked(status.machine.monitor)
-    return found, [*reasons, *await _changed_vcpus(status), *await _not_now(status)]
+    monitor = status.machine.monitor
+    return found, [*reasons, *await monitor.within(status.answers_within, partial(_asked, status))]
+
+
+async def _asked(status: StatusReader) -> list[str]:
+    """Return why it cannot be done, as far as QEMU says so."""
+    monitor = status.machine.monitor
+    blocked = [] if _older(monitor.version) else await _blocked(monitor)
+    return [*blocked, *await _changed_vcpus(status), *await _not_now(status)]
 
 
 async def _unusable(program: PurePosixPath, digest: str | None = None) -> list[str]:
@@ -241,17 +248,12 @@ async def update(status: StatusReader, program: QemuProgram, *, no_way_back: boo
 
     Raises :exc:`~runner.base.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
     """
-    async with status.disks.unchanging() as use_monitor, status.vcpus.changing:
-        await status.supervisor.carry_over.startable()
+    async with status.supervisor.changes.begin(Kind.QEMU_UPDATE, "QEMU is being updated"):
         found, reasons = await _checked(status, program, no_way_back=no_way_back)
         if reasons:
             raise RefusedError(f"cannot update QEMU: {'; '.join(reasons)}")
-        if status.machine.ends:
-            raise RefusedError("cannot update QEMU: the guest ends")
         before = status.machine.monitor.version
-        with status.machine.updating():
-            moved = await _Move(status, found, status.receipts.threads).carry_out()
-        use_monitor(status.machine.monitor)
+        moved = await _Move(status, found, status.receipts.threads).carry_out()
     log.info(InstanceEvent.QEMU_UPDATED, moved.pid, found.version, before, moved.pause * 1000)
     return {"from": before, "version": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
 
@@ -314,11 +316,9 @@ class _Move:
         within = self.status.supervisor.timeouts.next_qemu
         try:
             with trio.fail_after(within), ExitStack() as held:
-                return await self.status.supervisor.unless_stopped(partial(self._prepare, held))
+                return await self._prepare(held)
         except trio.TooSlowError:
             raise HostError(f"the next one was not ready within {within:g} s") from None
-        except StopRequestedError as error:
-            raise HostError(f"the instance was asked to stop ({error})") from None
 
     async def _prepare(self, held: ExitStack) -> Qemu:
         monitor = self.source.monitor
@@ -411,7 +411,7 @@ class _Move:
             )
             cgroup = self.status.receipts.active.memory_cgroup_fd
             process = spawn_qemu(supervisor, plan, descriptors, cgroup, words, more)
-            return Qemu(process, Monitor(ours.dup()), None, supervisor.log_limit)
+            return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
 
     @contextmanager
     def _start_virtiofsd(self, share: ShareDaemon) -> Iterator[Socket]:

@@ -6,24 +6,34 @@ client that goes away while its change is being made does not stop it.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import PurePosixPath
 from typing import NoReturn
 
+import trio
+
 from runner.base.errors import Problem, RefusedError, RunnerError, SpecError, explain
+from runner.base.events import InstanceEvent
+from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.status import StatusReader
+from runner.instance.parts.qemu import EXITS_WITHIN
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.sockets import Socket
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.qmp import ExecInterruptedError, SilentError
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import size as size_rule
 from runner.spec.rules import structure
+
+log = logging.getLogger(__name__)
 
 REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
@@ -33,14 +43,17 @@ PROGRAM_ELSEWHERE = "put the program elsewhere"
 LIMITS = SocketLimits(connections=8, newcomers=0, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
 """A client of this socket is a person's command or a script: few, and patient."""
 
+_CHANGES = {"cpu.set", "disk.attach", "disk.detach", "disk.grow"}
+"""Those that wait for QEMU without a bound of their own."""
 _SIZE = size_rule(1 << 20)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 async def accept(listener: Socket, status: StatusReader) -> None:
     """Serve the instance of *status*, and its disks, to the clients that connect to *listener*, until cancelled."""
-    methods = ControlMethods(status, Peers(Roots().proc))
-    await UnixServer(methods, LIMITS).accept(listener)
+    async with trio.open_nursery() as nursery:
+        methods = ControlMethods(status, Peers(Roots().proc), nursery)
+        await UnixServer(methods, LIMITS).accept(listener)
 
 
 @frozen
@@ -49,6 +62,8 @@ class ControlMethods:
 
     status: StatusReader
     peers: Peers
+    nursery: trio.Nursery
+    """For what goes on although it is not waited for any longer."""
 
     def admit(self, identify: Identify) -> int:
         """Return the number of the client's process. Raises :exc:`RpcError` unless it is root's, in our PID namespace."""
@@ -61,7 +76,36 @@ class ControlMethods:
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Do what the client asks for. Raises :exc:`RpcError`."""
         allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
-        return RpcResult(await _call(self.status, method, params))
+        act = partial(_call, self.status, method, params)
+        if method not in _CHANGES:
+            return RpcResult(await act())
+        with self.status.supervisor.changes.awaited():
+            return RpcResult(await self._waited_for(act))
+
+    async def _waited_for(self, change: Callable[[], Awaitable[object]]) -> object:
+        """Return what *change* returns. Raises :exc:`RpcError`; the change goes on where that says that QEMU is silent.
+
+        It is not given up then: what QEMU has received it does as soon as it goes on, and nobody would know of it.
+        """
+        ended, outcome, silence = trio.Event(), list[Callable[[], object]](), list[SilentError]()
+
+        async def make() -> None:
+            outcome.append(await capture(change))
+            ended.set()
+            if silence:
+                try:
+                    outcome[0]()
+                except Exception as error:  # noqa: BLE001 - whatever it is, no client learns of it
+                    log.warning(InstanceEvent.CHANGE_FAILED, explain(error))
+
+        async def silent() -> None:
+            silence.append(await self.status.machine.monitor.silent(self.status.supervisor.timeouts.qemu_silent))
+
+        self.nursery.start_soon(make)
+        await first_of(ended.wait, silent)
+        if not outcome:
+            raise RpcError(REFUSED, f"{explain(silence[0])}; the change goes on when it does: see `ctl status`")
+        return outcome[0]()
 
 
 def allowed_peer(peers: Peers, identify: Identify) -> Peer:
@@ -88,7 +132,11 @@ async def _call(status: StatusReader, method: str, params: Mapping[str, object] 
     try:
         return await _called(status, method, params)
     except RunnerError as error:
-        raise RpcError(REFUSED, explain(error)) from error
+        ends = ""
+        if isinstance(error, ExecInterruptedError):  # QEMU has hung up, and why is known in a moment
+            with trio.move_on_after(EXITS_WITHIN):
+                ends = f"; {await status.supervisor.changes.stopping()}"
+        raise RpcError(REFUSED, f"{explain(error)}{ends}") from error
 
 
 async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> object:

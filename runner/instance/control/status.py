@@ -74,6 +74,7 @@ class StatusReader:
             "resets": {"total": self.supervisor.counters.resets, "last_minute": state.resets_lately()},
             "disks": disks,
             "free_slots": self.disks.free_slots,
+            "change": None if (change := self.supervisor.changes.current) is None else change.to_json(),
             "runner": self.runner(),
             "qemu": qemu,
         }
@@ -93,10 +94,10 @@ class StatusReader:
 
     def _placement(self) -> dict[str, object]:
         """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""
-        resizing = self.supervisor.guest_state.resizing
+        lost = self.supervisor.guest_state.cpus_lost
         try:
             receipt = self.receipts.read()
-            misplaced = [resizing] if resizing else list(sentences(receipt.violations()))
+            misplaced = [lost] if lost else list(sentences(receipt.violations()))
         except HostError as error:
             receipt, misplaced = self.receipts.receipt, [explain(error)]
         shown = receipt.to_json()

@@ -15,6 +15,7 @@ from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
+from runner.instance.change.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
@@ -76,7 +77,8 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
     supervisor.carry_over.offer(name, partial(child.carried, supervisor.clock))
     try:
         if command.up and not supervisor.carry_over.resuming:
-            await supervisor.unless_stopped(partial(_come_up, child.process))
+            async with supervisor.changes.begin(Kind.START, f"{command.role} is being started"):
+                await _come_up(child.process)
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
             yield child
     finally:
@@ -123,7 +125,7 @@ async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChil
         if not child.down:
             await _ended(supervisor, policy, child)
         await trio.sleep(child.pause)
-        await supervisor.carry_over.startable()
+        await supervisor.changes.over(Kind.RENEWAL)  # it would inherit the signals that this process blocks
         child.pause = min(max(2 * child.pause, 0.1), policy.longest)
         child.born, child.down = trio.current_time(), False
         try:

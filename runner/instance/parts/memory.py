@@ -11,6 +11,7 @@ import trio
 
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
+from runner.instance.change.gate import Kind
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.processes import Command, Process
@@ -58,7 +59,8 @@ async def _preallocate(
     async with supervisor.processes.daemon(command, 0) as process:
         try:
             with trio.fail_after(plan.start_timeout):
-                status = await supervisor.unless_stopped(process.wait)
+                async with supervisor.changes.begin(Kind.START, "the guest's memory is being allocated"):
+                    status = await process.wait()
         except trio.TooSlowError:
             output = process.last_lines[-1] if process.last_lines else "nothing"
             raise HostError(

@@ -17,6 +17,7 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.base.values import frozen
+from runner.instance.change.gate import Changes, Kind
 from runner.instance.parts import disks
 from runner.instance.parts.daemons import ShareDaemon, Shares
 from runner.instance.parts.memory import MBIND_REMEDY
@@ -212,9 +213,12 @@ _HUNG = GuestEnd(Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more
 class Qemu:
     """One QEMU that has greeted."""
 
-    def __init__(self, process: Process, monitor: Monitor, agent: Socket | None, log_limit: LogRateLimit) -> None:
+    def __init__(
+        self, process: Process, monitor: Monitor, agent: Socket | None, changes: Changes, log_limit: LogRateLimit
+    ) -> None:
         self.process = process
         self.disk_events = disks.DiskEvents(log_limit)
+        self._changes = changes
         self._log_limit = log_limit
         self._monitor = monitor
         self._agent = agent
@@ -231,8 +235,6 @@ class Qemu:
         self.shares: tuple[ShareDaemon, ...] = ()
         """The virtiofsd of each share."""
         self._replaced = trio.Event()
-        self._updating: trio.Event | None = None
-        """Set when it is decided which QEMU has the guest."""
 
     @property
     def monitor(self) -> Monitor:
@@ -277,25 +279,9 @@ class Qemu:
         """Return whether QEMU has said that the guest has ended."""
         return self._end is not None
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Report no end of the guest, and do not end QEMU, until it is decided in the block which QEMU has the guest."""
-        self._updating = trio.Event()
-        try:
-            yield
-        finally:
-            self._updating.set()
-            self._updating = None
-
-    @property
-    def undecided(self) -> str:
-        """Return why it is not decided which QEMU has the guest, empty if it is."""
-        return "" if self._updating is None else "QEMU is being updated"
-
     async def decided(self) -> None:
         """Wait until it is decided which QEMU has the guest."""
-        if self._updating is not None:
-            await self._updating.wait()
+        await self._changes.over(Kind.QEMU_UPDATE)
 
     def replace(self, process: Process, monitor: Monitor) -> tuple[Process, Monitor]:
         """Let another QEMU have the guest; return the one before, whose end means nothing any more."""
@@ -434,13 +420,12 @@ class Qemu:
         remedy = _remedy(how) or self.process.limit()
         return GuestEnd(FATAL["qemu"], f"QEMU {how}; {remedy}" if remedy else f"QEMU {how}")
 
-    async def power_down(self, plan: ShutdownPlan) -> GuestEnd:
-        """Ask the guest to power down, again and again, within its share of the grace period.
+    async def power_down(self, plan: ShutdownPlan, over: float) -> GuestEnd:
+        """Ask the guest to power down, again and again, within its share of the grace period, which has begun at *over*.
 
         Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else why it ended instead.
         """
-        with trio.move_on_after(plan.power_down):
-            await self.decided()
+        with trio.move_on_at(over + plan.power_down):
             ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
             # It powered down because it was asked to; it reboots instead where its button is configured to.
             if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
@@ -552,7 +537,7 @@ async def paused_qemu(
                     lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
                 descriptors = _descriptors(theirs, endpoints)
                 process = spawn_qemu(supervisor, plan.machine, descriptors, memory_cgroup_fd)
-                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.changes, supervisor.log_limit)
                 if plan.machine.updatable:
                     from runner.instance.parts.kept_fds import kept_fds  # here, because few instances ask for it
 
@@ -560,7 +545,7 @@ async def paused_qemu(
             else:
                 ours = held.enter_context(adopted_socket(carried.monitor.socket.number))
                 process = supervisor.processes.adopt(carried.process)
-                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.log_limit)
+                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.changes, supervisor.log_limit)
                 machine.take_over(carried)
                 if carried.fds is not None:
                     from runner.instance.parts.kept_fds import adopted_fds
@@ -568,14 +553,12 @@ async def paused_qemu(
                     machine.fds = held.enter_context(adopted_fds(carried.fds))
         machine.shares = endpoints.shares.daemons
         supervisor.carry_over.offer("qemu", machine.carried)
-        supervisor.carry_over.not_now["QEMU's update"] = lambda: machine.undecided
-        supervisor.carry_over.not_now["qemu"] = lambda: machine.unfinished
         try:
             if theirs is not None:
                 theirs.close()
                 endpoints.close_our_copies()
                 meanwhile()
-                version = await started_within(plan.start_timeout, lambda: supervisor.unless_stopped(machine.greeted))
+                version = await started_within(supervisor, plan.start_timeout, machine.greeted)
                 lent.close()
                 log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
                 if (reason := too_old(version)) is not None:
@@ -588,11 +571,12 @@ async def paused_qemu(
             machine.monitor.close()  # of a QEMU that has taken the place of the first
 
 
-async def started_within(seconds: float, step: Callable[[], Awaitable[T]]) -> T:
+async def started_within(supervisor: Supervisor, seconds: float, step: Callable[[], Awaitable[T]]) -> T:
     """Run one *step* of the start, which waits for QEMU. Raises :exc:`~runner.base.errors.HostError` after so many *seconds*."""
     try:
         with trio.fail_after(seconds):
-            return await step()
+            async with supervisor.changes.begin(Kind.START, "QEMU is being started"):
+                return await step()
     except trio.TooSlowError:
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {seconds:g} s") from None
 

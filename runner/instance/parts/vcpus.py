@@ -21,6 +21,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.facts.roots import Roots
+from runner.instance.change.gate import Kind
 from runner.instance.parts.thread_placement import QemuThreads
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask
@@ -60,11 +61,9 @@ class GuestStoppedError(HostError):
 
 
 class Vcpus:
-    """The vCPUs of a running machine. One change is made at a time; a second one waits."""
+    """The vCPUs of a running machine."""
 
     def __init__(self, receipts: Receipts) -> None:
-        self.changing = trio.Lock()
-        """Held while the number of vCPUs or their CPUs change."""
         self._receipts = receipts
 
     @property
@@ -93,7 +92,7 @@ class Vcpus:
 
         Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then, unless the error says otherwise.
         """
-        async with self.changing:
+        async with self._receipts.supervisor.changes.begin(Kind.VCPUS, "the vCPUs are being changed"):
             plan = self._allowed(count)
             await self._drop_released()
             await self._release_from(len(self._receipts.threads.vcpus))  # what an earlier change could not undo
@@ -119,7 +118,7 @@ class Vcpus:
 
     def _allowed(self, count: int) -> VcpuHotplugPlan:
         """Return what the plan says of other numbers of vCPUs. Raises :exc:`RefusedError` if *count* is none of them."""
-        plan, machine = self._receipts.plan.machine.vcpu_hotplug, self._receipts.machine
+        plan = self._receipts.plan.machine.vcpu_hotplug
         if plan is None:
             raise RefusedError(
                 "cannot change the number of vCPUs: the machine was not started for it; set hotplug.cpus to the most that it "
@@ -130,10 +129,6 @@ class Vcpus:
                 f"cannot have {count} vCPUs: this machine has 1 to {plan.most}"
                 + ("; set hotplug.cpus to more and start the instance again" if count > plan.most else "")
             )
-        if machine.ends:
-            raise RefusedError("cannot change the number of vCPUs: the guest ends")
-        if resizing := self._receipts.supervisor.guest_state.resizing:
-            raise RefusedError(f"cannot change the number of vCPUs now: {resizing}; ask again")
         return plan
 
     # -- more --------------------------------------------------------------------------------------------------------
@@ -395,16 +390,12 @@ class Vcpus:
     async def fit(self, find: Callable[[], CpuSet | None]) -> None:
         """Put the vCPUs on the CPUs that *find* returns, all that the container has left, one on each.
 
-        *find* is called when no other change is under way; ``None``: nothing is to be done any more. The threads leave the
-        other CPUs at once; then as many vCPUs as are too many are unplugged. Raises :exc:`~runner.base.errors.RunnerError` if that
-        cannot be; no vCPU's thread may run on other CPUs than those then, either.
+        ``None``: nothing is to be done any more. The threads leave the other CPUs at once; then as many vCPUs as are too many
+        are unplugged. Raises :exc:`~runner.base.errors.RunnerError` if that cannot be; no vCPU's thread may run on other CPUs than
+        those then, either. The caller has begun this change of the instance.
         """
         if (available := find()) is not None:
-            self._leave(available)  # now: a change under way may take long
-        async with self.changing:
-            if (available := find()) is None:
-                return
-            self._leave(available)
+            self.leave(available)
             await self._drop_released()
             receipts, before = self._receipts, self._placement
             if len(before.pins) > len(available):
@@ -439,7 +430,7 @@ class Vcpus:
             if found != own:
                 pin(vcpu.tid, own)
 
-    def _leave(self, available: CpuSet) -> None:
+    def leave(self, available: CpuSet) -> None:
         """Take each vCPU thread off all CPUs but *available*; the controller has done so unless it is away."""
         for vcpu in self._receipts.threads.vcpus:
             with suppress(ProcessLookupError, PlacementError):  # it has ended, or the kernel gives it fewer

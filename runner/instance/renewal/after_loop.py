@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
+from runner.instance.change.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.renewal.carried import CarriedQemu, CarriedRun
 from runner.instance.renewal.upgrade import BLOCKED, execute_again
@@ -43,7 +44,7 @@ def resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | t
         for number in supervisor.stop.signals or ({signal.SIGTERM} if supervisor.stop.reason else ()):
             os.kill(os.getpid(), number)
         try:
-            if not carry_over.not_now["QEMU's update"]():
+            if not supervisor.changes.making(Kind.QEMU_UPDATE):
                 execute_again(supervisor, error)
             return _for_another_loop(carry_over, error)
         except Exception as found:  # noqa: BLE001 - whatever it is, the guest is to power down in order

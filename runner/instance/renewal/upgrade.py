@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ import trio
 
 from runner.base.errors import HostError, RefusedError, explain
 from runner.base.events import InstanceEvent
+from runner.instance.change.gate import Kind, OvertakenError
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.codec import encode
 from runner.instance.renewal.first_stage import stage_argv
@@ -186,38 +187,32 @@ async def _become(
     supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, within: float, reason: str = ""
 ) -> NoReturn:
     """Become the first of *programs* as soon as nothing is half done. Raises :exc:`~runner.base.errors.RunnerError`."""
-    carry_over, deadline = supervisor.carry_over, trio.current_time() + within
-    if carry_over.pausing is not None:
-        raise RefusedError("cannot renew the runner: it is being renewed already")
-    carry_over.pausing = trio.Event()
-    try:
-        while True:
-            if not (unfinished := _unfinished(supervisor)):
-                signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-                try:
-                    begun = supervisor.processes.begun
-                    await _signals_handled()
-                    if begun != supervisor.processes.begun:
-                        unfinished = "a child is being started"  # which takes signals meanwhile
-                    elif not (unfinished := _unfinished(supervisor)):
-                        raise _execute(supervisor, programs, cause, reason)
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            if trio.current_time() >= deadline or supervisor.stop.reason:
-                raise RefusedError(f"cannot renew the runner now: {unfinished}; ask again later")
-            await trio.sleep(LOOKED_AGAIN)
-    finally:
-        carry_over.pausing.set()
-        carry_over.pausing = None
+    changes, deadline, unfinished = supervisor.changes, trio.current_time() + within, ""
+    while trio.current_time() < deadline:
+        # Nothing was half done when another change has overtaken it, and it begins anew.
+        with trio.move_on_at(deadline), suppress(OvertakenError):
+            async with changes.begin(Kind.RENEWAL, "the runner is being renewed"):
+                while True:
+                    if not (unfinished := _unfinished(supervisor)):
+                        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+                        try:
+                            begun = supervisor.processes.begun
+                            await _signals_handled()
+                            if begun != supervisor.processes.begun:
+                                unfinished = "a child is being started"  # which takes signals meanwhile
+                            elif not (unfinished := _unfinished(supervisor)):
+                                raise _execute(supervisor, programs, cause, reason)
+                        finally:
+                            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                    await trio.sleep(LOOKED_AGAIN)
+    raise RefusedError(f"cannot renew the runner now: {changes.current or unfinished}; ask again later")
 
 
 def _unfinished(supervisor: Supervisor) -> str:
     """Return why the state cannot be carried over at this moment, empty if it can."""
-    if supervisor.stop.reason:
-        return f"it was asked to stop ({supervisor.stop.reason})"
     if supervisor.carry_over.resume_after_fault is None:
         return "the guest does not run"
-    return next(filter(None, (look() for look in supervisor.carry_over.not_now.values())), "")
+    return supervisor.carry_over.unfinished()
 
 
 async def _signals_handled() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import trio
@@ -19,16 +19,15 @@ from runner.base.errors import HostError, PlacementError, RefusedError, RunnerEr
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
+from runner.instance.change.gate import Kind, LiveChange
 from runner.instance.parts.qemu import GuestEnd
+from runner.instance.parts.vcpus import Vcpus
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask
 from runner.kernel.small_files import read_text
 from runner.placement.backends import ControllerPlacement, Placement
 
 log = logging.getLogger(__name__)
-
-Fit = Callable[[Callable[[], CpuSet | None]], Awaitable[None]]
-"""Has the vCPUs run on the CPUs that are found when no other change is under way (:meth:`runner.instance.parts.vcpus.Vcpus.fit`)."""
 
 
 @frozen
@@ -45,27 +44,53 @@ class LostCpus:
         return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
 
 
-async def lost_cpus_left(receipts: Receipts, fit: Fit) -> GuestEnd:
-    """Call *fit* with the CPUs that the container has left, each time it has lost some; return when that fails."""
+async def lost_cpus_left(receipts: Receipts, vcpus: Vcpus) -> GuestEnd:
+    """Put the *vcpus* on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    supervisor = receipts.supervisor
+    try:
+        while True:
+            await trio.sleep(supervisor.timeouts.cpus_looked)
+            await receipts.machine.decided()
+            _watch_offline(receipts)
+            if (lost := find_lost_cpus(receipts)) is not None:
+                if (more := supervisor.log_limit.due("CPUs lost")) is not None:
+                    log.warning(InstanceEvent.CPUS_LOST, more, lost)
+                supervisor.guest_state.set_cpus_lost(str(lost))
+                if lost.sure:
+                    vcpus.leave(lost.available)  # now: a change in progress may take long
+                async with supervisor.changes.begin(Kind.CPUS_LOST, str(lost)) as change:
+                    if (end := await _make_room(receipts, vcpus, change)) is not None:
+                        return end
+            elif _unsettled(receipts):
+                async with supervisor.changes.begin(Kind.PLACEMENT, "the vCPUs are being put back on their CPUs"):
+                    await _restore(receipts, vcpus)
+    except RefusedError:  # for a stop, which ends this task
+        await trio.sleep_forever()
+        raise
+
+
+async def _make_room(receipts: Receipts, vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
+    """Put the vCPUs on the CPUs that are left, or on their own if the container has them all again.
+
+    Returns when they are there, and the guest's end if they cannot be.
+    """
     state, timeouts = receipts.supervisor.guest_state, receipts.supervisor.timeouts
-    since, before = 0.0, None
-    while True:
-        await trio.sleep(timeouts.cpus_looked)
-        await receipts.machine.decided()
-        _watch_offline(receipts)
-        lost = find_lost_cpus(receipts)
-        if lost != before:
-            since, before = trio.current_time(), lost
-        if lost is None:
-            await _restore(receipts, fit)
-            continue
-        if not state.resizing and (more := receipts.supervisor.log_limit.due("CPUs lost")) is not None:
-            log.warning(InstanceEvent.CPUS_LOST, more, lost)
-        state.set_resizing(str(lost))
-        if (lost.sure or trio.current_time() >= since + timeouts.displaced) and (
-            end := await _leave(receipts, lost, fit)
-        ):
-            return end
+    since, before = change.since, find_lost_cpus(receipts)
+    while state.cpus_lost:
+        if (lost := find_lost_cpus(receipts)) is None:
+            await _restore(receipts, vcpus)
+        else:
+            if lost != before:
+                since, before = trio.current_time(), lost
+            change.what = str(lost)
+            state.set_cpus_lost(change.what)
+            sure = lost.sure or trio.current_time() >= since + timeouts.displaced
+            if sure and (end := await _leave(receipts, vcpus, lost)) is not None:
+                return end
+        if state.cpus_lost:
+            await trio.sleep(timeouts.cpus_looked)
+            _watch_offline(receipts)
+    return None
 
 
 def _watch_offline(receipts: Receipts) -> None:
@@ -83,17 +108,15 @@ def _watch_offline(receipts: Receipts) -> None:
     state.set_offline(offline)
 
 
-async def _restore(receipts: Receipts, fit: Fit) -> None:
-    """Put each vCPU on its own CPU alone, and all others off the CPUs of the instance; no vCPU's CPU is lost."""
-    state = receipts.supervisor.guest_state
+async def _restore(receipts: Receipts, vcpus: Vcpus) -> None:
+    """Put each vCPU on its own CPU alone, and all others off the CPUs of the instance, if no vCPU's CPU is lost."""
 
     def kept() -> CpuSet | None:
         return _kept(receipts) if _unsettled(receipts) and find_lost_cpus(receipts) is None else None
 
-    if _unsettled(receipts):
-        with contextlib.suppress(RunnerError):  # found by the next look
-            await fit(kept)
-            state.set_resizing("")
+    with contextlib.suppress(RunnerError):  # found by the next look
+        await vcpus.fit(kept)
+        receipts.supervisor.guest_state.set_cpus_lost("")
 
 
 def _unsettled(receipts: Receipts) -> bool:
@@ -105,7 +128,7 @@ def _unsettled(receipts: Receipts) -> bool:
     placement = receipts.active.placement
     placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in _masks(receipts))
     return (
-        bool(receipts.supervisor.guest_state.resizing)
+        bool(receipts.supervisor.guest_state.cpus_lost)
         or placed != len(receipts.threads.vcpus)
         or receipts.receipt.rules.pins != placement.pins
         or bool(_divided(placement) - _kept(receipts))
@@ -129,8 +152,8 @@ def _divided(placement: Placement) -> CpuSet:
     return placement.cpus if isinstance(placement, ControllerPlacement) else placement.cpus | placement.float_cpus
 
 
-async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | None:
-    """Put the vCPUs by *fit* on the CPUs that are left; return the guest's end if they cannot all be there."""
+async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd | None:
+    """Put the vCPUs on the CPUs that are left; return the guest's end if they cannot all be there."""
     supervisor = receipts.supervisor
 
     def available() -> CpuSet | None:
@@ -138,7 +161,7 @@ async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | Non
         return None if now is None else now.available
 
     try:
-        await fit(available)
+        await vcpus.fit(available)
     except RefusedError as error:
         if receipts.machine.ends:
             await trio.sleep_forever()  # that is the guest's end
@@ -151,7 +174,7 @@ async def _leave(receipts: Receipts, lost: LostCpus, fit: Fit) -> GuestEnd | Non
         if (more := supervisor.log_limit.due("placed anew")) is not None:
             log.warning(InstanceEvent.VCPUS_NOT_PLACED_ANEW, more, explain(error))
     else:
-        supervisor.guest_state.set_resizing("")
+        supervisor.guest_state.set_cpus_lost("")
     return None
 
 

@@ -153,8 +153,8 @@ class Receipts:
 
     def misplaced(self) -> str:
         """Return which threads are not where the receipt has them, empty if all are."""
-        if self.supervisor.guest_state.resizing:
-            return self.supervisor.guest_state.resizing
+        if self.supervisor.guest_state.cpus_lost:
+            return self.supervisor.guest_state.cpus_lost
         try:
             return "; ".join(sentences(self.read().violations()))
         except HostError as error:

@@ -18,8 +18,9 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.main import Pages
 from runner.controller.serve.methods import MOST_WAITING, Timeouts
+from runner.instance.change.gate import StopRequest, StopRequestedError
 from runner.instance.parts.cgroups.controller import registration_of
-from runner.instance.supervisor import Faults, StopRequest, StopRequestedError, Supervisor, open_supervisor
+from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, Registration

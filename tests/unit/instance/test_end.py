@@ -11,10 +11,11 @@ import trio
 
 from runner.base.errors import HostError, Status
 from runner.instance import init
+from runner.instance.change.gate import StopRequest
 from runner.instance.init import ExitReport, failed_system_call
 from runner.instance.parts import console, daemons
 from runner.instance.parts.cgroups import controller, delegated
-from runner.instance.supervisor import Faults, Phase, StopRequest, open_supervisor
+from runner.instance.supervisor import Faults, Phase, open_supervisor
 from runner.spec.instance import ShutdownSpec
 
 BELOW = 10

@@ -21,6 +21,7 @@ from runner.base.errors import HostError, PlacementError, explain
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
+from runner.instance.change.gate import Kind
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
 from runner.instance.parts.cgroups.float import entered_float, is_frozen
 from runner.instance.parts.daemons import RestartedChild
@@ -187,7 +188,8 @@ async def _sealed(
         with supervisor.carry_over.taking("seal") as carried:
             reason = "" if carried is None else carried.reason
         if carried is None:
-            reason = await supervisor.unless_stopped(partial(_seal, placement, supervisor.timeouts))
+            async with supervisor.changes.begin(Kind.START, "the CPUs are being sealed"):
+                reason = await _seal(placement, supervisor.timeouts)
         supervisor.carry_over.offer("seal", lambda: _carried(reason))
         async with supervisor.background_task(
             partial(_keep_sealed, in_force, anchors, pod, reason, supervisor.timeouts)
@@ -341,23 +343,25 @@ async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: 
     from runner.kernel.cgroup_events import emptied  # few starts wait
 
     now = trio.current_time()
-    with trio.move_on_at(min(deadline, now + supervisor.timeouts.holder_asked)):
-        await supervisor.unless_stopped(partial(emptied, error.cgroup_events.number))
-    await supervisor.unless_stopped(partial(trio.sleep_until, now + supervisor.timeouts.controller_asked))
+    async with supervisor.changes.begin(Kind.START, "the end of another instance is being waited for"):
+        with trio.move_on_at(min(deadline, now + supervisor.timeouts.holder_asked)):
+            await emptied(error.cgroup_events.number)
+        await trio.sleep_until(now + supervisor.timeouts.controller_asked)
 
 
 async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
     """Register, waiting for a controller that is not there yet."""
     waiting = False
     with trio.move_on_after(REGISTERED_WITHIN):
-        while True:
-            try:
-                return await supervisor.unless_stopped(partial(_register, placement, pod, held))
-            except ControllerAbsentError as error:
-                if not waiting:
-                    log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
-                waiting = True
-            await supervisor.unless_stopped(partial(trio.sleep, supervisor.timeouts.controller_asked))
+        async with supervisor.changes.begin(Kind.START, "the controller is being asked for CPUs"):
+            while True:
+                try:
+                    return await _register(placement, pod, held)
+                except ControllerAbsentError as error:
+                    if not waiting:
+                        log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
+                    waiting = True
+                await trio.sleep(supervisor.timeouts.controller_asked)
     what = "it is not there" if waiting else "it does not answer"
     raise HostError(
         f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s; is its "

@@ -1,0 +1,269 @@
+"""The gate: a running instance is changed by one at a time, and what each kind of change does to each other is one table.
+
+Example::
+
+    async with changes.begin(Kind.DISK, "a disk is being attached"):
+        ...
+
+A stop is one of them: it overtakes all others here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from enum import Enum
+from typing import NoReturn
+
+import attrs
+import trio
+
+from runner.base.errors import RefusedError
+from runner.base.events import InstanceEvent
+from runner.base.rate_limit import LogRateLimit
+from runner.base.table import duration
+
+log = logging.getLogger(__name__)
+
+ANSWERED_WITHIN = 1.0
+"""Seconds in which the clients of changes are told that the instance ends; it takes some steps of the event loop."""
+
+
+class Kind(Enum):
+    """What is to be done; the value completes "cannot"."""
+
+    START = "start the instance"
+    """A step of it."""
+    DISK = "change a disk"
+    VCPUS = "change the number of vCPUs"
+    CPUS_LOST = "make room on the CPUs that are left"
+    PLACEMENT = "put the vCPUs back on their CPUs"
+    QEMU_UPDATE = "update QEMU"
+    RENEWAL = "renew the runner"
+    STOP = "stop the instance"
+    """Also the end of a guest that has ended by itself."""
+
+
+class Precedence(Enum):
+    """What one that comes does about another that is in progress, or came before it and waits."""
+
+    WAIT = "wait"
+    REFUSE = "refuse"
+    """It is not made."""
+    OVERTAKE = "overtake"
+    """It is next, and what is in progress is cancelled: that undoes what it can, within a bound of its own."""
+
+
+_W, _R, _O = Precedence.WAIT, Precedence.REFUSE, Precedence.OVERTAKE
+
+# fmt: off
+_TABLE = {
+    # in progress:     START DISK VCPUS CPUS_LOST PLACEMENT QEMU_UPDATE RENEWAL STOP
+    Kind.START:        (_W,  _W,  _W,   _W,       _W,       _W,         _W,     _R),
+    Kind.DISK:         (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R),
+    Kind.VCPUS:        (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R),
+    Kind.CPUS_LOST:    (_W,  _O,  _W,   _W,       _W,       _W,         _O,     _R),
+    Kind.PLACEMENT:    (_W,  _W,  _W,   _W,       _W,       _W,         _O,     _R),
+    Kind.QEMU_UPDATE:  (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R),
+    Kind.RENEWAL:      (_W,  _W,  _W,   _W,       _W,       _W,         _R,     _R),
+    Kind.STOP:         (_O,  _O,  _O,   _O,       _O,       _O,         _O,     _W),
+}
+# fmt: on
+"""A row for what comes.
+
+What may last is no reason to wait: CPUs are lost until the controller has given others, and exec ends a client's connection. Lost
+CPUs do not wait 15 s for a guest to release a disk; for one that releases a vCPU they do, as its vCPUs are what they move. Nothing
+is half done in a renewal, which begins anew when it was overtaken.
+"""
+
+PRECEDENCE: Mapping[tuple[Kind, Kind], Precedence] = {
+    (coming, other): found for coming, row in _TABLE.items() for other, found in zip(Kind, row, strict=True)
+}
+"""What the first does about the second."""
+
+
+class StopRequestedError(Exception):
+    """The start was given up because a stop was requested; not an error, but the start ends like one."""
+
+
+class OvertakenError(RefusedError):
+    """A change was given up for another one."""
+
+
+class StopRequest:
+    """Whether this instance was asked to stop; the first request counts, later ones change nothing."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+        self.reason = ""
+        self.signals: set[int] = set()
+        """The signals that were received and are not obeyed yet: the event loop has to pass them on, and may end before it does."""
+        self.log_limit = LogRateLimit()
+        self.overtake: Callable[[], None] = lambda: None
+        """Called by the first request."""
+
+    def ask(self, reason: str) -> None:
+        """Ask to stop."""
+        if self._event.is_set():
+            if (more := self.log_limit.due("asked to stop again")) is not None:
+                log.info(InstanceEvent.STOP_REQUESTED_AGAIN, more, reason)
+            return
+        log.info(InstanceEvent.STOP_REQUESTED, reason)
+        self.reason = reason
+        self._event.set()
+        self.overtake()
+
+    async def asked(self) -> None:
+        """Wait for the first request."""
+        await self._event.wait()
+
+
+@attrs.define(eq=False)
+class LiveChange:
+    """A change that is in progress, or waits to be."""
+
+    kind: Kind
+    what: str
+    """A clause, such as ``a disk is being attached``."""
+    since: float = attrs.field(factory=trio.current_time)
+    """When it was asked for, then when it has begun, on trio's clock."""
+    done: str = ""
+    """What of it stays when it is overtaken, as a clause; empty if nothing does."""
+    by: LiveChange | None = None
+    """What has overtaken it."""
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+    def __str__(self) -> str:
+        return f"{self.what} (for {duration(trio.current_time() - self.since)})"
+
+    def to_json(self) -> dict[str, object]:
+        """Return what it is, and for how many seconds it has been in progress."""
+        return {"what": self.what, "seconds": round(trio.current_time() - self.since, 1)}
+
+
+class Changes:
+    """The changes of one instance, each made within :meth:`begin`."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+        self._current: LiveChange | None = None
+        self._waiting: list[LiveChange] = []
+        """The next one first."""
+        self._moved = trio.Event()
+        """Set, and replaced, when one has come or gone."""
+        self._clients = 0
+        stop.overtake = self._stop_is_asked_for
+        if stop.reason:
+            self._stop_is_asked_for()
+
+    @property
+    def current(self) -> LiveChange | None:
+        """The change that is in progress."""
+        return self._current
+
+    def making(self, kind: Kind) -> bool:
+        """Return whether a change of *kind* is in progress."""
+        return self._current is not None and self._current.kind is kind
+
+    async def over(self, kind: Kind) -> None:
+        """Wait until no change of *kind* is in progress."""
+        while self.making(kind):
+            await self._moved.wait()
+
+    async def stopping(self) -> str:
+        """Wait until the instance ends, and return why, as a clause."""
+        while self._current is None or self._current.kind is not Kind.STOP:
+            await self._moved.wait()
+        return self._current.what
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Count a client that waits for its change in the block, at whose end :meth:`answered` looks."""
+        self._clients += 1
+        try:
+            yield
+        finally:
+            self._clients -= 1
+            self._move()
+
+    async def answered(self) -> None:
+        """Wait until each client knows what has become of its change; what answers them ends with the instance."""
+        with trio.move_on_after(ANSWERED_WITHIN):
+            while self._clients:
+                await self._moved.wait()
+
+    @asynccontextmanager
+    async def begin(self, kind: Kind, what: str) -> AsyncIterator[LiveChange]:
+        """Change the instance in the block, as soon as :data:`PRECEDENCE` says; *what* is a clause.
+
+        Raises :exc:`~runner.base.errors.RefusedError` instead of running the block, and :exc:`OvertakenError` when it was
+        cancelled for another change; for a step of the start :exc:`StopRequestedError` in both cases.
+        """
+        change = self._come(kind, what)
+        try:
+            if (ahead := next(iter(self._known()))) is not change and kind not in {Kind.START, Kind.STOP}:
+                log.info(InstanceEvent.CHANGE_WAITING, kind.name.lower(), str(ahead))
+            while self._current is not None or self._waiting[0] is not change:
+                await self._moved.wait()
+                self._check(change)
+        finally:
+            self._waiting.remove(change)
+            self._move()
+        change.since, self._current = trio.current_time(), change
+        try:
+            with change.scope:
+                yield change
+        finally:
+            if kind is not Kind.STOP:  # after which nothing comes
+                self._current = None
+            self._move()
+        if change.scope.cancelled_caught and change.by is not None:
+            self._give_up(change, change.by)
+
+    def _known(self) -> list[LiveChange]:
+        return [*(() if self._current is None else (self._current,)), *self._waiting]
+
+    def _come(self, kind: Kind, what: str) -> LiveChange:
+        """Take a place among those that wait, and cancel what is overtaken. Raises as :meth:`begin` does."""
+        if kind is Kind.STOP and (asked := next((each for each in self._waiting if each.kind is kind), None)):
+            asked.what = what
+            return asked
+        change = LiveChange(kind, what)
+        self._check(change)
+        overtaken = (at for at, each in enumerate(self._waiting) if _precedence(change, each) is Precedence.OVERTAKE)
+        self._waiting.insert(next(overtaken, len(self._waiting)), change)
+        if self._current is not None and _precedence(change, self._current) is Precedence.OVERTAKE:
+            self._current.by = change
+            self._current.scope.cancel()
+        self._move()
+        return change
+
+    def _check(self, change: LiveChange) -> None:
+        """Raise as :meth:`begin` does if *change* is not to be made because of one that is in progress, or before it."""
+        for other in self._known():
+            if other is change:
+                return
+            if _precedence(change, other) is Precedence.REFUSE:
+                self._give_up(change, other)
+
+    def _give_up(self, change: LiveChange, other: LiveChange) -> NoReturn:
+        """Raise what ends *change*, because of *other*."""
+        if change.kind is Kind.START:
+            raise StopRequestedError(self._stop.reason)
+        if change.by is not None:
+            raise OvertakenError("; ".join(filter(None, (f"cannot {change.kind.value}: {other.what}", change.done))))
+        if other.kind is Kind.STOP:
+            raise RefusedError(f"cannot {change.kind.value} now: {other.what}")
+        raise RefusedError(f"cannot {change.kind.value} now: {other}; ask again later")
+
+    def _stop_is_asked_for(self) -> None:
+        self._come(Kind.STOP, f"the instance was asked to stop ({self._stop.reason})")
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = trio.Event()
+
+
+def _precedence(change: LiveChange, other: LiveChange) -> Precedence:
+    return PRECEDENCE[change.kind, other.kind]
