@@ -24,7 +24,7 @@ from runner.kernel.files import closing
 
 OTHER_ROOT = (
     "if the kubelet has another --root-dir, name it with --kubelet-dir, and in a pod mount it, too (k0s: /var/lib/k0s/kubelet,"
-    " MicroK8s: /var/snap/microk8s/common/var/lib/kubelet)"
+    " MicroK8s: /var/snap/microk8s/common/var/lib/kubelet, IBM Cloud: /var/data/kubelet, TKGI: /var/vcap/data/kubelet)"
 )
 """The remedy for a state file that is not there: beside another root, ``/var/lib/kubelet`` exists as well, for device plugins."""
 

@@ -107,6 +107,14 @@ def identify_container(
             "namespace; run the controller in the host's (a privileged container is)",
             lasting=True,
         )
+    if found is None and (above := peer.cgroup.partition("/kubepods")[0]) not in {"", peer.cgroup}:
+        raise RequestRefusedError(
+            IDENTITY,
+            f"cannot identify process {peer.pid}: its kubelet has its pods in {above!r}, and the owner of that group could make "
+            "any path below it; give the container or service of that kubelet a cgroup namespace of its own (docker run "
+            "--cgroupns=private), and run the controller in there",
+            lasting=True,
+        )
     if found is None:
         raise RequestRefusedError(
             IDENTITY,

@@ -55,6 +55,17 @@ def test_beside_a_debugger_in_its_pid_namespace_it_is_the_container_that_was_the
     assert found == ContainerIdentity(A, ANCHOR_A.cgroup)
 
 
+@pytest.mark.parametrize(
+    "above", ["/docker/" + "b" * 64, "/system.slice/docker-" + "b" * 64 + ".scope", "/user.slice/k3s-rootless.service"]
+)
+def test_a_pod_of_a_kubelet_within_a_container_is_told_apart(above: str) -> None:
+    nested = peer(cgroup=f"{above}/kubepods/poda/{'c' * 64}")
+    with pytest.raises(
+        RequestRefusedError, match=f"its kubelet has its pods in '{above}', .*a cgroup namespace of its own"
+    ):
+        identify_container(nested, None, (), "a", OURS)
+
+
 def test_a_process_cannot_act_for_another_pod() -> None:
     with pytest.raises(RequestRefusedError, match="process 4711 belongs to 'a'"):
         identify_container(peer(), A, (), "b", OURS)
