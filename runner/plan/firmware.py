@@ -116,13 +116,29 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
     return Firmware(code, _kept(path, template, size(template), facts, problems), secure)
 
 
+LONGEST_CMDLINE = 2047
+"""Bytes of a command line that Linux for x86 takes (``COMMAND_LINE_SIZE`` of ``arch/x86/include/asm/setup.h``)."""
+
+
+def _remark_long_cmdline(boot: BootSpec, facts: HostFacts, problems: Problems) -> None:
+    """Remark a command line of which a Linux kernel cuts off the end without a word."""
+    size = len((boot.cmdline or "").encode())
+    format_ = None if boot.kernel is None else facts.files.get(boot.kernel, MISSING).format
+    if size > LONGEST_CMDLINE and format_ is not None and format_.name == "bzImage":
+        problems.remark(
+            f"the guest's kernel does not see the last {size - LONGEST_CMDLINE} bytes of boot.cmdline: Linux takes {LONGEST_CMDLINE}",
+            "name what must be there first, or write it into the initial RAM disk",
+        )
+
+
 def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, problems: Problems) -> None:
-    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known.
+    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known, and a kernel's command line.
 
     A disk with an EFI system partition and no code in its boot sector is never booted by a BIOS, so that is refused. No other
     firmware is chosen instead: what a guest writes to its disk must not decide what its machine is. A guest that has PCI
     devices may boot from one.
     """
+    _remark_long_cmdline(spec.boot, facts, problems)
     contents = [content_of(disk.layers, facts.files) for disk in disks]
     found = [each[1] for each in contents if each is not None]
     if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):

@@ -136,7 +136,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     pins = () if placement is None else placement.pins
 
     accel, user = choose_accelerator(spec, facts, problems)
-    refuse_unknown_cpu_model(spec.cpu.model, facts, problems)
+    refuse_unknown_cpu_model(spec.cpu.model, accel, facts, problems)
     copied = bytes_copied(spec.boot, user, facts)
     possible = max(vcpus, spec.hotplug.cpus or 0)
     overhead = partial(memory_overhead, spec, possible, accel=accel, copied=copied)

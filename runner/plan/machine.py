@@ -182,8 +182,12 @@ def parse_cpu_models(output: str) -> frozenset[str]:
     return frozenset(each[0] for each in words if each)
 
 
-def refuse_unknown_cpu_model(asked: str | None, facts: HostFacts, problems: Problems) -> None:
-    """Refuse a CPU model that the QEMU of this host does not list."""
+def refuse_unknown_cpu_model(asked: str | None, accel: Accel, facts: HostFacts, problems: Problems) -> None:
+    """Refuse a CPU model that the QEMU of this host does not list, and the host's own without KVM."""
+    if asked is not None and accel == "tcg" and model_name(asked) == "host":
+        problems.refuse(
+            "cpu.model", "'host' is for KVM, and the guest would be emulated", "leave it out, or name 'max'"
+        )
     if asked is None or not facts.cpu_models or model_name(asked) in facts.cpu_models:
         return
     import difflib  # here, because only a document with a mistake needs it

@@ -129,3 +129,8 @@ def test_interrupts_are_remapped_where_kvm_splits_the_irqchip() -> None:
     """Without KVM QEMU knows the words and names what they need."""
     words = ("-M", "q35,kernel-irqchip=split", "-device", "intel-iommu,intremap=on,eim=on,dma-translation=off")
     assert "eim=on requires accel=kvm,kernel-irqchip=split" in refusal(*words, "-smp", "1")
+
+
+def test_the_hosts_own_cpu_model_is_for_kvm() -> None:
+    assert "CPU model 'host' requires KVM" in refusal("-machine", "q35", "-cpu", "host")
+    assert not refusal("-machine", "q35", "-cpu", "max")

@@ -9,6 +9,7 @@ from runner.base.cpuset import CpuSet
 from runner.facts.host import HostFacts, Kvm
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.argv.qemu import Paths, qemu_argv
+from runner.plan.firmware import LONGEST_CMDLINE
 from runner.plan.qemu_limits import last_apic_id, parse_version
 from tests.unit.plan.test_plan import EPYC, GIB, KERNEL, plan_of, problems, recorded
 
@@ -100,6 +101,11 @@ def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *,
                 "at most 478GiB fit"
             ),
         ),
+        (
+            text(1, 'model = "host,migratable=off"', "1GiB"),
+            EMULATED,
+            "cpu.model: 'host' is for KVM, and the guest would be emulated; leave it out, or name 'max'",
+        ),
     ],
 )
 def test_what_does_not_fit_the_machine_is_refused(keys: str, facts: HostFacts, expected: str) -> None:
@@ -115,6 +121,13 @@ def test_what_fits_is_planned() -> None:
         (text(255, 'topology = "flat"'), EMULATED),
     ):
         plan_of(keys, facts)
+
+
+@pytest.mark.parametrize(("length", "cut"), [(LONGEST_CMDLINE, 0), (LONGEST_CMDLINE + 9, 9)])
+def test_a_command_line_that_linux_cuts_is_remarked(length: int, cut: int) -> None:
+    keys = text(1, "", "1GiB").replace("[boot]\n", f'[boot]\ncmdline = "{"x" * length}"\n')
+    found = [str(each) for each in plan_of(keys, BIG).remarks if "cmdline" in str(each)]
+    assert [f"does not see the last {cut} bytes of boot.cmdline" in each for each in found] == [True] * bool(cut)
 
 
 def test_a_version_is_two_numbers() -> None:
