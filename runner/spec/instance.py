@@ -729,6 +729,10 @@ class GuestSpec:
             yield Problem("ready", 'is "agent", but guest.agent = false', "leave one of them out")
 
 
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+"""A part of a host name (RFC 1123, 2.1): at most 63 characters, which are what Linux takes as its own name."""
+
+
 @frozen
 class CloudInitSpec:
     """The data that cloud-init in the guest reads from a NoCloud seed; an empty table makes a seed with defaults."""
@@ -740,7 +744,7 @@ class CloudInitSpec:
         documents(), default=(), doc="public SSH keys for the image's default user; a file may hold several"
     )
     hostname: str | None = key(
-        text(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", "a host name"),
+        text(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", "a host name"),
         default=None,
         doc="the guest's host name; without it the instance's name",
     )

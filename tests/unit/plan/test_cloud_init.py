@@ -108,6 +108,8 @@ def test_keys_host_name_and_networks() -> None:
             "cloud_init.ssh_keys: contradicts cloud_init.meta_data, which must contain it",
         ),
         ('hostname = "a_b"', 'cloud_init.hostname: found the string "a_b"; it takes a host name'),
+        (f'hostname = "{"a" * 64}"', 'cloud_init.hostname: found the string "aaa'),
+        ('hostname = "a..b"', 'cloud_init.hostname: found the string "a..b"; it takes a host name'),
         ('user_data = ""', 'cloud_init.user_data: found the string ""'),
         ("ssh_keys = [1]", "cloud_init.ssh_keys: found the integer 1"),
     ],
