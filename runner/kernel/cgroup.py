@@ -28,6 +28,8 @@ from runner.base.values import frozen
 from runner.facts.memory import MemoryCharge
 from runner.kernel.leases import open_at_once, read_at_once
 
+MEMORY_EVENTS = "memory.events"
+"""The only file of an instance's domain of which its pod gets a descriptor."""
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
 
@@ -246,7 +248,7 @@ class Cgroup:
         group. ``cgroup.threads`` can also be read by it (:func:`read_members`), which shows who has moved a thread where
         it is; ``cgroup.events`` and ``memory.events`` can be read only.
         """
-        reading = dict.fromkeys(("cgroup.events", "memory.events"), os.O_RDONLY)
+        reading = dict.fromkeys(("cgroup.events", MEMORY_EVENTS), os.O_RDONLY)
         mode = {"cgroup.threads": os.O_RDWR, **reading}.get(file, os.O_WRONLY)
         try:
             return open_at_once(self.path / file, mode)
@@ -432,7 +434,7 @@ class Cgroup:
 
     def oom_kills(self) -> int:
         """Return how many processes the kernel has ended as the group, or one below it, was out of memory."""
-        return parse_oom_kills(self.read_if_there("memory.events") or "")
+        return parse_oom_kills(self.read_if_there(MEMORY_EVENTS) or "")
 
     def kill(self) -> None:
         """End every process of the group and of those below, also those that are forked meanwhile ("cgroup.kill").

@@ -134,12 +134,13 @@ def test_a_pod_that_leases_files_keeps_nobody_waiting(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
     with machine.controller("--metrics", "127.0.0.1:9440"):
         registered(machine, a)
-        for group in (machine.pod_float(A), machine.instance(A), machine.float_cgroup):
-            for path in map(group.path.joinpath, FILES):
-                readable = path.exists() and path.stat().st_mode & stat.S_IRUSR
-                kinds = ("F_WRLCK", "F_RDLCK") if readable and path.stat().st_mode & stat.S_IWUSR else ("F_WRLCK",)
-                for kind in kinds if readable else ():
-                    assert a.execute("lease", str(path), kind) == BUSY, path
+        groups = (machine.pod_float(A), machine.instance(A), machine.float_cgroup)
+        paths = [group.path / file for group in groups for file in FILES]
+        for path in (*paths, machine.domain(A).path / "memory.events"):
+            readable = path.exists() and path.stat().st_mode & stat.S_IRUSR
+            kinds = ("F_WRLCK", "F_RDLCK") if readable and path.stat().st_mode & stat.S_IWUSR else ("F_WRLCK",)
+            for kind in kinds if readable else ():
+                assert a.execute("lease", str(path), kind) == BUSY, path
         assert a.execute("lease", str(a.scope.path / "cpuset.cpus"), "F_WRLCK") == 0
         refused = a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
         assert reason(refused) == "host"

@@ -67,7 +67,7 @@ from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.reconcile import ISOLATED, Group, floats_on, holders, is_resized
 from runner.controller.tune.host_tuner import TUNING, HostTuner
 from runner.controller.tune.tuning import Tuning
-from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
 from runner.kernel.device_filter import cgroup_id
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import Peer, PeerError, Peers
@@ -345,8 +345,8 @@ class RpcMethods:
         control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
             control_files += [(self.mount.at(caller.cgroup), "cgroup.procs"), (floating, "cgroup.threads")]
-            if domain.read_if_there("memory.events") is not None:
-                control_files.append((domain, "memory.events"))
+            if domain.read_if_there(MEMORY_EVENTS) is not None:
+                control_files.append((domain, MEMORY_EVENTS))
         return RpcResult(
             {
                 "cgroup_path": str(group.path),

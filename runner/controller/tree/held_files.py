@@ -1,4 +1,4 @@
-"""The files of the floats and the vCPUs' cgroups, held open so that no process can take a lease that keeps the controller waiting.
+"""The files of the instances' cgroups that pods reach, held open so that no process can take a lease that keeps the controller waiting.
 
 A pod's root owns the files of cgroups, as the controller does, and reaches some: by the descriptors that the controller
 gives away, or by a mount. :mod:`runner.kernel.leases` has the kernel's rules.
@@ -14,7 +14,6 @@ import errno
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import attrs
 import trio
@@ -28,7 +27,8 @@ FILES = (
     *("cpuset.cpus", "cpuset.cpus.effective", "cpuset.cpus.exclusive", "cpuset.cpus.partition", "cpuset.mems"),
     "cpu.weight",
 )
-"""The control files of these groups that the controller opens; of all others of the tree no pod gets a descriptor."""
+"""The control files of floats and vCPUs' groups that the controller opens; of a domain a pod reaches ``memory.events`` alone, and of
+the other groups of the tree nothing."""
 _MOST_AWAITED = 64
 """Files whose leases are waited for at a time, a thread each."""
 
@@ -42,7 +42,7 @@ class _HeldFile:
 
 @attrs.define(eq=False)
 class HeldFiles:
-    """Open descriptors of :data:`FILES`."""
+    """Open descriptors of control files."""
 
     error: str = ""
     """Why a file could not be opened that nobody holds a lease on; empty if there was none."""
@@ -52,10 +52,10 @@ class HeldFiles:
     _found: trio.Event = attrs.field(factory=trio.Event)
     _threads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MOST_AWAITED))
 
-    def hold(self, groups: Iterable[Path]) -> None:
-        """Hold the files of the directories *groups* that there are, and no others."""
+    def hold(self, files: Iterable[str]) -> None:
+        """Hold those of *files* that there are, and no others."""
         self.error = ""
-        wanted = [f"{group}/{file}" for group in groups for file in FILES]
+        wanted = [*files]
         for path in self._held.keys() - {*wanted}:
             self._release(path)
         for path in wanted:

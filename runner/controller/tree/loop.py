@@ -308,7 +308,7 @@ class ReconcileLoop:
     def _hold(self) -> None:
         self._changed = False
         with contextlib.suppress(CgroupError):  # the pass has said so
-            self.held.hold(group.path for group in self.tree.reachable())
+            self.held.hold(self.tree.reachable())
         if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
             log.error(ControllerEvent.CGROUP_FILES_LEASED, more, len(leased), min(leased))
         if self.held.error and (more := self.log_limit.due("not held")) is not None:

@@ -11,6 +11,7 @@ from typing import TypeVar, assert_never
 from runner.base.cpuset import CpuSet
 from runner.base.errors import explain
 from runner.base.values import frozen
+from runner.controller.tree.held_files import FILES
 from runner.controller.tree.limits import MEMORY_MAX, SWAP_MAX
 from runner.controller.tree.partition_writer import PartitionWriter
 from runner.controller.tree.reconcile import (
@@ -30,7 +31,7 @@ from runner.controller.tree.reconcile import (
     Unseal,
     Write,
 )
-from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
 from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, group_uid, instance_group, instance_uid, vcpus_group
 
 T = TypeVar("T")
@@ -95,10 +96,12 @@ class Tree:
             if (pod_uid := instance_uid(name)) is not None:
                 yield pod_uid, self.root.child(name)
 
-    def reachable(self) -> Iterator[Cgroup]:
-        """Yield the groups that there are of which pods get descriptors: the floats and the vCPUs' groups."""
+    def reachable(self) -> Iterator[str]:
+        """Yield the control files that pods reach by their descriptors: those of floats and vCPUs' groups, and one of domains."""
         for _, domain in self._domains():
-            yield from filter(Cgroup.exists, map(domain.child, (FLOAT, VCPUS)))
+            yield f"{domain.path}/{MEMORY_EVENTS}"
+            for group in filter(Cgroup.exists, map(domain.child, (FLOAT, VCPUS))):
+                yield from (f"{group.path}/{file}" for file in FILES)
 
     def observe(self) -> Observed:
         """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.

@@ -198,6 +198,7 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         files = [group.path / file for group in (node.pod(B), node.instance(B)) for file in FILES]
+        files.append(node.domain(B).path / "memory.events")
         with attempting_leases(*filter(Path.exists, files)) as results:
             assert {*results} == {"refused"}
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
@@ -211,7 +212,7 @@ def test_files_are_held_for_writing_whatever_their_mode_is(tmp_path: Path) -> No
         files.callback(held.close)
         for name, mode in modes.items():
             (tmp_path / name).touch(mode)
-        held.hold([tmp_path])
+        held.hold([f"{tmp_path}/{name}" for name in modes])
         assert held.error == ""
         for name in modes:
             reader = files.enter_context((tmp_path / name).open())
