@@ -76,7 +76,7 @@ class Fleet:
     def wait_removed(self, instance: Instance) -> None:
         """Give the CPUs of an ended *instance* back to the pool, and wait until nothing of it is left."""
         self.node_fixture.kubelet.reconcile()
-        until(lambda: not instance.group.path.exists(), "its group to go")
+        until(lambda: not instance.domain.path.exists(), "its domain to go")
         self.placed()
 
 

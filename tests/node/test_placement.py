@@ -57,7 +57,7 @@ def test_an_instance_from_start_to_end(start: Start, kubelet: Kubelet, runtime: 
     assert instance.stop() == 0
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
     assert not instance.group.path.exists(), "it was deregistered, with the entry still in the kubelet's state"
-    assert not instance.domain.path.exists()
+    until(lambda: not instance.domain.path.exists(), "its domain to go, with the memory of its runner")
 
 
 @pytest.mark.gate

@@ -112,6 +112,10 @@ class FakeCgroup(Cgroup):
         """Set whether the cgroup has members."""
         self._put("cgroup.events", f"populated {populated:d}\nfrozen 0")
 
+    def put_charge(self, size: int) -> None:
+        """Charge *size* bytes to the cgroup, none of them page cache."""
+        self._put("memory.current", str(size))
+
     def _move_thread(self, value: str) -> None:
         root = self
         while root.kind() == "threaded":

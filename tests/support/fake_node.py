@@ -156,6 +156,23 @@ class Node:
         self.scope(uid).remove()
         self.scope(uid).parent.remove()
 
+    def move_pod(self, uid: str, qos: str) -> FakeCgroup:
+        """Have the pod be one of the class *qos*, and return its scope."""
+        cpus = self.scope(uid).cpus()
+        self.end_pod(uid)
+        path = scope_path(uid).replace("/kubepods-pod", f"/kubepods-{qos}.slice/kubepods-{qos}-pod")
+        group = self.mount
+        for part in path.strip("/").split("/"):
+            group = group.child(part)
+            group.create()
+            if not part.endswith(".scope"):
+                group.write("cgroup.subtree_control", "+cpuset +memory")
+        group.write("cpuset.cpus", str(cpus))
+        for pid in (os.getpid(), ANCHORS[uid]):
+            (self.proc / str(pid) / "cgroup").write_text(f"0::{path}\n")
+        (group.path / "cgroup.procs").write_text(f"{ANCHORS[uid]}\n")
+        return group
+
     def scope(self, uid: str) -> FakeCgroup:
         return self.mount.at(scope_path(uid))
 

@@ -64,7 +64,7 @@ from runner.controller.serve.identity import (
 )
 from runner.controller.tree.limits import LEAST_INSTANCE_MEMORY, memory_for, share_of
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import ISOLATED, Group, floats_on, holders, is_resized
+from runner.controller.tree.reconcile import ISOLATED, Group, Observed, floats_on, holders, is_resized
 from runner.controller.tune.host_tuner import TUNING, HostTuner
 from runner.controller.tune.tuning import Tuning
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
@@ -125,16 +125,6 @@ class MemoryRequest:
     """Bytes that the instance needs besides the guest's memory; 0 if they are not named."""
     charged: bool
     """Whether the guest's memory is charged to the pod."""
-
-
-@frozen
-class PodMemory:
-    """What the limits of a pod say of its instance's memory, in bytes."""
-
-    left: int
-    """What they leave."""
-    share: int | None
-    """The pod's share of what all instances can have; ``None`` if that is not limited."""
 
 
 @frozen
@@ -315,13 +305,13 @@ class RpcMethods:
         """Register without waiting, so that nothing changes between the decision and its effect."""
         self._check_alive(identify)
         self._check_cpus(caller, pod_uid, asked)
-        self._check_holders(pod_uid, asked)
-        bytes_of = self._memory(caller, pod_uid, memory)
+        observed = self._check_holders(pod_uid, asked)
+        bytes_of = self._memory(caller, pod_uid, asked, memory, observed)
         group, floating = self.loop.tree.vcpus_of(pod_uid), self.loop.tree.float_of(pod_uid)
         existed = group.exists()
         faults = [
             fault.reason
-            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of)
+            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of, seen=observed)
             if fault.pod_uid in (pod_uid, None) and not fault.unlimited
         ]
         others = floats_on(asked, self.loop.observed or self.loop.observe(), but=pod_uid)
@@ -358,54 +348,70 @@ class RpcMethods:
             tuple(control_files),
         )
 
-    def _memory(self, caller: ContainerIdentity | None, pod_uid: str, request: MemoryRequest) -> Mapping[str, int]:
+    def _memory(
+        self,
+        caller: ContainerIdentity | None,
+        pod_uid: str,
+        asked: CpuSet,
+        request: MemoryRequest,
+        observed: Observed,
+    ) -> Mapping[str, int]:
         """Return what the domain of *pod_uid* gets, nothing if it keeps what it has. Raises :class:`RequestRefusedError`.
 
         At first each gets the same. When the guest's memory is charged, what the pod's own limits leave, if that is more: the
-        tables of the guest's pages come later, and are charged to the domain. No client gets more than these leave; of that, it
-        gets its pod's share of all, or what it needs. All together never get more than the tree has.
+        tables of the guest's pages come later, and are charged to the domain. What the client names is compared with that, and is
+        no reason for more than the pod's share of all. All together never get more than the tree has.
         """
-        observed, limits = self.loop.observed or self.loop.observe(), self.loop.limits
-        domain = observed.domains.get(pod_uid)
-        has = None if domain is None else domain.memory_max
+        limits = self.loop.limits
+        runs = pod_uid in observed.domains and not observed.is_left_over(pod_uid)
+        has = observed.domains[pod_uid].memory_max if runs else None
         if "memory" not in observed.offered or (has is not None and not request.charged):
             return {}
-        wanted, pod = limits.instance_memory, self._pod_memory(caller, pod_uid) if request.charged else None
-        if pod is not None:
-            most = pod.left if pod.share is None else max(pod.share, request.overhead)
-            wanted = max(wanted, min(pod.left, most))
-        elif self.loop.source is None:
-            # The machine's owner starts these containers, and may leave them without a limit.
-            wanted = max(wanted, request.overhead)
+        most = max(self._most_memory(caller, asked, request.overhead), limits.instance_memory)
         others = sum(each.memory_max or 0 for uid, each in observed.domains.items() if uid != pod_uid)
-        found, least = memory_for(wanted, limits, others), request.overhead or LEAST_INSTANCE_MEMORY
+        found = memory_for(most, limits, others)
         if has is not None:
             return {pod_uid: max(found, has)}
-        if limits.memory_max is not None and (left := max(limits.memory_max - others, 0)) < least:
+        if limits.memory_max is not None and found < (least := request.overhead or LEAST_INSTANCE_MEMORY):
+            reason = f"{max(limits.memory_max - others, 0) >> 20} of the {limits.memory_max >> 20} MiB of --memory-max are left; give the "
+            reason += "controller more, and reserve as much for the system"
+            if most < least:
+                reason = f"it may have {most >> 20}, for its pod has no larger part of the machine; give each more by --pod-memory, or the "
+                reason += "pod more by limits.memory"
             raise RequestRefusedError(
                 identity.HOST,
-                f"cannot register instance {pod_uid!r}: it needs {least >> 20} MiB besides the guest's memory, and {left >> 20} of "
-                f"the {limits.memory_max >> 20} MiB of --memory-max are left; give the controller more, and reserve as much for "
-                "the system",
-                lasting=False,
+                f"cannot register instance {pod_uid!r}: it needs {least >> 20} MiB besides the guest's memory, and {reason}",
+                lasting=most < least,
             )
-        return {pod_uid: found}
+        return {pod_uid: found if request.charged else min(found, max(limits.instance_memory, request.overhead))}
 
-    def _pod_memory(self, caller: ContainerIdentity | None, pod_uid: str) -> PodMemory | None:
-        """Return what the limits of the pod, and of the container of *caller*, leave; ``None`` if there is no limit."""
-        if caller is None:
-            return None
-        groups = [self.mount.at(caller.container.path), *map(Cgroup, self.loop.pods.existing(pod_uid))]
+    def _most_memory(self, caller: ContainerIdentity | None, cpus: CpuSet, overhead: int) -> int:
+        """Return the bytes that the instance of *caller*'s pod, with *cpus*, may have, if they are more than each gets at first.
+
+        They are what the limits of pod and container leave, up to its share of the tree's memory: that of these limits in the
+        machine's memory. Of the *overhead* that it names it may have as much as is the share of its CPUs, which are its alone: a
+        container that the machine's owner has started without a limit has no other, and one on a small machine may need that.
+        """
+        limits = self.loop.limits
+        own = share_of(len(cpus), len(self.loop.machine().online), limits)
+        named = overhead if own is None else min(overhead, own)
+        groups = []
+        if caller is not None:
+            groups = [
+                self.mount.at(caller.container.path),
+                *map(Cgroup, self.loop.pods.existing(caller.container.owner)),
+            ]
         limited = [(group, limit) for group in groups if (limit := group.memory_limit()) is not None]
         if not limited:
-            return None
-        return PodMemory(
-            left=min(max(limit - group.memory_kept(), 0) for group, limit in limited),
-            share=share_of(min(limit + group.huge_page_limit() for group, limit in limited), self.loop.limits),
-        )
+            return named
+        left = min(max(limit - group.memory_kept(), 0) for group, limit in limited)
+        if caller is not None and caller.container.qos == "burstable":
+            return min(left, named)  # its limits are no part of the machine that is its own
+        share = share_of(min(limit + group.huge_page_limit() for group, limit in limited), limits.ram, limits)
+        return left if share is None else min(left, max(share, named))
 
-    def _check_holders(self, pod_uid: str, asked: CpuSet) -> None:
-        """Check that no other instance has any of the CPUs *asked* for. Raises :class:`RequestRefusedError`."""
+    def _check_holders(self, pod_uid: str, asked: CpuSet) -> Observed:
+        """Check that no other instance has any of the CPUs *asked* for, and return the tree. Raises :class:`RequestRefusedError`."""
         observed = self.loop.evict()
         if self.loop.source is not None and (pending := tuple(pending_handovers(pod_uid, asked, observed))):
             raise HandoverPendingError(pod_uid, asked, pending, self.timeouts.handover)
@@ -424,6 +430,7 @@ class RpcMethods:
                 log.info(ControllerEvent.EMPTY_INSTANCE_REMOVED, more, other, pod_uid)
             self.loop.tree.unseal(self.loop.tree.vcpus_of(other))
             self.loop.tree.vcpus_of(other).remove()
+            observed = self.loop.observe()
         mine = observed.instances().get(pod_uid)
         if mine is not None and mine.populated and mine.cpus != asked and not self._is_resized(pod_uid, mine, asked):
             raise RequestRefusedError(
@@ -434,6 +441,7 @@ class RpcMethods:
                 requested=str(asked),
                 holder=pod_uid,
             )
+        return observed
 
     def _is_resized(self, pod_uid: str, mine: Group, asked: CpuSet) -> bool:
         """Tell whether the container of the instance itself asks, whose CPUs the kubelet has changed."""

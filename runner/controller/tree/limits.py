@@ -18,6 +18,8 @@ INSTANCE_MEMORY = 320 << 20
 """Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 138 to 266 MiB as ``plan`` counts them."""
 LEAST_INSTANCE_MEMORY = 64 << 20
 """Bytes without which none is registered that does not name what it needs: PID 1 has 40 MiB."""
+LEFT_BEHIND = 16 << 20
+"""Bytes of a pod that has gone with which its domain is removed: kernel memory that is freed later, as that of names of files."""
 MOST_PROCESSES = 1 << 22
 """``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""
 CPU_WEIGHTS = range(1, 10_001)
@@ -111,15 +113,15 @@ def memory_for(wanted: int, limits: Limits, others: int) -> int:
     return wanted if limits.memory_max is None else max(min(wanted, limits.memory_max - others), 0) // MIB * MIB
 
 
-def share_of(pod: int, limits: Limits) -> int | None:
-    """Return the bytes of ``memory.max`` that are the share of a pod with a limit of *pod* bytes; ``None`` if nothing is limited.
+def share_of(part: int, whole: int | None, limits: Limits) -> int | None:
+    """Return the bytes of ``memory.max`` that are the share of a pod with *part* of the machine's *whole*; ``None`` if nothing is limited.
 
-    It is the pod's share of the machine: all pods together have no more than the machine, so that no instance that keeps to it
-    is given what the next one needs.
+    All pods together have no more of the machine's memory, and of its exclusive CPUs, than there is, so that no instance that keeps
+    to it is given what the next one needs.
     """
-    if limits.memory_max is None or limits.ram is None:
+    if limits.memory_max is None or whole is None:
         return None
-    return limits.memory_max * pod // limits.ram
+    return limits.memory_max * part // whole
 
 
 def default_memory(ram: int, pods: int | None) -> int:

@@ -48,6 +48,7 @@ from runner.controller.tree.reconcile import (
     desire_without_kubelet,
     evictions,
     float_cpus,
+    left_behind,
     reconcile,
     silent_fallbacks,
     stale,
@@ -65,6 +66,7 @@ from runner.kubelet.pod_cgroups import (
     NOT_SEALED,
     VCPUS,
     group_uid,
+    instance_group,
     instance_uid,
     vcpus_group,
 )
@@ -121,8 +123,8 @@ class Intervals:
     eviction: float = 0.25
     """The same while an instance whose pod has gone is not empty yet."""
     frozen: float = 5.0
-    """The same while decisions are frozen, while groups of an earlier version are in use,
-    and while the kubelet has not said which container has some of the CPUs: neither a
+    """The same while decisions are frozen, while groups of an earlier version are in use, while memory is charged to a domain of
+    which nothing else is left, and while the kubelet has not said which container has some of the CPUs: neither a
     directory that is not there yet nor the kubelet's API reports anything."""
     least: float = 0.1
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
@@ -252,7 +254,7 @@ class ReconcileLoop:
         """Look at the tree; also what :attr:`observed` is from now on."""
         observed = self.tree.observe()
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
-        candidates = {*observed.domains} - {*known}
+        candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
         self._tell_of_memory(observed)
         self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
         self._observed_at = time.monotonic()
@@ -292,15 +294,16 @@ class ReconcileLoop:
         grants: Mapping[str, CpuSet],
         seals: Mapping[str, bool] | None = None,
         memory: Mapping[str, int] | None = None,
+        seen: Observed | None = None,
     ) -> tuple[Fault, ...]:
         """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
 
         *seals* are instances to be sealed or unsealed, *memory* what domains are to get
-        (:func:`~runner.controller.tree.reconcile.reconcile`).
+        (:func:`~runner.controller.tree.reconcile.reconcile`). *seen* is the tree if it was observed in this step of the event loop.
         While decisions are frozen, only what is to be unsealed is. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         try:
-            return self._pass(grants, seals, memory)
+            return self._pass(grants, seals, memory, seen)
         finally:
             if self._changed or self.held.leased or self.held.error:
                 self._hold()  # before anybody gets a descriptor of a new group
@@ -315,7 +318,11 @@ class ReconcileLoop:
             log.warning(ControllerEvent.CGROUP_FILES_NOT_HELD, more, self.held.error)
 
     def _pass(
-        self, grants: Mapping[str, CpuSet], seals: Mapping[str, bool] | None, memory: Mapping[str, int] | None
+        self,
+        grants: Mapping[str, CpuSet],
+        seals: Mapping[str, bool] | None,
+        memory: Mapping[str, int] | None,
+        seen: Observed | None,
     ) -> tuple[Fault, ...]:
         started = time.perf_counter()
         machine = self.machine()
@@ -329,7 +336,7 @@ class ReconcileLoop:
                 self._report(faults)
             self._count("frozen", started)
             return faults
-        observed, faults = self._without_strangers(desired, machine, grants)
+        observed, faults = self._without_strangers(desired, machine, grants, seen or self.observe())
         actions = reconcile(desired, observed, grants, seals, memory)
         faults += self._apply(actions, observed, grants, machine)
         failed = {fault.group for fault in faults if not fault.unlimited}
@@ -405,10 +412,9 @@ class ReconcileLoop:
         return ""
 
     def _without_strangers(
-        self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet]
+        self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet], observed: Observed
     ) -> tuple[Observed, tuple[Fault, ...]]:
-        """End what is left of the pods that have gone; return the tree after it, and what went wrong."""
-        observed = self.observe()
+        """End what is left in *observed* of the pods that have gone; return the tree after it, and what went wrong."""
         actions = evictions(desired, observed, grants)
         if not actions:
             return observed, ()
@@ -445,6 +451,13 @@ class ReconcileLoop:
                     f"{self.tree.root.parent.path} does not offer it",
                     unlimited=True,
                 )
+        for pod_uid, charged in left_behind(desired, observed).items():
+            yield Fault(
+                instance_group(pod_uid),
+                f"cannot remove {self.tree.domain(pod_uid).path}: {charged >> 20} MiB are charged to it that another program holds since "
+                "its pod has gone, in a memfd that was passed on or in tmpfs; --memory-max leaves so much less until that program ends",
+                unlimited=True,
+            )
         for file, value in withheld(desired, observed):
             yield Fault(
                 ROOT,
@@ -526,8 +539,9 @@ class ReconcileLoop:
 
     def _interval(self) -> float:
         """Return the seconds after which a pass is made, whatever is or is not reported."""
-        outdated = self.observed is not None and self.observed.outdated
-        if self.frozen() or outdated or (self.source is not None and self.source.awaits_containers):
+        observed = self.observed
+        awaited = observed is not None and (observed.outdated or any(map(observed.is_left_over, observed.domains)))
+        if self.frozen() or awaited or (self.source is not None and self.source.awaits_containers):
             return self.intervals.frozen
         return self.intervals.eviction if self._evicting else self.intervals.resync
 

@@ -31,7 +31,17 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
-from runner.controller.tree.limits import MEMORY_MAX, NO_LIMIT, NO_PROCESSES, OF_FLOAT, OF_VCPUS, Limits, memory_for
+from runner.controller.tree.limits import (
+    LEFT_BEHIND,
+    MEMORY_MAX,
+    MIB,
+    NO_LIMIT,
+    NO_PROCESSES,
+    OF_FLOAT,
+    OF_VCPUS,
+    Limits,
+    memory_for,
+)
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
 from runner.kubelet.pod_cgroups import float_group, instance_group, vcpus_group
@@ -88,6 +98,8 @@ class Domain:
     limits: Mapping[str, str] = attrs.field(factory=dict)
     oom_kills: int = 0
     """Processes that the kernel has ended because the domain was out of memory."""
+    charged: int = 0
+    """Bytes that it is charged for, page cache not counted; read where nothing runs in it."""
 
     @property
     def memory_max(self) -> int | None:
@@ -118,7 +130,8 @@ class Observed:
     memory_used: int = 0
     """Bytes that the root is charged for."""
     gone: frozenset[str] = frozenset()
-    """The UIDs of pods that have a group here and no cgroup of their own any more."""
+    """The UIDs of pods that have a domain here and no cgroup of their own any more. One that the kubelet still names is among them only
+    if its domain is all that is left."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)
@@ -131,6 +144,10 @@ class Observed:
     def floats(self) -> Mapping[str, Group]:
         """Return the floats by the pods' UIDs."""
         return {uid: self.groups[float_group(uid)] for uid in sorted(self.domains) if float_group(uid) in self.groups}
+
+    def is_left_over(self, pod_uid: str) -> bool:
+        """Tell whether the domain of *pod_uid* has no group any more: it is there for the memory that is charged to it."""
+        return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
 
     def shares_float(self, pod_uid: str) -> bool:
         """Tell whether the vCPUs' group of *pod_uid* has CPUs of its float and no others, as :func:`evictions` leaves it."""
@@ -405,7 +422,7 @@ def _actions(
     for path in targets:
         limits = OF_VCPUS if path.endswith(_OF_VCPUS) else OF_FLOAT
         yield from _restrictions(path, limits, groups[path].limits if path in groups else {}, observed)
-    yield from _seal_actions(sealed, observed, removed)
+    yield from _seal_actions(sealed, desired, observed, removed)
 
 
 def _domains(
@@ -428,8 +445,39 @@ def _domains(
             wanted = desired.limits.of_domain(promised[pod_uid], gone=pod_uid in without_pod)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
+        elif keeps_memory(pod_uid, desired, observed):
+            # No more, also for sockets that were made in it, whose buffers are charged to it wherever their process is.
+            left = {MEMORY_MAX: str(-(-observed.domains[pod_uid].charged // MIB) * MIB)}
+            yield from _restrictions(instance_group(pod_uid), left, observed.domains[pod_uid].limits, observed)
         else:
             yield Remove(instance_group(pod_uid))
+
+
+def keeps_memory(pod_uid: str, desired: Desired, observed: Observed) -> bool:
+    """Tell whether the domain of *pod_uid*, of which nothing else is left, is to stay for the memory that is charged to it.
+
+    Memory that others hold, such as a memfd that was passed on or a file in tmpfs, stays charged when its processes have left. When
+    its domain is removed, only the root is charged for it, whose limit is that of all pods: one that registers and leaves again and
+    again could fill it, and the kernel would end another's guest. While the pod may register every byte counts; what has gone for
+    good leaves some kernel memory for a while.
+    """
+    return observed.domains[pod_uid].charged > (LEFT_BEHIND if _has_gone(pod_uid, desired, observed) else 0)
+
+
+def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
+    """Return the pods that have gone and whose domains are kept for the memory that is charged to them, and its bytes."""
+    return {
+        pod_uid: domain.charged
+        for pod_uid, domain in observed.domains.items()
+        if observed.is_left_over(pod_uid)
+        and _has_gone(pod_uid, desired, observed)
+        and keeps_memory(pod_uid, desired, observed)
+    }
+
+
+def _has_gone(pod_uid: str, desired: Desired, observed: Observed) -> bool:
+    """Tell whether *pod_uid* registers no more: its cgroup has gone, or the kubelet does not name it."""
+    return pod_uid in observed.gone or (desired.kills and pod_uid not in desired.choices)
 
 
 _OF_VCPUS = vcpus_group("").removeprefix(instance_group(""))
@@ -494,7 +542,9 @@ def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterato
             yield Unseal(name)
 
 
-def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed, removed: frozenset[str]) -> Iterator[Action]:
+def _seal_actions(
+    sealed: Mapping[str, CpuSet], desired: Desired, observed: Observed, removed: frozenset[str]
+) -> Iterator[Action]:
     if observed.exclusive is None:
         return
     together = CpuSet(cpu for cpus in sealed.values() for cpu in cpus)
@@ -513,17 +563,18 @@ def _seal_actions(sealed: Mapping[str, CpuSet], observed: Observed, removed: fro
             path not in missing
             and domain.exclusive != cpus
             and not unsealed
-            and not _leaves(pod_uid, observed, removed)
+            and not _leaves(pod_uid, desired, observed, removed)
         ):
             yield Restrict(instance_group(pod_uid), "cpuset.cpus.exclusive", str(cpus))
     if not missing and observed.exclusive != together:
         yield Restrict(ROOT, "cpuset.cpus.exclusive", str(together))
 
 
-def _leaves(pod_uid: str, observed: Observed, removed: frozenset[str]) -> bool:
+def _leaves(pod_uid: str, desired: Desired, observed: Observed, removed: frozenset[str]) -> bool:
     """Tell whether nothing of *pod_uid* stays."""
-    return not any(
-        path in observed.groups and path not in removed for path in (float_group(pod_uid), vcpus_group(pod_uid))
+    below = (float_group(pod_uid), vcpus_group(pod_uid))
+    return not any(path in observed.groups and path not in removed for path in below) and not keeps_memory(
+        pod_uid, desired, observed
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from typing import TypeVar, assert_never
 
+import attrs
+
 from runner.base.cpuset import CpuSet
 from runner.base.errors import explain
 from runner.base.values import frozen
@@ -118,7 +120,7 @@ class Tree:
         delegated = self.root.parent.enabled()
         if not self.root.exists():
             return Observed(offered, delegated, exists=False)
-        domains, groups, outdated = {}, {}, dict(self._outdated())
+        domains, groups, outdated, enabled = {}, {}, dict(self._outdated()), self.root.enabled()
         huge_pages = tuple(self.root.huge_page_limits())
         observe_domain = partial(_observe_domain, limits=(*_DOMAIN_LIMITS, *huge_pages))
         for pod_uid, each in self._domains():
@@ -128,11 +130,16 @@ class Tree:
             for path, below in ((float_group(pod_uid), FLOAT), (vcpus_group(pod_uid), VCPUS)):
                 if (group := _while_there(_observe, each.child(below))) is not None:
                     groups[path] = group
+            if "memory" in enabled and not any(
+                path in groups and groups[path].populated for path in (float_group(pod_uid), vcpus_group(pod_uid))
+            ):
+                charged = _while_there(Cgroup.memory_kept, each)
+                domains[pod_uid] = attrs.evolve(domain, charged=charged or 0)
         return Observed(
             offered,
             delegated,
             exists=True,
-            enabled=self.root.enabled(),
+            enabled=enabled,
             cpus=self.root.cpus() if "cpuset" in delegated else CpuSet(),
             mems=self.root.mems() if "cpuset" in delegated else CpuSet(),
             domains=domains,

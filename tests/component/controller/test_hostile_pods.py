@@ -47,7 +47,7 @@ from tests.support.fake_node import (
 from tests.support.leases import attempting_leases, leasing
 
 WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
-OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, least=0.01, repaired=0.01)
+OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, frozen=0.02, least=0.01, repaired=0.01)
 
 
 @pytest.fixture
@@ -165,6 +165,24 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
         controller.loop.intervals = attrs.evolve(OFTEN, seen=0)
         await client.result("getStatus")
         assert len(looks) == 1
+
+
+async def test_a_registration_reads_the_tree_before_and_after_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[None]()
+
+    def observing(tree: Tree) -> Observed:
+        looks.append(None)
+        return original(tree)
+
+    original = Tree.observe
+    node.become(B)
+    async with controlled(node, intervals=Intervals(least=60)), connected(node.socket) as client:
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        monkeypatch.setattr(Tree, "observe", observing)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert len(looks) == 2
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        assert len(looks) == 3, "nothing was to be done"
 
 
 async def test_what_a_process_may_do_is_not_read_for_each_registration(
@@ -332,19 +350,74 @@ async def test_what_an_idle_pod_leaves_is_not_all_its_own(node: Node) -> None:
             assert more["memory"] == share == int(node.domain(uid).read("memory.max"))
 
 
-async def test_an_instance_gets_what_it_needs_of_what_its_pod_leaves_also_beyond_its_share(node: Node) -> None:
+@pytest.mark.parametrize("charged", [False, True])
+@pytest.mark.parametrize(
+    ("memory", "qos", "overhead", "expected"),
+    [
+        (1 << 30, "", 300 << 20, 320 << 20),
+        (1 << 30, "", 400 << 20, 400 << 20),  # no more than the share of its CPUs, four of twenty
+        (1 << 30, "", 409 << 20, 409 << 20),
+        (1 << 30, "", 410 << 20, None),
+        (1 << 30, "", 1 << 60, None),
+        (RAM // 2, "", 900 << 20, 1 << 30),  # its share by memory
+        (RAM // 2, "", 2 << 30, None),
+        (None, "", 400 << 20, 400 << 20),
+        (None, "", 1 << 60, None),
+        (RAM * 10, "burstable", 900 << 20, None),  # no promise: all pods together may have any limits
+        (RAM * 10, "burstable", 300 << 20, 320 << 20),
+    ],
+)
+async def test_what_an_instance_names_gets_it_no_more_than_its_pods_share(
+    node: Node, memory: int | None, qos: str, overhead: int, expected: int | None, *, charged: bool
+) -> None:
+    """What a client needs is compared with what it may have; else one pod could name all, and no other be registered."""
     node.become(B)
-    for group in (node.scope(B).parent, node.scope(B)):
+    scope = node.scope(B)
+    if qos:
+        scope = node.move_pod(B, qos)
+    for group in (scope.parent, scope):
         group.parent.write("cgroup.subtree_control", "+memory")
-        group.write("memory.max", str(1 << 30))
+        group.write("memory.max", str(memory or "max"))
     async with controlled(node, limit_options=LimitOptions(memory_max=2 << 30)), connected(node.socket) as client:
-        for overhead, expected in (
-            (400 << 20, 400 << 20),
-            (8 << 30, 1 << 30),
-        ):  # what is named is no reason for more than that
-            asked = {"uuid": B, "cpuset": "14-17", "protocol": PROTOCOL, "overhead": overhead, "charged": True}
+        asked = {"uuid": B, "cpuset": "14-17", "protocol": PROTOCOL, "overhead": overhead}
+        if expected is None:
+            refused = await client.refusal("registerCgroup", **asked, charged=charged)
+            assert f"it needs {overhead >> 20} MiB besides the guest's memory, and it may have" in str(
+                refused["message"]
+            )
+            assert not node.domain(B).exists()
+        else:
             await client.result("registerCgroup", **asked)
-            assert int(node.domain(B).read("memory.max")) == expected
+            await client.result("registerCgroup", **asked, charged=charged)
+            has = int(node.domain(B).read("memory.max"))
+            assert has == (expected if charged else max(overhead, 320 << 20))
+
+
+async def test_memory_that_others_hold_stays_charged_to_the_pod_that_took_it(node: Node) -> None:
+    """Each registration has a domain of its own, and memory outlives it: in a memfd that was passed on, in tmpfs, in flight."""
+    node.become(B)
+    options = LimitOptions(memory_max=930 << 20, pod_memory=320 << 20)
+    async with controlled(node, limit_options=options, intervals=OFTEN) as controller, connected(node.socket) as client:
+        for _ in range(3):
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+            node.domain(B).put_charge(300 << 20)
+            assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+            assert node.domain(B).children() == ()
+        assert int(node.domain(B).read("memory.max")) == 300 << 20, (
+            "nothing more, of buffers of sockets that were made in it"
+        )
+        node.become(A)
+        refused = await client.refusal("registerCgroup", uuid=A, cpuset=ENTRIES[A]["instance"], overhead=315 << 20)
+        assert "310 of the 930 MiB of --memory-max are left" in str(refused["message"]), "the bystander has 320"
+        node.put_state("2-11,14-17", WITHOUT_B)
+        node.end_pod(B)
+        await controller.eventually(lambda: bool(controller.loop.faults))
+        assert node.domain(B).exists()
+        [fault] = controller.loop.faults
+        assert f"cannot remove {node.domain(B).path}: 300 MiB are charged to it" in fault.reason
+        assert controller.loop.error == "", "the node is ready"
+        node.domain(B).put_charge(15 << 20)
+        await controller.until(lambda: not node.domain(B).exists())
 
 
 async def test_all_instances_together_get_no_more_than_the_tree_has(node: Node) -> None:

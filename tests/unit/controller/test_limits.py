@@ -56,12 +56,12 @@ def test_an_instance_gets_no_more_than_is_left(wanted: int, others: int, expecte
     [(512 * GIB, 64 * GIB), (128 * GIB, 16 * GIB), (8 * GIB, GIB), (2 * GIB, 256 * MIB), (0, 0)],
 )
 def test_a_pods_share_is_that_of_its_limit_in_the_machine(pod: int, expected: int) -> None:
-    assert share_of(pod, Limits(memory_max=128 * GIB, ram=TIB)) == expected
+    assert share_of(pod, TIB, Limits(memory_max=128 * GIB)) == expected
 
 
 def test_without_a_limit_of_all_a_pod_has_no_share() -> None:
-    assert share_of(GIB, Limits(ram=TIB)) is None
-    assert share_of(GIB, Limits(memory_max=GIB)) is None
+    assert share_of(GIB, TIB, Limits()) is None
+    assert share_of(GIB, None, Limits(memory_max=GIB)) is None
 
 
 def test_the_default_of_processes_is_half_of_what_the_kernel_can_have() -> None:

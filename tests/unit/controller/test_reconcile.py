@@ -34,6 +34,7 @@ from runner.controller.tree.reconcile import (
     floats_on,
     holders,
     is_resized,
+    left_behind,
     reconcile,
     silent_fallbacks,
     stale,
@@ -657,6 +658,25 @@ def test_a_domain_gets_more_when_its_pod_leaves_more_and_keeps_that() -> None:
     assert reconcile(POD, after, {"a": CpuSet([1])}) == ()
     cut = run(observed, reconcile(POD, observed, {"a": CpuSet([1])}, memory={"a": 100 << 20}))
     assert cut.domains["a"].memory_max == (64 - 8) << 20, "the bystander has the rest"
+
+
+def test_a_domain_stays_for_the_memory_that_is_charged_to_it_and_for_nothing_else() -> None:
+    """It has no CPUs for itself, so that the root need have none either, and no more memory than that."""
+    left = Domain(exclusive=CpuSet([1]), limits={"memory.max": str(20 << 20)}, charged=(5 << 20) + 1)
+    observed = attrs.evolve(LIMITED, domains={"a": left}, exclusive=CpuSet([1]))
+    actions = reconcile(POD, observed, {})
+    assert actions == (
+        Restrict("instance-a", "memory.max", str(6 << 20)),
+        Restrict("instance-a", "cpuset.cpus.exclusive", ""),
+        Restrict(ROOT, "cpuset.cpus.exclusive", ""),
+    )
+    assert reconcile(POD, run(observed, actions), {}) == ()
+    assert left_behind(POD, observed) == {}, "its pod may register again"
+    for gone in (attrs.evolve(observed, gone=frozenset("a")), attrs.evolve(observed, domains={"other": left})):
+        assert Remove(f"instance-{next(iter(gone.domains))}") in reconcile(POD, gone, {})
+        more = attrs.evolve(gone, domains={uid: attrs.evolve(left, charged=17 << 20) for uid in gone.domains})
+        assert left_behind(POD, more) == dict.fromkeys(gone.domains, 17 << 20)
+        assert not any(isinstance(action, Remove) for action in reconcile(POD, more, {}))
 
 
 # -- trees of earlier versions ---------------------------------------------------------------------------------------
