@@ -121,6 +121,16 @@ def test_progress_is_reported_repeatedly() -> None:
     assert progress == sorted(progress)
 
 
+def test_threads_that_cannot_be_started_are_the_reason() -> None:
+    """The stack of one is larger than all that the process may have (``RLIMIT_STACK``, ``RLIMIT_AS``)."""
+    limited = ["prlimit", f"--as={1 << 29}", f"--stack={1 << 30}", sys.executable, "-IS", str(PREALLOCATOR), "60"]
+    with files.memory("some", MIB) as some:
+        argv = [*limited, f"{some}:{MIB}:0::0:4"]
+        done = subprocess.run(argv, pass_fds=[some], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "cannot start 4 threads: Resource temporarily unavailable\n"
+
+
 def test_a_refusal_by_the_kernel_is_reported_with_the_numbers() -> None:
     pool = Path("/sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages")
     if not pool.exists() or int(pool.read_text()):
