@@ -13,6 +13,7 @@ from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.files import closing
 from runner.kernel.limits import limited
+from runner.kernel.sockets import listen_at
 
 PREFIX = "meeting-"
 """The beginning of the directory's name; 16 hexadecimal digits follow."""
@@ -55,10 +56,7 @@ def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextMana
 @contextmanager
 def _listening(directory: int, name: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        path = f"/proc/self/fd/{directory}/{name}"
-        listener.bind(path)
-        os.chmod(path, 0o666)  # noqa: PTH101, S103 - for the user of another program: see above
-        listener.listen(1)
+        listen_at(listener, f"/proc/self/fd/{directory}/{name}", 1, 0o666)  # for another program's user: see above
         yield listener
 
 

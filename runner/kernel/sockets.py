@@ -22,6 +22,7 @@ import trio
 from runner.base.errors import HostError, explain
 from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
+from runner.base.values import frozen
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.limits import limited
 from runner.kernel.peers import boot_time
@@ -84,46 +85,109 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
 
 
 def _introduce(listener: socket.socket, client: socket.socket, directory: int) -> None:
-    path = _beneath(directory, f"{os.urandom(8).hex()}.sock")
-    listener.bind(path)
+    path = _beneath(directory, _momentary())
     try:
-        listener.listen(1)
+        listen_at(listener, path, 1)
         client.connect(path)
     finally:
-        os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108 - a path through a descriptor
+
+
+def listen_at(listener: Socket, path: str, backlog: int, mode: int = 0o600) -> None:
+    """Let *listener* listen at *path*, to which those connect whom *mode* lets write. Raises ``OSError``."""
+    listener.bind(path)
+    os.chmod(path, mode)  # noqa: PTH101 - a path through a descriptor; until the next line no connection is taken
+    listener.listen(backlog)
+
+
+def _momentary() -> str:
+    """Return the name of a socket that is there for a moment, by which one that a killed process has left is known."""
+    return f"{os.urandom(8).hex()}.sock"
+
+
+@frozen
+class Manners:
+    """How a program listens: who may connect (*mode*), how many wait in the *backlog*, and what an error says."""
+
+    where: str
+    """The socket's directory."""
+    another: str
+    """That another one listens, with the remedy."""
+    mode: int = 0o600
+    backlog: int = 128
+
+
+IN_STATE_DIRECTORY = Manners(
+    "in the state directory", "another runner listens there; give each instance a --state-dir of its own"
+)
 
 
 @contextmanager
 def listening(
-    directory: int, name: str, recorded: Callable[[str], AbstractContextManager[None]], adopted: int | None = None
+    directory: int,
+    name: str,
+    recorded: Callable[[str], AbstractContextManager[None]],
+    adopted: int | None = None,
+    manners: Manners = IN_STATE_DIRECTORY,
 ) -> Iterator[socket.socket]:
-    """Hold a listening, non-blocking socket *name* in *directory* (a descriptor), which only its owner may connect to.
+    """Hold a listening, non-blocking socket *name* in *directory* (a descriptor).
 
-    It is removed at the end, in a block of *recorded*, which takes the ``OSError`` if that fails. A socket at which no
-    process answers was left by a runner that was killed, and is replaced. One that came through exec is *adopted*.
+    It is removed at the end, in a block of *recorded*, which takes the ``OSError`` if that fails, and the
+    :exc:`~runner.base.errors.HostError` if something else has taken its place: that is left. A socket at which no process
+    answers was left by one that was killed, and is replaced in one step. One that came through exec is *adopted*.
     """
     path = _beneath(directory, name)
     new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) if adopted is None else adopted_socket(adopted)
     with new as listener:
         if adopted is None:
-            _bind(listener, path, name)
+            try:
+                _check_free(path, manners.another)
+                _replace(listener, path, _beneath(directory, _momentary()), manners)
+            except (OSError, HostError) as error:
+                raise HostError(f"cannot listen at {name!r} {manners.where}") from error
+        listener.setblocking(False)
+        inode = _inode(path)
         try:
-            if adopted is None:
-                listener.listen()
-            listener.setblocking(False)
             yield listener
         finally:
             with recorded(f"remove the socket {name!r}"), contextlib.suppress(FileNotFoundError):
+                if os.lstat(path).st_ino != inode:
+                    raise HostError("something else has taken its place, and is left")
                 os.unlink(path)  # noqa: PTH108 - a path through a descriptor
 
 
-def _bind(listener: socket.socket, path: str, name: str) -> None:
+def _inode(path: str) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return os.lstat(path).st_ino
+    return None
+
+
+def _replace(listener: Socket, path: str, momentary: str, manners: Manners) -> None:
     try:
-        _remove_stale(path)
-        os.fchmod(listener.fileno(), 0o600)  # before there is a file: bind(2) takes the mode from here
-        listener.bind(path)
-    except (OSError, HostError) as error:
-        raise HostError(f"cannot make the socket {name!r} in the state directory") from error
+        listen_at(listener, momentary, manners.backlog, manners.mode)
+        os.rename(momentary, path)  # noqa: PTH104 - paths through a descriptor
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(momentary)  # noqa: PTH108 - the same
+        raise
+
+
+def _check_free(path: str, another: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise HostError("there is something else of that name, no socket; remove it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asking:
+        try:
+            asking.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except BlockingIOError:  # a process listens, with a full queue
+            pass
+    raise HostError(another)
 
 
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
@@ -303,24 +367,6 @@ async def hung_up(connection: trio.socket.SocketType) -> None:
             await trio.lowlevel.wait_readable(end.fileno())
 
     await persistently(wait)
-
-
-def _remove_stale(path: str) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise HostError("there is something else of that name")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asking:
-        try:
-            asking.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)  # noqa: PTH108 - a path through a descriptor
-            return
-        except BlockingIOError:  # a process listens, with a full queue
-            pass
-    raise HostError("another runner listens there; give each instance a --state-dir of its own")
 
 
 @contextmanager

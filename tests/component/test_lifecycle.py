@@ -616,9 +616,9 @@ async def test_sockets_that_cannot_be_removed_are_recorded(fake_host: FakeHost) 
 
     assert ended(await fake_host.run(fake_host.plan(), meanwhile=interfere)).status is Status.STOPPED
     assert fake_host.faults.sentences == [
-        "could not remove the socket 'qmp.sock': Is a directory",
-        "could not remove the socket 'control.sock': Is a directory",
-        "could not remove the socket 'console.sock': Is a directory",
+        "could not remove the socket 'qmp.sock': something else has taken its place, and is left",
+        "could not remove the socket 'control.sock': something else has taken its place, and is left",
+        "could not remove the socket 'console.sock': something else has taken its place, and is left",
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, explain
 from runner.controller.serve.methods import Timeouts
 from runner.controller.serve.server import listening
 from runner.protocol.unix_server import SocketLimits
@@ -319,8 +319,9 @@ def test_the_socket_of_a_dead_controller_is_replaced(tmp_path: Path) -> None:
 def test_the_socket_of_a_running_controller_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with listening(path):
-        with pytest.raises(HostError, match="another controller answers"), listening(path):
+        with pytest.raises(HostError) as refused, listening(path):
             pass
+        assert "another controller answers there; end it first" in explain(refused.value)
         assert path.exists()
 
 
@@ -328,8 +329,9 @@ def test_the_socket_of_a_running_controller_is_not_replaced(tmp_path: Path) -> N
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "socket"
     path.mkdir() if kind == "directory" else path.write_text("x")
-    with pytest.raises(HostError, match="no socket is there; remove it"), listening(path):
+    with pytest.raises(HostError) as refused, listening(path):
         pass
+    assert "no socket; remove it" in explain(refused.value)
     assert path.exists()
 
 
