@@ -28,7 +28,7 @@ size = "32MiB"
 """
 
 MODULES, LINES = 110, 17_850
-"""Modules of this project, and their lines, that may be imported by then, the table of events among them."""
+"""Modules of this project, and their lines, that may be imported by then, the table of events and the gate of live changes among them."""
 
 OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl resource qemu"
 """Modules beyond those that ``import trio`` loads, without their submodules and accelerators; with Python 3.11 trio loads
