@@ -67,12 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser, shown=True)
     parser.set_defaults(keys=[])
     topics = parser.add_subparsers(required=True, metavar="WHAT")
-    status = _add(topics, "status", "what it is and does", "example: instance-runner ctl status")
+    status = _add(topics, "status", "show what it is and does", "example: instance-runner ctl status")
     status.set_defaults(method="status")
     cpus = _add(
         topics,
         "cpus",
-        "its vCPUs and their CPUs, or another number of vCPUs",
+        "show its vCPUs and their CPUs, or give it another number of vCPUs",
         CPUS_EXAMPLES,
     )
     cpus.add_argument(
@@ -83,8 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many vCPUs it is to have; without it they are only shown",
     )
     cpus.set_defaults(method="cpu.list")
-    _add_qmp(_add(topics, "qmp", "QMP commands to its QEMU, as far as they only show", QMP_EXAMPLES))
-    _add_disk(_add(topics, "disk", "its disks", "example: instance-runner ctl disk list"))
+    _add_qmp(_add(topics, "qmp", "execute QMP commands of its QEMU, as far as they only show", QMP_EXAMPLES))
+    _add_disk(
+        _add(topics, "disk", "show, attach, detach or enlarge its disks", "example: instance-runner ctl disk list")
+    )
     _add_upgrade(_add(topics, "upgrade", "have its runner become another program; the guest runs on", UPGRADE_EXAMPLE))
     _add_qemu_update(
         _add(topics, "qemu-update", "replace its QEMU by another one; the guest runs on", QEMU_UPDATE_EXAMPLE)
@@ -168,7 +170,7 @@ def _count(text: str) -> int:
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
     disk = parser.add_subparsers(required=True, metavar="DO")
-    listing = _add(disk, "list", "the disks it has", "example: instance-runner ctl disk list")
+    listing = _add(disk, "list", "show the disks it has", "example: instance-runner ctl disk list")
     listing.set_defaults(method="disk.list")
     attach = _add(
         disk,

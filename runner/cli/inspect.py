@@ -34,7 +34,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.description = (
-        "In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
+        f"{parser.description} In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
         f"The exit status is {Status.FINDINGS.value} if a rule is violated, {Status.FAILED.value} if there is no instance, else 0, also "
         "where a rule cannot be judged. "
         "With --trace there is one rule: no task ran on the instance's CPUs but its vCPUs, and kernel threads bound to a CPU."

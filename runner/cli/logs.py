@@ -14,8 +14,8 @@ from runner.cli.options import add_state_dir
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.description = (
-        "Without --follow: what is kept in console.log, also after the instance has ended. `console --read-only` shows the same on a "
-        "terminal that can be detached."
+        f"{parser.description} Without --follow: what is kept in console.log, also after the instance has ended. `console --read-only` "
+        "shows the same on a terminal that can be detached."
     )
     parser.epilog = "example: kubectl exec POD -- instance-runner logs --follow"
     parser.add_argument(

@@ -117,3 +117,13 @@ def test_every_help_ends_in_examples(parser: argparse.ArgumentParser) -> None:
     last = parser.format_help().rstrip().rpartition("\n\n")[2]
     assert last.startswith(("example: ", "examples:\n"))
     assert parser.prog in last
+
+
+@pytest.mark.parametrize("parser", [*parsers(program_parser()), command_line()], ids=lambda parser: str(parser.prog))
+def test_every_help_says_what_the_command_does_and_no_option_has_the_default_none(
+    parser: argparse.ArgumentParser,
+) -> None:
+    first, _, rest = (parser.description or "").partition(" ")
+    assert first not in {"", "In", "Its", "QMP", "The", "What", "Without"}, "a verb is first"
+    assert rest
+    assert "None" not in parser.format_help()
