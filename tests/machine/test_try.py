@@ -22,7 +22,7 @@ import pytest
 
 from tests.emulated_node import artefacts
 from tests.emulated_node.cache import fetch
-from tests.support.program_runs import FIRST_SECOND, RUNNER, GuestFiles, until
+from tests.support.program_runs import FIRST_SECOND, RUNNER, GuestFiles, children_by_name, until
 from tests.support.soak import some
 
 WITHIN = 240
@@ -255,11 +255,20 @@ def speaks_ssh(port: int) -> bool:
     return False
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that the process has had, that of the kernel for it included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # proc_pid_stat(5): utime, stime
+
+
 @pytest.mark.timeout(3 * BOOTS_WITHIN)
 def test_a_cloud_image_has_a_login_a_way_out_and_a_port_and_is_only_read() -> None:
-    """As a stranger has one: qcow2, for UEFI, with a real cloud-init, and no user that could log in."""
+    """As a stranger has one: qcow2, for UEFI, with a real cloud-init, and no user that could log in.
+
+    `pytest -s tests/machine/test_try.py -k cloud_image` prints how long the login took.
+    """
     image = fetch(artefacts.cloud_image())
-    before, port = image.read_bytes(), free_port()
+    before, port, begun = image.read_bytes(), free_port(), time.monotonic()
     options = ("--login", "--memory", "1GiB", "--port", f"{port}:22")
     with served(b"the way out\n") as outside, terminal(RUNNER, "try", "--disk", image, *options) as shown:
         assert shown.until(r"ssh -p (\d+) try@127\.0\.0\.1")[1] == str(port)
@@ -267,6 +276,8 @@ def test_a_cloud_image_has_a_login_a_way_out_and_a_port_and_is_only_read() -> No
         assert "firmware" in shown.until(r"(?s).*the guest runs\r\n")[0]
         shown.until(rf"log in as 'try' with the password '{password}'", BOOTS_WITHIN)
         shown.until("try login: ")
+        [qemu] = children_by_name(pid_1(shown))["qemu-system-x86"]
+        print(f"it asked for the login after {time.monotonic() - begun:.0f} s, {cpu_seconds(qemu):.0f} s of CPU time")
         shown.type("try\r")
         shown.until("Password: ")
         shown.type(f"{password}\r")

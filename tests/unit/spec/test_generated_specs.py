@@ -62,5 +62,6 @@ def test_a_login_is_user_data_that_cloud_init_can_read_and_without_one_there_is_
         "default",
         {"name": "try", "plain_text_passwd": "a7b8", "lock_passwd": False, "sudo": "ALL=(ALL) NOPASSWD:ALL"},
     ]
+    assert document.value["ssh_genkeytypes"] == ["ed25519"], "an emulated CPU takes seconds for a key of RSA"
     [issue] = document.value["write_files"]
     assert "log in as 'try' with the password 'a7b8'" in issue["content"]
