@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks.namespaced_init import BenchmarkError
+from tests.support.program_runs import GuestFiles
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -90,10 +91,7 @@ class BenchmarkSetup:
 
 def linux_guest() -> Path:
     """Return the directory of the quickstart's guest, a kernel and an initrd, made if they are not there."""
-    guest = Path(os.environ.get("RUNNER_GUEST_CACHE") or Path.home() / ".cache" / "instance-runner" / "guest")
-    make = HERE.parents[1] / "examples" / "quickstart" / "make-guest"
-    subprocess.run([make, guest], check=True, stdout=subprocess.DEVNULL)
-    return guest
+    return GuestFiles.made().kernel.parent
 
 
 def _parts(by_hand: str) -> dict[str, str]:

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.__main__ import main
+from runner.plan.instance import InstancePlan
 from tests.support.fake_kernel import FAKE_KERNEL
+from tests.unit.plan.test_nccl import HERE as NCCL
+from tests.unit.plan.test_nccl import planned as board
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples/instances").glob("*.toml"))
@@ -280,3 +284,17 @@ def test_the_models_of_every_qemu_cost_no_process(spec: Path, tmp_path: Path) ->
         spec.write_text(f'[boot]\nkernel = "{spec.parent}/kernel"\n[cpu]\nmodel = "{model}"\n')
         subprocess.run([sys.executable, "-m", "runner", "plan", spec], check=True, capture_output=True, env=environment)
         assert ("-cpu help" in log.read_text().splitlines()) == (model == "EPYC")
+
+
+def test_nccls_file_is_printed_as_the_guest_gets_it(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a host with eight GPUs, which this one is not."""
+    planned, _ = board(tmp_path, "hgx-h200")
+
+    async def plan_here(*_: object) -> InstancePlan:
+        return planned
+
+    monkeypatch.setattr("runner.cli.plan.plan_here", plan_here)
+    assert main(["plan", "--nccl", str(spec)]) == 0
+    assert capsys.readouterr().out == (NCCL / "hgx-h200.xml").read_text()

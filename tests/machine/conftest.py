@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from runner.kernel.processes import become_subreaper
-from tests.support.program_runs import PROJECT, GuestFiles, ProgramStarter, until
+from tests.support.program_runs import GuestFiles, ProgramStarter, until
 
 
 @pytest.fixture(scope="session")
 def guest() -> GuestFiles:
-    """Make the quickstart's guest, once for all runs on this machine."""
-    cache = Path(os.environ.get("RUNNER_GUEST_CACHE") or Path.home() / ".cache" / "instance-runner" / "guest")
-    subprocess.run([PROJECT / "examples" / "quickstart" / "make-guest", cache], check=True, timeout=300)
-    return GuestFiles(cache / "vmlinuz", cache / "initrd")
+    return GuestFiles.made()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.plan.nccl import FW_CFG
 from tests.emulated_node.cache import fetch
 from tests.machine.test_renewal import inside, ticks, type_in, upgrade
 from tests.support.newest_qemu import mounted, newest_qemu
@@ -90,7 +91,7 @@ FAILING = {
 """What the second QEMU is, and why it does not get the guest."""
 
 
-def failing_qemu(path: Path, newest: Path, script: str) -> Path:
+def other_qemu(path: Path, newest: Path, script: str) -> Path:
     """Make at *path* a QEMU that says that it is *newest*, and is *script*."""
     version = "[ $1 = --version ] && echo QEMU emulator version 11.1.3 && exit"
     path.write_text(f"#!/bin/sh\n{version}\n{script.format(newest=newest)}\n")
@@ -127,7 +128,7 @@ def test_a_guest_runs_on_where_another_qemu_cannot_have_it(start: ProgramStarter
     run = ticking(start, newest, tmp_path / "disk", '[instance]\nuser = "root"\n')
     before = run.descendants()
     for number, (script, reason) in enumerate(FAILING.values()):
-        program = failing_qemu(tmp_path / f"qemu{number}", newest, script)
+        program = other_qemu(tmp_path / f"qemu{number}", newest, script)
         ended = ctl(run, "qemu-update", "--qemu", str(program))
         assert ended.returncode == 4, ended.stdout
         assert reason in ended.stderr
@@ -140,6 +141,23 @@ def test_a_guest_runs_on_where_another_qemu_cannot_have_it(start: ProgramStarter
     ticks_on(run)
     assert holds_its_lock(tmp_path / "disk")
     assert run.stop() == 0, run.log
+
+
+def test_one_more_file_of_the_firmware_configuration_is_no_obstacle(
+    start: ProgramStarter, newest: Path, tmp_path: Path
+) -> None:
+    """As where a runner was renewed by one that gives the guest NCCL's file: it is not in what the first QEMU hands over."""
+    run = counting(
+        start, newest, '[instance]\nuser = "root"\n', "(i=0; while :; do echo tick $i; i=$((i+1)); sleep 1; done) &\n"
+    )
+    program = other_qemu(tmp_path / "qemu", newest, f'exec {{newest}} "$@" -fw_cfg name={FW_CFG},string=later')
+    ended = ctl(run, "qemu-update", "--qemu", str(program))
+    assert ended.returncode == 0, ended.stderr + run.log
+    ticks_on(run)
+    type_in(
+        run, f"rmmod qemu_fw_cfg; insmod /modules/qemu_fw_cfg.ko; cat /sys/firmware/qemu_fw_cfg/by_name/{FW_CFG}/raw\n"
+    )
+    run.until("later", lambda: run.console)
 
 
 def received_numbers(file: Path) -> list[int]:
@@ -190,7 +208,7 @@ def test_a_guest_that_writes_to_a_share_loses_nothing(start: ProgramStarter, new
     spec = f'[instance]\nuser = "root"\n[[share]]\ntag = "share"\npath = "{share}"\n'
     run = counting(start, newest, spec, WRITING)
     lost = run.console.count("LOST")  # in what was typed
-    other = failing_qemu(tmp_path / "other", newest, FAILING["it shows another CPU"][0])
+    other = other_qemu(tmp_path / "other", newest, FAILING["it shows another CPU"][0])
     daemons = run.descendants()["virtiofsd"]
 
     ended = ctl(run, "qemu-update", "--qemu", str(other))

@@ -254,3 +254,4 @@ def test_a_plan_of_an_older_runner_gives_the_machine_that_it_gave(tmp_path: Path
         "vfio-pci,id=device0,bus=port0,host=0000:01:00.0,rombar=0",
         "vfio-pci,id=device1,bus=port1,host=0000:02:00.0,rombar=0",
     ]
+    assert "-fw_cfg" not in argv
