@@ -112,7 +112,9 @@ class Controller:
         self.log = directory.parent / "controller.log"
         self.arguments = (
             *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory)),
-            *("--state-dir", str(directory.parent / "controller-state"), *more),
+            *("--state-dir", str(directory.parent / "controller-state")),
+            # Twice the default here: what is emulated needs more than the share of such small pods is in 1 GiB.
+            *("--memory-max", "2G", *more),
         )
         self.prefix: tuple[str, ...] = ()
         self.before = ""
