@@ -45,6 +45,8 @@ class InstanceEvent:
     DESCRIPTORS_IGNORED = Event("LISTEN_FDS is for process %s, and we are %d")
     PROBES_SERVED = Event("probes and metrics are served", "port=%d")
     PROBES_UNREACHABLE = Event("the guest has the address of %s: connections to it reach the guest, and not --http")
+    REPORT_MISSED = Event("no report: %s")
+    REPORT_REFUSED = Event("the controller takes no report%s: %s")
     CONTROLLER_AWAITED = Event("waiting for the controller: %s")
     OTHER_INSTANCE_AWAITED = Event("waiting for up to %.0f s: %s")
     FLOAT_ENTERED = Event("in float", "cgroup=%s cpus=%s")

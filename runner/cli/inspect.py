@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attrs
 import trio
@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_state_dir(parser)
     add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the controller's cgroup")
     add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
+    add(
+        "--socket",
+        type=PurePosixPath,
+        default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
+        metavar="PATH",
+        help="the controller's, which is asked for what instances report",
+    )
     add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
     add(
         "--pod-logs-dir",
@@ -90,6 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
         receipt=Path(arguments.state_dir / RECEIPT),
         root=Cgroup(arguments.root),
         kubelet=arguments.kubelet_dir,
+        controller=arguments.socket,
         pod_logs=arguments.pod_logs_dir,
         roots=Roots(cgroup=arguments.cgroupfs),
         pod_uid=arguments.instance,
@@ -138,6 +146,8 @@ class InspectionTarget:
     """The controller's tree on the node."""
     kubelet: Path
     """The kubelet's directory on the node."""
+    controller: PurePosixPath
+    """The controller's socket on the node."""
     pod_logs: Path
     """The kubelet's directory of the pods' logs, whose names have those of the pods."""
     roots: Roots
@@ -165,7 +175,9 @@ async def _inspect(target: InspectionTarget, interval: float | None, show: Calla
 async def _observe(target: InspectionTarget) -> Observation:
     inside, outside = target.has_receipt(), target.root.exists()
     if target.pod_uid or (outside and not inside):
-        return await observe_node(target.roots, target.root, target.kubelet, target.pod_uid, target.pod_logs)
+        return await observe_node(
+            target.roots, target.root, target.kubelet, target.pod_uid, target.pod_logs, target.controller
+        )
     if not inside and not outside:
         raise NoInstanceError(
             f"cannot find an instance: there is neither {target.receipt} nor {target.root.path}; run this in an instance's "

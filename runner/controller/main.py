@@ -23,10 +23,12 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, Status, UsageError, explain
 from runner.base.events import ControllerEvent
 from runner.base.values import frozen
-from runner.controller.metrics import respond
+from runner.controller.metrics import controller_metrics, respond
 from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
 from runner.controller.serve.methods import RpcMethods, Timeouts
 from runner.controller.serve.pods import PodCgroups
+from runner.controller.serve.report_methods import LIMITS, ReportMethods
+from runner.controller.serve.reports import Reports
 from runner.controller.serve.server import listening
 from runner.controller.tasks import restarted
 from runner.controller.tree.cpu_source import CpuSource
@@ -55,6 +57,8 @@ from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
 from runner.kernel.sysfs import HugePool, read_huge_pools
 from runner.kubelet.state_files import KubeletFiles
+from runner.protocol.controller_client import REPORT_SOCKET
+from runner.protocol.exposition import metrics_response, reported_metrics, text_of
 from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
 from runner.protocol.logs import LogHandler, open_output
 from runner.protocol.unix_server import SocketLimits, UnixServer
@@ -186,15 +190,21 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with running_loop(loop):
-            with listening(options.socket) as listener, contextlib.ExitStack() as held:
+            with (
+                listening(options.socket) as listener,
+                listening(options.socket.with_name(REPORT_SOCKET)) as report_listener,
+                contextlib.ExitStack() as held,
+            ):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(restarted, "log", output.drain, loop.counters)
                     nursery.start_soon(restarted, "tuner", tuner.follow, loop.counters)
                     serving = partial(UnixServer(methods, SocketLimits()).accept, listener)
                     nursery.start_soon(restarted, "socket", serving, loop.counters)
+                    reporting = partial(UnixServer(ReportMethods(methods), LIMITS).accept, report_listener)
+                    nursery.start_soon(restarted, "reports", reporting, loop.counters)
                     if options.metrics is not None:
                         http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
-                        pages = partial(serve_http, http, Pages(loop, device_filter).respond)
+                        pages = partial(serve_http, http, Pages(loop, device_filter, methods.reports).respond)
                         nursery.start_soon(restarted, "pages", pages, loop.counters)
                     log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen())
                     number = await anext(signals)
@@ -247,7 +257,7 @@ def _failed(error: RunnerError) -> int:
 
 @attrs.define(eq=False)
 class Pages:
-    """The pages about the present state of *loop* and *device_filter*.
+    """The pages about the present state of *loop* and *device_filter*, and what the instances report.
 
     A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet
     makes when ``/healthz`` fails. A page for which the host cannot be read is unavailable.
@@ -255,20 +265,37 @@ class Pages:
 
     loop: ReconcileLoop
     device_filter: DeviceFilter
+    reports: Reports
+    _turn: trio.Lock = attrs.field(factory=trio.Lock)
+    """The metrics are made once for all that ask meanwhile."""
     _metrics: HttpResponse | None = None
     _made_at: float = -math.inf
 
-    def respond(self, target: str) -> HttpResponse:
+    async def respond(self, target: str) -> HttpResponse:
         """Return the response for the path *target*; that of ``/metrics`` may be :data:`_METRICS_FOR` old."""
-        if target == "/metrics" and self._metrics is not None and time.monotonic() - self._made_at < _METRICS_FOR:
-            return self._metrics
+        await trio.lowlevel.checkpoint()
         try:
-            response = self._respond(target)
+            return await self._latest_metrics() if target == "/metrics" else self._respond(target)
         except HostError as error:
             return unavailable(explain(error))
-        if target == "/metrics":
-            self._metrics, self._made_at = response, time.monotonic()
-        return response
+
+    async def _latest_metrics(self) -> HttpResponse:
+        async with self._turn:
+            if self._metrics is None or time.monotonic() - self._made_at >= _METRICS_FOR:
+                self._metrics = metrics_response(await self._metrics_text())
+                self._made_at = time.monotonic()
+            return self._metrics
+
+    async def _metrics_text(self) -> str:
+        """Return all metrics, made in steps, between which the requests of instances have their turn."""
+        registered = self.loop.seen().instances().keys()
+        await self.reports.fetch(registered)
+        status = attrs.evolve(self.loop.status(), report_ages=self.reports.ages(registered))
+        texts = []
+        for each in (*controller_metrics(status), *reported_metrics(self.reports.latest(registered))):
+            texts.append(text_of([each]))
+            await trio.lowlevel.checkpoint()
+        return "".join(texts)
 
     def _respond(self, target: str) -> HttpResponse:
         writer = self.loop.tree.partition_writer

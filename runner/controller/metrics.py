@@ -12,7 +12,7 @@ Without the device filter :class:`runner.controller.main.Pages` answers for the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import attrs
 from prometheus_client.metrics_core import Metric
@@ -23,8 +23,9 @@ from runner.controller.serve.handover import Handover
 from runner.controller.tree.reconcile import ISOLATED, Observed
 from runner.controller.tune.disturbances import KINDS, SettingKind
 from runner.kernel.waiting import shortages
-from runner.protocol.exposition import Samples, counter, gauge, metrics_response
+from runner.protocol.exposition import counter, gauge
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
+from runner.protocol.instance_metrics import Samples
 
 
 @attrs.define
@@ -65,6 +66,8 @@ class LoopStatus:
     """Why the last pass failed; empty if it did not."""
     float_cpus: CpuSet = attrs.field(factory=CpuSet)
     """Those of every float."""
+    report_ages: Mapping[str, float] = attrs.field(factory=dict)
+    """Seconds since the latest report of each instance that has made one."""
 
 
 def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
@@ -76,6 +79,18 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
     sealed = sum(group.partition == ISOLATED for group in instances.values())
     yield _gauge("instances_enforced", "Instances whose CPUs the kernel keeps all others off.", sealed)
+    yield gauge(
+        "instance_cgroup_controller_instance_enforced",
+        "1 while the kernel keeps all others off the instance's CPUs, by the uid of its pod.",
+        [((pod_uid,), group.partition == ISOLATED) for pod_uid, group in sorted(instances.items())],
+        ("pod_uid",),
+    )
+    yield gauge(
+        "instance_cgroup_controller_instance_report_age_seconds",
+        "How long ago the instance has reported; absent for one that has not.",
+        [((pod_uid,), age) for pod_uid, age in sorted(status.report_ages.items())],
+        ("pod_uid",),
+    )
     yield _gauge("float_cpus", "CPUs that float runs on.", len(status.float_cpus))
     changing = {cpu for each in status.handovers for cpu in each.cpus}
     yield _gauge("handover_cpus", "CPUs of pods on which another pod's instance still runs.", len(changing))
@@ -115,9 +130,7 @@ def _counter(name: str, text: str, value: float | Counter[str], *labels: str) ->
 
 
 def respond(target: str, status: LoopStatus) -> HttpResponse:
-    """Return the response for the path *target*."""
-    if target == "/metrics":
-        return metrics_response(controller_metrics(status))
+    """Return the response for the path *target*, which is none of metrics."""
     if target == "/healthz":
         return ok(f"frozen: {status.frozen}" if status.frozen else "ok")
     if target == "/readyz":

@@ -90,6 +90,8 @@ class InstanceObservation:
     """Its pod's UID; empty where it is not known."""
     uptime: float | None = None
     """Seconds since QEMU was started; ``None`` without QEMU."""
+    reported: Mapping[str, object] | None = None
+    """What it has reported to its controller (``listInstances``); ``None`` if nothing, or if the controller is not there."""
 
     @property
     def cpus(self) -> CpuSet:

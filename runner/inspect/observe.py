@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attrs
 import trio
@@ -59,6 +59,7 @@ from runner.placement.threads import (
     parse_names,
     parse_receipt,
 )
+from runner.protocol.controller_client import ask
 
 FOLLOWS_WITHIN = 1.0
 """Seconds the controller may take from the kubelet's file to float; only then does a difference count."""
@@ -210,9 +211,16 @@ def _members(roles: Roles, table: ProcessTable) -> Iterator[tuple[int, Role]]:
 
 
 async def observe_node(
-    roots: Roots, root: Cgroup, kubelet: Path, wanted: str = "", pod_logs: Path | None = None
+    roots: Roots,
+    root: Cgroup,
+    kubelet: Path,
+    wanted: str = "",
+    pod_logs: Path | None = None,
+    controller: PurePosixPath | None = None,
 ) -> Observation:
     """Observe the instances below *root* whose uuid begins with *wanted*; *pod_logs* has the pods' names.
+
+    What they report is asked of the *controller* at that socket.
 
     Raises :class:`NoInstanceError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
     read.
@@ -227,6 +235,7 @@ async def observe_node(
     table = read_processes(roots)
     numa_node_of = _numa_node_of(roots)
     procfs, pods = Procfs(roots.proc), _pod_names(pod_logs)
+    reports = {} if controller is None else await _reports(controller)
     instances = []
     for pod_uid in chosen:
         threads = _in_order(_roles_on_node(root.child(instance_group(pod_uid)), table))
@@ -249,9 +258,24 @@ async def observe_node(
                 pod=pod,
                 pod_uid=pod_uid,
                 uptime=None if qemu is None else procfs.age(qemu),
+                reported=reports.get(pod_uid),
             )
         )
     return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))
+
+
+async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, object]]:
+    """Return pod UID → what the instance has reported; empty where the controller is not there, or older than reports."""
+    try:
+        listed = await ask("the controller", controller, "listInstances", {})
+    except HostError:
+        return {}
+    found = listed if isinstance(listed, list) else []
+    return {
+        each["uuid"]: each["reported"]
+        for each in found
+        if isinstance(each, dict) and isinstance(each.get("reported"), dict)
+    }
 
 
 def _pod_names(pod_logs: Path | None) -> Mapping[str, str]:

@@ -14,6 +14,19 @@ HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROU
 LIST_HEAD = ("INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT")
 SHOWN = 12
 """Reasons of one verdict that people are shown; machines get all."""
+STATE = (
+    "seconds_ago",
+    "guest_state",
+    "guest_ready",
+    "guest_unready",
+    "emulated",
+    "build_info",
+    "qemu_info",
+    "generation",
+    "child_restarts_total",
+    "guest_resets_total",
+)
+"""What people are shown of a report."""
 FORMAT = 1
 
 
@@ -31,10 +44,27 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
         yield from verdict_lines(each.verdicts)
         if instance.settings is not None:
             yield f"{'':8}  {'settings':9}  {instance.settings.line()}"
+        if instance.reported is not None:
+            yield f"{'':8}  {'reported':9}  {reported_line(instance.reported)}"
         yield ""
     if report.seen_from == "node" and not report.instances:
         yield "no instance is placed by the controller here; others are inspected in their containers"
     yield from verdict_lines((report.kubelet,))
+
+
+def reported_line(reported: Mapping[str, object]) -> str:
+    """Return what an instance has reported of its state, in one line; machines get all of it."""
+    return " ".join(f"{name}={_value(reported[name])}" for name in STATE if name in reported)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):  # by the values of a label, of which zeros are left out, or texts
+        return ",".join(f"{key}:{_number(each)}" for key, each in value.items() if each) or "none"
+    return _number(value)
+
+
+def _number(value: object) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def instance_title(name: str, pod: str, pod_uid: str) -> str:
@@ -139,6 +169,7 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         if isinstance(charge, PodCharge)
         else None,
         "settings": None if instance.settings is None else instance.settings.to_json(),
+        "reported": instance.reported,
     }
 
 

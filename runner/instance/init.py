@@ -29,6 +29,7 @@ from runner.instance.supervisor import CarryOver, Faults, Supervisor, open_super
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.signals import received
+from runner.placement.backends import ControllerPlacement
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
@@ -275,7 +276,7 @@ async def _resume(plan: InstancePlan, bare: Supervisor, *, streams: Streams, pid
 
 async def _run_plan(plan: InstancePlan, supervisor: Supervisor, streams: Streams, *, pid1: bool) -> ExitReport:
     supervisor.carry_over.offer("run", partial(_carried_run, plan, streams.http, pid1=pid1))
-    async with _probes_served(supervisor, plan, streams.http):
+    async with _figures_shown(supervisor, plan, streams.http):
         ended = await run_instance(plan, supervisor, streams.console)
     status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
     return ExitReport(status, ended.status.name.lower(), ended.detail)
@@ -334,15 +335,15 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
 
 
 @asynccontextmanager
-async def _probes_served(
+async def _figures_shown(
     supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None
 ) -> AsyncIterator[None]:
-    if http is None:
+    if http is None and not isinstance(plan.placement, ControllerPlacement):
         yield
         return
-    from runner.instance.watch.probes import probes_served  # here, because not every instance serves them
+    from runner.instance.watch.shown import figures_shown  # here, because not every instance shows any
 
-    async with probes_served(supervisor, plan, http):
+    async with figures_shown(supervisor, plan, http):
         yield
 
 

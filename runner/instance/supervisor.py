@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 import trio
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runner.kernel.carried import CarriedFd
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
     from runner.placement.threads import Receipt
+    from runner.protocol.qmp import Monitor
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +83,13 @@ class Counters:
 
 
 @attrs.define
-class RestartSignal:
-    """Wakes who waits for the next restart of a child: *next* is set by it, and replaced."""
+class Announcements:
+    """Wakes the tasks that wait for what happens again and again: *next* is set by it, and replaced."""
 
     next: trio.Event = attrs.field(factory=trio.Event)
 
     def announce(self) -> None:
-        """Report that a child was started again."""
+        """Report that it has happened."""
         self.next.set()
         self.next = trio.Event()
 
@@ -162,6 +163,10 @@ class CarryOver:
         with self._falling_back():
             yield self._take(name)
 
+    def has(self, name: str) -> bool:
+        """Tell whether the runner before has carried over *name*; for what an older one may not have held."""
+        return self.taken_over is not None and name in self.taken_over
+
     def _take(self, name: str) -> Any:
         if self.taken_over is None:
             return None
@@ -224,6 +229,17 @@ class CarryOver:
             self.resume_after_loop = None
 
 
+class RunningQemu(Protocol):
+    """The QEMU that has the guest, as far as its figures are asked for."""
+
+    updates: int
+    """How often another QEMU has taken its place."""
+
+    @property
+    def monitor(self) -> Monitor:
+        """The conversation with it."""
+
+
 @attrs.define
 class GuestState:
     """The state of the guest, as probes and metrics show it."""
@@ -233,6 +249,12 @@ class GuestState:
     """When it began to run, on trio's clock."""
     read: Callable[[], Receipt] | None = None
     """Reads back from the kernel where every thread is now; only while it runs."""
+    machine: RunningQemu | None = None
+    """The QEMU that has it; only while it runs."""
+    changes: Announcements = attrs.field(factory=Announcements)
+    """Changes of :attr:`phase` and :meth:`reasons`."""
+    registered: trio.Event = attrs.field(factory=trio.Event)
+    """Set when the controller knows the instance."""
     placed: Callable[[Receipt], None] | None = None
     """Called with the first receipt of a QEMU, while the guest does not run yet."""
     waits_for: str = ""
@@ -300,13 +322,16 @@ class GuestState:
         yield "awaits_sign", self.waits_for
 
     @contextmanager
-    def running(self, read: Callable[[], Receipt], since: float | None = None) -> Iterator[None]:
-        """Note that the guest runs for as long as the block does; it has run *since* then, by default now."""
-        self.phase, self.since, self.read = "running", trio.current_time() if since is None else since, read
+    def running(self, read: Callable[[], Receipt], machine: RunningQemu, since: float | None = None) -> Iterator[None]:
+        """Note that the guest runs in *machine* for as long as the block does; it has run *since* then, by default now."""
+        self.phase, self.since = "running", trio.current_time() if since is None else since
+        self.read, self.machine = read, machine
+        self.changes.announce()
         try:
             yield
         finally:
-            self.phase, self.read = "stopping", None
+            self.phase, self.read, self.machine = "stopping", None, None
+            self.changes.announce()
 
 
 @frozen
@@ -321,7 +346,8 @@ class Supervisor:
     faults: Faults
     procfs: Procfs
     counters: Counters = attrs.field(factory=Counters)
-    restarted: RestartSignal = attrs.field(factory=RestartSignal)
+    restarted: Announcements = attrs.field(factory=Announcements)
+    """Restarts of children."""
     guest_state: GuestState = attrs.field(factory=GuestState)
     inherited_fds: Mapping[str, InheritedFd] = attrs.field(factory=dict)
     """The descriptors that another process has opened for this instance, by name."""

@@ -12,8 +12,8 @@ import errno
 import json
 import random
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -30,6 +30,8 @@ from runner.kernel.sockets import reachable
 
 LONGEST_RESPONSE = 1 << 16
 """Bytes of a response, without its line end."""
+LONGEST_LIST = 1 << 20
+"""Bytes of a node's list of instances, which may be a thousand."""
 _MOST_FDS = 16
 """Descriptors that may come with one response."""
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
@@ -43,6 +45,8 @@ _ATTEMPTS_APART = (0.001, 0.005)
 _METHOD_NOT_FOUND, _INVALID_PARAMS = -32601, -32602
 PROTOCOL = 3
 """1: without ``sealCgroup`` and ``unsealCgroup``; 2: one float for all instances, and no domain for each."""
+REPORT_SOCKET = "reports.sock"
+"""The name of the socket for reports, beside that of the controller."""
 BUSY = -32005
 """The error code of a server that has as many connections or requests as it may have."""
 
@@ -288,21 +292,55 @@ async def _call(
     server: str = "the controller",
 ) -> object:
     """Return the result of a call; descriptors that come with it go to *received*."""
-    request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
+    async with connected(path, server) as connection:
+        return await connection.call(method, params, received)
+
+
+@frozen
+class ControllerConnection:
+    """A connection to a *server*, for one call after the other."""
+
+    _connection: trio.socket.SocketType
+    _server: str
+
+    async def call(self, method: str, params: Mapping[str, object], received: _ReceivedFds | None = None) -> object:
+        """Return the result of *method*; descriptors that come with it go to *received*; without it the kernel closes them.
+
+        Raises :class:`ControllerError`, :class:`ControllerBusyError`, :exc:`~runner.base.errors.HostError` for a response
+        that is not understood, and ``OSError``.
+        """
+        request = {"jsonrpc": "2.0", "method": method, "params": params, "id": 1}
+        await send_with_fds(self._connection, json.dumps(request, separators=(",", ":")).encode() + b"\n")
+        longest = LONGEST_LIST if method == "listInstances" else LONGEST_RESPONSE
+        response = await _response(self._connection, received, self._server, longest)
+        return _result(method, response, self._server)
+
+
+@asynccontextmanager
+async def connected(path: PurePosixPath, server: str = "the controller") -> AsyncIterator[ControllerConnection]:
+    """Hold a connection to *server* at *path*; an ``OSError`` of the block is one of this connection.
+
+    Raises :class:`ControllerAbsentError`, or :exc:`~runner.base.errors.HostError`.
+    """
+    with (
+        _explained(path, server),
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connecting,
+    ):
+        with reachable(path) as address:
+            await _connect(connecting, address)
+        yield ControllerConnection(trio.socket.from_stdlib_socket(connecting), server)
+
+
+@contextmanager
+def _explained(path: PurePosixPath, server: str) -> Iterator[None]:
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connecting:
-            with reachable(path) as address:
-                await _connect(connecting, address)
-            connection = trio.socket.from_stdlib_socket(connecting)
-            await send_with_fds(connection, json.dumps(request).encode() + b"\n")
-            response = await _response(connection, received, server)
+        yield
     except OSError as error:
         if error.errno in _BUSY:
             raise ControllerBusyError(f"cannot reach {server} at {str(path)!r}") from error
         if error.errno in _ABSENT:
             raise ControllerAbsentError(f"cannot reach {server} at {str(path)!r}") from error
         raise HostError(f"cannot talk to {server} at {str(path)!r}") from error
-    return _result(method, response, server)
 
 
 async def _connect(connection: socket.socket, address: str) -> None:
@@ -323,14 +361,18 @@ async def _connect(connection: socket.socket, address: str) -> None:
         await trio.sleep(random.uniform(*_ATTEMPTS_APART))  # noqa: S311 - no secret
 
 
-async def _response(connection: trio.socket.SocketType, received: _ReceivedFds, server: str) -> bytes:
+async def _response(
+    connection: trio.socket.SocketType, received: _ReceivedFds | None, server: str, longest: int
+) -> bytes:
     async def receive(size: int) -> bytes:
+        if received is None:
+            return await connection.recv(size)
         return await receive_with_fds(connection, size, _MOST_FDS - len(received.descriptors), received.take)
 
     try:
-        line = await receive_line(receive, LineFramer(LONGEST_RESPONSE), chunk=LONGEST_RESPONSE)
+        line = await receive_line(receive, LineFramer(longest), chunk=LONGEST_RESPONSE)
     except OverlongError:
-        raise HostError(f"cannot understand {server}: its answer is longer than {LONGEST_RESPONSE} bytes") from None
+        raise HostError(f"cannot understand {server}: its answer is longer than {longest} bytes") from None
     if line is None:
         raise ConnectionResetError(errno.ECONNRESET, "it hung up before it had answered")
     return line

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -109,8 +109,8 @@ def adopted_http_listeners(numbers: Iterable[int]) -> list[Socket]:
 _ABSOLUTE = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 """The beginning of a target in the absolute form, up to its path."""
 
-Respond = Callable[[str], HttpResponse]
-"""Returns the response for a path."""
+Respond = Callable[[str], Awaitable[HttpResponse]]
+"""Returns the response for a path, within the seconds that a connection may last."""
 
 
 async def serve_http(listeners: Sequence[Socket], respond: Respond) -> None:
@@ -174,7 +174,7 @@ async def _converse(client: trio.socket.SocketType, respond: Respond) -> None:
     else:
         if not isinstance(event, h11.Request):
             return  # the peer hung up
-        response = _response(event, respond)
+        response = await _response(event, respond)
         with_body = event.method != b"HEAD"
     await send_with_fds(client, _encoded(connection, response, with_body=with_body))
 
@@ -194,14 +194,15 @@ async def _read_request(client: trio.socket.SocketType, connection: h11.Connecti
     return event
 
 
-def _response(request: h11.Request, respond: Respond) -> HttpResponse:
+async def _response(request: h11.Request, respond: Respond) -> HttpResponse:
     if request.method not in {b"GET", b"HEAD"}:
+        await trio.lowlevel.checkpoint()
         return HttpResponse(http.HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only\n")
     absolute = _ABSOLUTE.match(request.target)  # RFC 9112, 3.2.2: a server must accept it
     target = request.target if absolute is None else request.target[absolute.end() :] or b"/"
     path = target.partition(b"?")[0].decode("ascii") or "/"
     try:
-        return respond(path)
+        return await respond(path)
     except Exception as error:
         log.exception(SharedEvent.HTTP_RESPONSE_BUG, path)
         return HttpResponse(http.HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n")

@@ -19,7 +19,8 @@ from tests.support.exposition import families, figures
 A = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def show(target: str) -> HttpResponse:
+async def show(target: str) -> HttpResponse:
+    await trio.lowlevel.checkpoint()
     if target == "/bug":
         raise ZeroDivisionError
     return ok(f"this is {target}")
@@ -78,7 +79,8 @@ async def test_a_connection_that_waits_too_long_is_closed() -> None:
 async def test_an_address_that_asks_without_end_delays_no_other() -> None:
     shown: list[str] = []
 
-    def note(target: str) -> HttpResponse:
+    async def note(target: str) -> HttpResponse:
+        await trio.lowlevel.checkpoint()
         shown.append(target)
         return ok()
 
@@ -114,15 +116,8 @@ def answer_or_nothing(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("target", ["http://node:9441/metrics", "HTTP://[::1]:9441/metrics?x=/y", "/metrics?x"])
 async def test_a_target_in_the_absolute_form_names_its_path(target: str) -> None:
     """As a proxy sends it, and as every server must accept it (RFC 9112, 3.2.2)."""
-    [listener] = open_http_listeners("127.0.0.1", 0)
-    with listener:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_http, [listener], ok)
-            async with await trio.open_tcp_stream("127.0.0.1", listener.getsockname()[1]) as stream:
-                await stream.send_all(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-                answer = b"".join([data async for data in stream])
-            nursery.cancel_scope.cancel()
-    assert answer.endswith(b"/metrics\n")
+    async with served() as port:
+        assert (await answer(port, f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())).endswith(b"/metrics\n")
 
 
 async def test_a_response_to_head_has_no_body() -> None:

@@ -25,8 +25,8 @@ from runner.cli.instance_requests import ask_instance
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import MINUTE, Supervisor
 from runner.instance.watch.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch
-from runner.instance.watch.probes import probes_served
 from runner.instance.watch.readiness import Readiness
+from runner.instance.watch.shown import figures_shown
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
 from runner.protocol.guest_agent import GuestAgent
@@ -80,7 +80,7 @@ class Guest:
 @asynccontextmanager
 async def running(fake_host: FakeHost, host: Supervisor, plan: InstancePlan) -> AsyncIterator[Guest]:
     directory = Path(plan.state_directory)
-    async with probes_served(host, plan, ("127.0.0.1", 0)):
+    async with figures_shown(host, plan, ("127.0.0.1", 0)):
         port = int(fake_host.logged().rpartition("port=")[2].split()[0])
         await wait_for(lambda: host.guest_state.phase == "running")
         async with await trio.open_unix_socket(directory / "console.sock") as console:

@@ -17,7 +17,7 @@ from trio.testing import MockClock
 
 from runner.cli.instance_requests import ask_instance
 from runner.instance.supervisor import Supervisor
-from runner.instance.watch.probes import probes_served
+from runner.instance.watch.shown import figures_shown
 from runner.instance.watch.signs_of_life import MUTE_AFTER, NEARLY_NOTHING, SILENT_AFTER, SignsOfLife
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import FilePlan
@@ -132,7 +132,7 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
     seen = []
 
     async def meanwhile(host: Supervisor) -> None:
-        async with probes_served(host, plan, ("127.0.0.1", 0)):
+        async with figures_shown(host, plan, ("127.0.0.1", 0)):
             port = int(fake_host.logged().rpartition("port=")[2].split()[0])
             await wait_for(fake_host.guest_runs)
             await wait_for(lambda: host.guest_state.read)

@@ -14,10 +14,12 @@ import attrs
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import RECORDS, LimitOptions, choose_limits
+from runner.controller.main import RECORDS, LimitOptions, Pages, choose_limits
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.methods import MOST_WAITING, RpcMethods, Timeouts
 from runner.controller.serve.pods import PodCgroups
+from runner.controller.serve.report_methods import LIMITS, ReportMethods
+from runner.controller.serve.reports import ReportIntervals, Reports
 from runner.controller.serve.server import listening
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
@@ -29,6 +31,7 @@ from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_huge_pools
 from runner.kubelet.state_files import KubeletFiles
+from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.unix_server import SocketLimits, UnixServer
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
 from tests.support.fake_host_settings import FakeHostSettings, FakeResctrl
@@ -303,6 +306,16 @@ class Controller:
     server: UnixServer
     device_filter: DeviceFilter
     tuner: HostTuner
+    methods: RpcMethods
+
+    @property
+    def reports(self) -> Reports:
+        """Return what instances have reported."""
+        return self.methods.reports
+
+    def pages(self, device_filter: DeviceFilter | None = None) -> Pages:
+        """Return what the port for metrics shows, which nothing has asked for yet."""
+        return Pages(self.loop, device_filter or self.device_filter, self.reports)
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -341,6 +354,8 @@ async def controlled(
     require_seccomp: bool = False,
     most_waiting: int = MOST_WAITING,
     cpu_source: Callable[[KubeletFiles, Path, CpuSet], CpuSource] = CpuSource,
+    report_intervals: ReportIntervals | None = None,
+    report_limits: SocketLimits = LIMITS,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
@@ -376,16 +391,18 @@ async def controlled(
         ),
         require_seccomp=require_seccomp,
         most_waiting=most_waiting,
+        reports=Reports(report_intervals or ReportIntervals()),
     )
     server = UnixServer(methods, limits or SocketLimits())
     with trio.fail_after(limit):
         async with running_loop(loop):
-            with listening(node.socket) as listener:
+            with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
                     nursery.start_soon(methods.tuner.follow)
                     nursery.start_soon(server.accept, listener)
+                    nursery.start_soon(UnixServer(ReportMethods(methods), report_limits).accept, for_reports)
                     try:
-                        yield Controller(node, loop, server, device_filter, methods.tuner)
+                        yield Controller(node, loop, server, device_filter, methods.tuner, methods)
                     finally:
                         nursery.cancel_scope.cancel()

@@ -23,6 +23,8 @@ from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.serve.methods import CODES, MOST_PROCESSES, MOST_WAITING, Timeouts
+from runner.controller.serve.report_methods import LIMITS
+from runner.controller.serve.reports import ReportIntervals
 from runner.controller.tune.host_tuner import LEAST
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
@@ -287,6 +289,17 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{timeouts.sealed_again:g} s, {timeouts.seals_apart:g} s",
         f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
+    ]
+
+
+def test_the_limits_of_reports_are_as_shown() -> None:
+    intervals = ReportIntervals()
+    assert [value for _, value in table_rows(CONTROLLER, "| limit of `reports.sock` | value |")] == [
+        f"{LIMITS.message >> 10} KiB",
+        f"{LIMITS.connections}, {LIMITS.connections_per_peer}, {LIMITS.in_flight}",
+        f"{intervals.least:g} s",
+        f"{intervals.fetch:g} s",
+        f"{intervals.texts:g} s",
     ]
 
 

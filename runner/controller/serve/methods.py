@@ -17,7 +17,7 @@ unsealCgroup       ``uuid``             ``{"unsealed": bool}``; ``false`` if it 
 tuneInstance       ``uuid``, ``tuning`` ``{"missing": [reason, …]}``: what of it cannot be had; it lasts as long as the
                                         instance's cgroup
 listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated", "guarantee", "awaited_by", "without_seccomp"}, …]``
+                                        "populated", "guarantee", "awaited_by", "without_seccomp", "reported"}, …]``
 getStatus          none                 protocol, kubelet's policy, whether resource claims have CPUs, float, frozen
                                         reason, whether CPUs can be sealed, CPUs that change hands, faults,
                                         disturbances, oom_kills, without_seccomp
@@ -38,7 +38,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from weakref import WeakValueDictionary
@@ -62,6 +63,7 @@ from runner.controller.serve.identity import (
     check_init_process,
     identify_container,
 )
+from runner.controller.serve.reports import Reports
 from runner.controller.tree.limits import LEAST_INSTANCE_MEMORY, memory_for, share_of
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.reconcile import ISOLATED, Group, Observed, floats_on, holders, is_resized
@@ -159,6 +161,7 @@ class RpcMethods:
     trusting: bool
     device_filter: DeviceFilter
     tuner: HostTuner
+    reports: Reports = attrs.field(factory=Reports)
     require_seccomp: bool = False
     """Whether a pod that may write the files of its groups is refused, and not only named in the log."""
     partitions_required: bool = False
@@ -209,11 +212,17 @@ class RpcMethods:
         """Do what the peer asks for. Raises :class:`RpcError`."""
         if method not in PARAMETERS:
             raise RpcError(METHOD_NOT_FOUND, "Method not found")
-        arguments = _arguments(params, PARAMETERS[method], OPTIONAL.get(method, frozenset()))
+        arguments = parse_arguments(params, PARAMETERS[method], OPTIONAL.get(method, frozenset()))
         await trio.lowlevel.checkpoint()
+        with self._answered(identify, method):
+            return await self._act(identify, method, arguments)
+
+    @contextmanager
+    def _answered(self, identify: Identify, method: str) -> Iterator[None]:
+        """Count a request, and answer it by what the block raises."""
         self.loop.counters.requests[method] += 1
         try:
-            return await self._act(identify, method, arguments)
+            yield
         except HandoverPendingError as error:
             raise self._pending(error) from error
         except HostError as error:
@@ -221,6 +230,34 @@ class RpcMethods:
             raise self._refused(identify, method, refusal) from error
         except RequestRefusedError as error:
             raise self._refused(identify, method, error) from error
+
+    async def prove_speaker(
+        self, identify: Identify, method: str, value: object
+    ) -> tuple[str, ContainerIdentity | None]:
+        """Return the registered instance *value*, and the peer's container, if that may speak for it. Raises :class:`RpcError`."""
+        pod_uid = _pod_uid(value)
+        with self._answered(identify, method):
+            caller = await self._owner(identify, pod_uid)
+            self._check_registered(pod_uid)
+        return pod_uid, caller
+
+    def check_speaker(self, identify: Identify, method: str, caller: ContainerIdentity | None, pod_uid: str) -> None:
+        """Check that the peer, which has proved that once, may still speak for *pod_uid*. Raises :class:`RpcError`."""
+        with self._answered(identify, method):
+            self._check_owner(identify, caller, pod_uid)
+            self._check_registered(pod_uid)
+
+    def registered(self) -> Collection[str]:
+        """Return the instances in the tree after the last pass, which each registration makes."""
+        return (self.loop.observed or self.loop.observe()).instances().keys()
+
+    def _check_registered(self, pod_uid: str) -> None:
+        if not self.loop.tree.vcpus_of(pod_uid).exists():
+            raise RequestRefusedError(
+                identity.CONFLICT,
+                f"cannot take a report of instance {pod_uid!r}: it is not registered; register it first",
+                lasting=True,
+            )
 
     async def _act(self, identify: Identify, method: str, arguments: Mapping[str, object]) -> RpcResult:
         if method in {"listInstances", "getStatus"}:
@@ -663,6 +700,7 @@ class RpcMethods:
                         if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
                     ],
                     "without_seccomp": pod_uid in without_seccomp,
+                    "reported": self.reports.to_json(pod_uid),
                     **self._guarantee(pod_uid, group),
                 }
                 for pod_uid, group in sorted(observed.instances().items())
@@ -802,9 +840,10 @@ class RpcMethods:
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 
 
-def _arguments(
-    params: Mapping[str, object] | list[object], names: tuple[str, ...], optional: frozenset[str]
+def parse_arguments(
+    params: Mapping[str, object] | list[object], names: tuple[str, ...], optional: frozenset[str] = frozenset()
 ) -> Mapping[str, object]:
+    """Return *params* by name: all *names*, of those in *optional* some. Raises :class:`RpcError`."""
     if isinstance(params, list):
         if len(params) != len(names):
             raise RpcError(INVALID_PARAMS, f"Invalid params: {len(params)} given, {len(names)} wanted")

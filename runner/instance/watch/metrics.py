@@ -1,56 +1,66 @@
-"""The metrics of an instance; imported at the first request for them, with the library that writes them."""
+"""What there is to say of an instance in numbers; imported at the first request for them.
+
+The names stand in :mod:`runner.protocol.instance_metrics`. The instance's own page has all of it; the controller gets sums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
-from typing import get_args
+from typing import Any
 
 import trio
-from prometheus_client.metrics_core import Metric
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.facts.roots import Roots
-from runner.instance.supervisor import Phase, QemuUpdateOutcome, RenewalOutcome, Supervisor
+from runner.instance.supervisor import RunningQemu, Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.procfs import LinkTraffic
 from runner.kernel.waiting import shortages
-from runner.placement.children import RESTARTS
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 from runner.plan.networks import BridgedPlan, MacvtapPlan
-from runner.protocol.exposition import Samples, counter, gauge
+from runner.protocol.instance_metrics import PHASES, QEMU_UPDATE_OUTCOMES, RENEWAL_OUTCOMES, RESTARTED_ROLES, Samples
+from runner.protocol.qmp import QmpError
+
+DISKS_WITHIN = 0.5
+"""Seconds that QEMU may take to say what its disks have done; a scrape is not held up by one that is silent."""
+
+_DISK_COUNTERS = {
+    "disk_read_bytes_total": ("rd_bytes", 1),
+    "disk_reads_total": ("rd_operations", 1),
+    "disk_read_seconds_total": ("rd_total_time_ns", 1e-9),
+    "disk_written_bytes_total": ("wr_bytes", 1),
+    "disk_writes_total": ("wr_operations", 1),
+    "disk_write_seconds_total": ("wr_total_time_ns", 1e-9),
+    "disk_flushes_total": ("flush_operations", 1),
+    "disk_flush_seconds_total": ("flush_total_time_ns", 1e-9),
+}
+"""Family → the key of ``BlockDeviceStats`` (``qapi/block-core.json``), and its unit."""
+
+NamedSamples = tuple[str, Samples]
+"""The name of a family, and its samples."""
 
 
-def instance_metrics(
-    supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None, foreign: ForeignTime | None
-) -> Iterator[Metric]:
-    """Yield the metrics of the instance of *plan*; those of threads and memory only with *receipt*, while the guest runs."""
+def state_samples(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:
+    """Yield what is known of the instance of *plan* without reading anything of its threads, or asking QEMU."""
     yield from _state(supervisor, plan)
     yield from _counters(supervisor)
-    yield from _networks(supervisor, plan)
+
+
+async def all_samples(
+    supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None, foreign: ForeignTime | None
+) -> list[NamedSamples]:
+    """Return all that there is to say; what is said of threads, disks and memory only with *receipt*, while the guest runs."""
+    found = [*state_samples(supervisor, plan), *_networks(supervisor, plan)]
     if receipt is not None:
-        strays = len(receipt.violations())
-        enforced = receipt.guarantee == "enforced"
-        yield _gauge("guarantee_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs.", [((), enforced)])
-        yield _gauge("placement_holds", "1 while every thread is in its place.", [((), not strays)])
-        yield _gauge("placement_strays", "Threads that are not in their places.", [((), strays)])
-        offline = len(supervisor.guest_state.offline)
-        yield _gauge("cpus_offline", "CPUs of vCPUs that the machine has taken offline.", [((), offline)])
-        yield from _vcpus(supervisor, receipt, {} if foreign is None else foreign.read())
-        charged = _charged(supervisor, receipt)
-        yield _gauge("memory_charged_bytes", "What the pod's cgroup is charged for.", charged, "kind")
-
-
-def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
-    return gauge(f"instance_runner_{name}", text, samples, labels)
-
-
-def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
-    return counter(f"instance_runner_{name}", text, samples, labels)
+        found += _placement(supervisor, receipt, foreign)
+        if (machine := supervisor.guest_state.machine) is not None:
+            found += await _disks(supervisor, machine)
+    return found
 
 
 def _version() -> Iterator[str]:
@@ -59,48 +69,50 @@ def _version() -> Iterator[str]:
         yield metadata.version("instance-runner")
 
 
-def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
+def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:
     pod, state = plan.pod, supervisor.guest_state
     # Prometheus gives its targets the labels instance, job, namespace, pod, node and container (the Prometheus operator's
     # PodMonitor) and renames ours of the same names to exported_…: so `name`, as in KubeVirt's kubevirt_vmi_info and in
     # cAdvisor, and `pod_name`, `pod_namespace`, as in NVIDIA's dcgm-exporter (--use-old-namespace): the variables' names.
-    identity = {"name": plan.name, "pod_name": pod.name, "pod_namespace": pod.namespace, "node_name": pod.node}
-    identity["placement"] = plan.placement.backend
-    yield _gauge("info", "The instance's names and placement.", [(tuple(identity.values()), 1)], *identity)
-    yield _gauge("build_info", "The runner's version.", [((each,), 1) for each in _version()], "version")
-    yield _gauge("emulated", "1 while the guest is emulated in software.", [((), plan.machine.accel == "tcg")])
-    phases = [((phase,), state.phase == phase) for phase in get_args(Phase)]
-    yield _gauge("guest_state", "1 for the state that the guest is in.", phases, "state")
-    uptime = [] if state.since is None else [((), trio.current_time() - state.since)]
-    yield _gauge("guest_uptime_seconds", "How long the guest has run.", uptime)
-    state.ask_qemu()  # the answer is for the next scrape: this one must not wait
-    ready = [] if state.phase != "running" else [((), not state.unready)]
-    yield _gauge("guest_ready", "1 while the guest is ready, but for threads that are not in their places.", ready)
-    reasons = [((name,), bool(sentence)) for name, sentence in state.reasons()]
-    yield _gauge("guest_unready", "1 for each reason why the guest is not ready.", reasons, "reason")
+    yield "info", [((plan.name, pod.name, pod.namespace, pod.node, plan.placement.backend), 1)]
+    yield "build_info", [((each,), 1) for each in _version()]
+    if state.machine is not None:
+        yield "qemu_info", [((state.machine.monitor.version,), 1)]
+        yield "qemu_generation", [((), state.machine.updates)]
+    yield "generation", [((), supervisor.carry_over.generation)]
+    yield "emulated", [((), plan.machine.accel == "tcg")]
+    yield "guest_state", [((phase,), state.phase == phase) for phase in PHASES]
+    yield "guest_uptime_seconds", [] if state.since is None else [((), trio.current_time() - state.since)]
+    yield "guest_ready", [] if state.phase != "running" else [((), not state.unready)]
+    yield "guest_unready", [((name,), bool(sentence)) for name, sentence in state.reasons()]
 
 
-def _counters(supervisor: Supervisor) -> Iterator[Metric]:
+def _counters(supervisor: Supervisor) -> Iterator[NamedSamples]:
     counters, orphans, faults = supervisor.counters, supervisor.processes.orphans, supervisor.faults
+    yield "console_bytes_total", [((), counters.console)]
+    yield "guest_resets_total", [((), counters.resets)]
     # From the start, with 0: Prometheus sees no increase in a series that begins with 1.
-    restarts = [((role,), counters.restarts[role]) for role in sorted(RESTARTS)]
-    console = [((), counters.console)]
-    yield _counter("console_bytes_total", "Bytes that the guest has written to its console.", console)
-    yield _counter("guest_resets_total", "Resets of the guest.", [((), counters.resets)])
-    yield _counter("child_restarts_total", "Children that ended and were started again.", restarts, "role")
-    yield _counter("orphans_reaped_total", "Orphans of other processes that were reaped.", [((), orphans)])
-    yield _counter("swept_total", "Threads of others moved off the vCPUs' CPUs.", [((), counters.swept)])
-    renewals = [((outcome,), counters.renewals[outcome]) for outcome in get_args(RenewalOutcome)]
-    yield _counter("renewals_total", "Renewals of the runner under the guest that runs.", renewals, "outcome")
-    updates = [((outcome,), counters.qemu_updates[outcome]) for outcome in get_args(QemuUpdateOutcome)]
-    yield _counter("qemu_updates_total", "Updates of QEMU under the guest that runs.", updates, "outcome")
-    short = [((), shortages.count)]
-    yield _counter("shortages_total", "Calls that were made again as the kernel was short of something.", short)
-    yield _counter("release_faults_total", "What could not be released.", [((), len(faults.sentences))])
+    yield "child_restarts_total", [((role,), counters.restarts[role]) for role in RESTARTED_ROLES]
+    yield "orphans_reaped_total", [((), orphans)]
+    yield "swept_total", [((), counters.swept)]
+    yield "renewals_total", [((outcome,), counters.renewals[outcome]) for outcome in RENEWAL_OUTCOMES]
+    yield "qemu_updates_total", [((outcome,), counters.qemu_updates[outcome]) for outcome in QEMU_UPDATE_OUTCOMES]
+    yield "shortages_total", [((), shortages.count)]
+    yield "release_faults_total", [((), len(faults.sentences))]
 
 
-def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float]) -> Iterator[Metric]:
-    yield _gauge("vcpus", "vCPUs that the guest has.", [((), len(receipt.rules.pins))])
+def _placement(supervisor: Supervisor, receipt: Receipt, foreign: ForeignTime | None) -> Iterator[NamedSamples]:
+    strays = len(receipt.violations())
+    yield "guarantee_enforced", [((), receipt.guarantee == "enforced")]
+    yield "placement_holds", [((), not strays)]
+    yield "placement_strays", [((), strays)]
+    yield "cpus_offline", [((), len(supervisor.guest_state.offline))]
+    yield from _vcpus(supervisor, receipt, {} if foreign is None else foreign.read())
+    yield "memory_charged_bytes", _charged(supervisor, receipt)
+
+
+def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float]) -> Iterator[NamedSamples]:
+    yield "vcpus", [((), len(receipt.rules.pins))]
     ran: dict[tuple[object, ...], float] = {}
     waited: dict[tuple[object, ...], float] = {}
     involuntary: dict[tuple[object, ...], float] = {}
@@ -119,21 +131,14 @@ def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float
         if (cpu := pins.get(each.vcpu)) in steal:
             stolen[vcpu] = steal[cpu]
     taken = {(vcpu, CpuSet([pins[vcpu]])): seconds for vcpu, seconds in sorted(foreign.items()) if vcpu in pins}
-    if receipt.rules.shared:
-        absent = " Absent: the vCPUs have no CPUs of their own."
-    else:
-        absent = "" if foreign else " Absent: the kernel has no /proc/schedstat (CONFIG_SCHEDSTATS)."
-    for name, text, values in (
-        ("cpu_seconds", "Time the vCPU has run.", ran),
-        ("run_delay_seconds", "Time it waited for its CPU; the guest sees it stolen.", waited),
-        ("involuntary_switches", "Times something else took its CPU.", involuntary),
-        ("steal_seconds", "Time a hypervisor below this host took from its CPU.", stolen),
-        ("foreign_seconds", "Time other tasks, also the kernel's, ran on its CPU since it was pinned." + absent, taken),
-    ):
-        yield _counter(f"vcpu_{name}_total", text, values.items(), "vcpu", "cpu")
+    yield "vcpu_cpu_seconds_total", ran.items()
+    yield "vcpu_run_delay_seconds_total", waited.items()
+    yield "vcpu_involuntary_switches_total", involuntary.items()
+    yield "vcpu_steal_seconds_total", stolen.items()
+    yield "vcpu_foreign_seconds_total", taken.items()
 
 
-def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
+def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:
     """Yield what the guest has received and sent; of passt and inherited descriptors the kernel has no counters here."""
     links = supervisor.procfs.links()
     received, sent = dict[str, LinkTraffic](), dict[str, LinkTraffic]()
@@ -143,16 +148,29 @@ def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[Metric]:
                 sent[str(index)], received[str(index)] = links[tap]
             case MacvtapPlan(link=link) if link in links:
                 received[str(index)], sent[str(index)] = links[link]
-    yield _counter("network_receive_bytes_total", "Bytes the guest has received.", _each(received, "bytes"), "network")
-    yield _counter("network_receive_packets_total", "Packets of these.", _each(received, "packets"), "network")
-    yield _counter("network_receive_dropped_total", "Packets to it, lost.", _each(received, "dropped"), "network")
-    yield _counter("network_transmit_bytes_total", "Bytes the guest has sent.", _each(sent, "bytes"), "network")
-    yield _counter("network_transmit_packets_total", "Packets of these.", _each(sent, "packets"), "network")
-    yield _counter("network_transmit_dropped_total", "Packets of it, lost.", _each(sent, "dropped"), "network")
+    for way, traffic in (("receive", received), ("transmit", sent)):
+        for unit in ("bytes", "packets", "dropped"):
+            yield f"network_{way}_{unit}_total", [((each,), getattr(traffic[each], unit)) for each in traffic]
 
 
-def _each(traffic: Mapping[str, LinkTraffic], unit: str) -> Samples:
-    return [((network,), getattr(each, unit)) for network, each in traffic.items()]
+async def _disks(supervisor: Supervisor, machine: RunningQemu) -> list[NamedSamples]:
+    """Return what the guest has done with its disks, by QEMU's name of each; nothing while QEMU does not answer."""
+    if supervisor.guest_state.qemu_silent:
+        return []
+    try:
+        found: Any = await machine.monitor.within(DISKS_WITHIN, lambda: machine.monitor.execute("query-blockstats"))
+        # A device of virtio is below the one on the bus, which has the name: /machine/peripheral/disk0/virtio-backend.
+        stats = {
+            str(each["qdev"]).removeprefix("/machine/peripheral/").partition("/")[0]: each["stats"]
+            for each in found
+            if each.get("qdev")
+        }
+        return [
+            (name, [((disk,), each[key] * unit) for disk, each in stats.items() if key in each])
+            for name, (key, unit) in _DISK_COUNTERS.items()
+        ]
+    except (QmpError, AttributeError, KeyError, TypeError):
+        return []
 
 
 def _charged(supervisor: Supervisor, receipt: Receipt) -> Samples:

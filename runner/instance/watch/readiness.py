@@ -99,7 +99,7 @@ class Readiness:
             if carried is not None:
                 self._take_over(carried)
         self._supervisor.carry_over.offer("readiness", self._carried)
-        with self._state.running(read, since), self._publishing(), machine.observed_by(self._handle):
+        with self._state.running(read, machine, since), self._publishing(), machine.observed_by(self._handle):
             async with AsyncExitStack() as held:
                 for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show_again):
                     await held.enter_async_context(self._supervisor.background_task(each))
@@ -159,6 +159,7 @@ class Readiness:
         """Make the file while the guest is ready, and remove it otherwise."""
         if not self._running:
             return
+        self._state.changes.announce()
         self._shown.close()
         if self._state.unready:
             return

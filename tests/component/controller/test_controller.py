@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from runner.controller.main import Pages
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.methods import Timeouts
 from runner.controller.serve.pods import MemberProcess, PodCgroups
@@ -438,7 +437,7 @@ async def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty_and_not_b
     old[0].populate(True)
     async with controlled(node) as controller, connected(node.socket) as client:
         assert f"earlier version of this program are in use (float/{A}, float); drain the node" in controller.loop.error
-        assert Pages(controller.loop, controller.device_filter).respond("/readyz").status == 503
+        assert (await controller.pages().respond("/readyz")).status == 503
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert "drain the node" in str(refused["message"])
         assert not node.domain(B).exists()
@@ -588,15 +587,16 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
             status = await client.result("getStatus")
             assert isinstance(status, dict)
             assert [reason in fault for fault in status["faults"]] == [True]
-            show = Pages(controller.loop, device_filter).respond
-            assert (show("/readyz").status, reason in show("/readyz").text) == (503, True)
+            show = controller.pages(device_filter).respond
+            ready = await show("/readyz")
+            assert (ready.status, reason in ready.text) == (503, True)
             # A controller that could attach it at its next start is started again by the kubelet.
-            assert (show("/healthz").status == 503) is device_filter.lost
-            assert show("/metrics").status == 200
+            assert ((await show("/healthz")).status == 503) is device_filter.lost
+            assert (await show("/metrics")).status == 200
     kept = DeviceFilter(node.root.path, attached_to=node.root.path.stat().st_ino)
     async with controlled(node, device_filter=kept) as controller, connected(node.socket) as client:
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert Pages(controller.loop, kept).respond("/readyz").status == 200
+        assert (await controller.pages(kept).respond("/readyz")).status == 200
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------
@@ -684,6 +684,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
                 "reason": "",
                 "awaited_by": [],
                 "without_seccomp": False,
+                "reported": None,
             }
         ]
         node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)

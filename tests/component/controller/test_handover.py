@@ -16,7 +16,6 @@ import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import Pages
 from runner.controller.serve.methods import MOST_WAITING, Timeouts
 from runner.instance.change.gate import StopRequest, StopRequestedError
 from runner.instance.parts.cgroups.controller import registration_of
@@ -100,7 +99,7 @@ async def test_a_newcomer_learns_at_once_whom_it_waits_for(node: Node, caplog: p
             status = await connection.result("getStatus")
             assert isinstance(status, dict)
             assert len(status["handovers"]) == seen, pod
-        metrics = Pages(controller.loop, controller.device_filter).respond("/metrics").text
+        metrics = (await controller.pages().respond("/metrics")).text
         assert figures(metrics, "instance_cgroup_controller_")["handover_cpus"] == 4
 
 

@@ -18,7 +18,7 @@ import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import LimitOptions, Pages
+from runner.controller.main import LimitOptions
 from runner.controller.serve.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
 from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals
@@ -449,7 +449,7 @@ async def test_what_the_kernel_ends_for_want_of_memory_is_told(node: Node, caplo
         status = await client.result("getStatus")
         assert isinstance(status, dict)
         assert status["oom_kills"] == {B: 2}
-        assert "oom_kills_total 2.0" in Pages(controller.loop, controller.device_filter).respond("/metrics").text
+        assert "oom_kills_total 2.0" in (await controller.pages().respond("/metrics")).text
         node.become(A)
         status = await client.result("getStatus")
         assert isinstance(status, dict)

@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from runner.base.errors import HostError
-from runner.controller.main import Pages, main
+from runner.controller.main import main
 from runner.controller.serve.server import listening
 from runner.controller.tree.loop import ReconcileLoop
 from runner.protocol.http import serve_http
@@ -340,7 +340,7 @@ async def test_probes_and_metrics(node: Node) -> None:
         await client.refusal("registerCgroup", uuid="x", cpuset="1")
         with listening(port) as listener:
             async with trio.open_nursery() as nursery:
-                pages = Pages(controller.loop, controller.device_filter)
+                pages = controller.pages()
                 nursery.start_soon(serve_http, [listener], pages.respond)
                 await check_responses(port, controller)
                 nursery.cancel_scope.cancel()
@@ -366,6 +366,8 @@ async def check_responses(port: Path, controller: Controller) -> None:
     assert {name for name, kind in types.items() if kind == "gauge"} == {
         "instances",
         "instances_enforced",
+        "instance_enforced",
+        "instance_report_age_seconds",
         "instance_cpus",
         "float_cpus",
         "handover_cpus",
@@ -393,13 +395,14 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
     before = controllers.read_text()
     controllers.write_text("memory\n")
     async with controlled(node) as controller:
-        show = Pages(controller.loop, controller.device_filter).respond
-        failed = show("/readyz")
+        show = controller.pages().respond
+        failed = await show("/readyz")
         assert (failed.status, failed.text[:21]) == (503, "the last pass failed:")
         assert "offers no cpuset controller" in failed.text
-        assert show("/healthz").text == "ok\n"
+        assert (await show("/healthz")).text == "ok\n"
         controllers.write_text(before)
-        await controller.eventually(lambda: show("/readyz").status == 200)
+        await controller.eventually(lambda: not controller.loop.status().failed)
+        assert (await show("/readyz")).status == 200
 
 
 async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
@@ -410,9 +413,9 @@ async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
 
     monkeypatch.setattr(ReconcileLoop, "without_seccomp", unreadable)
     async with controlled(node) as controller:
-        answer = Pages(controller.loop, controller.device_filter).respond("/metrics")
+        answer = await controller.pages().respond("/metrics")
         assert (answer.status, answer.text) == (503, "cannot read it\n")
-        assert Pages(controller.loop, controller.device_filter).respond("/healthz").text == "ok\n", "it reads no pod"
+        assert (await controller.pages().respond("/healthz")).text == "ok\n", "it reads no pod"
 
 
 def test_its_log_can_be_json(built: Node) -> None:

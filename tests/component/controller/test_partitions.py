@@ -23,7 +23,6 @@ from runner.base.cpuset import CpuSet
 from runner.check.finding import Level, Place
 from runner.check.host_reader import ask_controller
 from runner.check.programs import judge_controller
-from runner.controller.main import Pages
 from runner.controller.serve import methods
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.partition_writer import PartitionWriter, obey
@@ -425,7 +424,7 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         with pytest.raises(ControllerError, match="the controller's partition writer has ended"):
             await seal(path, B)
         await unseal(path, B)
-        answer = Pages(controller.loop, controller.device_filter).respond("/healthz")
+        answer = await controller.pages().respond("/healthz")
         assert answer.status == 503
         assert "restart the controller" in answer.text
 
@@ -519,7 +518,7 @@ async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
         finding = judge_controller(Place.POD, str(path), status, "auto")
         assert finding.level is Level.WARNING
         assert f"arranged, not enforced: {B}: {reason}" in finding.found
-        metrics = Pages(controller.loop, controller.device_filter).respond("/metrics").text
+        metrics = (await controller.pages().respond("/metrics")).text
         assert "instances_enforced 0.0" in metrics
         refusing.append("isolated")
         assert await seal(path, B) == ""

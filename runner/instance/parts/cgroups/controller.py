@@ -295,6 +295,7 @@ async def registered_cgroups(
                 adopted = EnteredCgroups(named, None, registration.cgroup_fds, in_force)
             async with entered_float(supervisor, anchors, adopted) as entered:
                 held.enter_context(entered.kills_explained(supervisor.processes))
+                supervisor.guest_state.registered.set()
                 yield RegisteredCgroups(
                     entered.cgroups,
                     entered.pod_cgroup_fd,

@@ -1,0 +1,84 @@
+"""What an instance says of itself in numbers, read when it is asked for: at its own port, and by its controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from runner.base.errors import HostError
+from runner.instance.supervisor import Supervisor
+from runner.kernel.sockets import Socket
+from runner.placement.threads import Receipt
+from runner.plan.instance import InstancePlan
+
+if TYPE_CHECKING:
+    from runner.instance.renewal.carried import CarriedProbes  # only a runner that is renewed carries any
+    from runner.instance.watch.foreign_time import ForeignTime
+    from runner.instance.watch.metrics import NamedSamples
+
+READ_AGAIN = 1.0
+"""Seconds for which one reading of all threads answers every request: it is three files for each of them."""
+
+
+@attrs.define
+class Figures:
+    """The state of an instance in numbers, one for all who ask for it."""
+
+    supervisor: Supervisor
+    plan: InstancePlan
+    foreign: ForeignTime | None = None
+    """``None`` until the vCPUs are pinned, and where all threads share their CPUs."""
+    _receipt: Receipt | None = None
+    _read_at: float = 0.0
+
+    def placed(self, receipt: Receipt) -> None:
+        """Begin to count what runs on the vCPUs' CPUs, none of which runs yet."""
+        from runner.instance.watch.foreign_time import ForeignTime  # here, because not everything that runs is probed
+
+        if not self.plan.placement.shared:
+            with suppress(HostError):  # no reason to give up a start
+                begun = self.foreign
+                self.foreign = (
+                    ForeignTime.begin(self.supervisor.procfs, receipt) if begun is None else begun.succeeded_by(receipt)
+                )
+
+    def carried(self, listeners: Sequence[Socket]) -> CarriedProbes:
+        """Return what the program that renews this one must know of them."""
+        from runner.instance.renewal.carried import CarriedProbes
+        from runner.kernel.carried import CarriedFd
+
+        numbers = tuple(CarriedFd(each.fileno()) for each in listeners)
+        return CarriedProbes(numbers, None if self.foreign is None else self.foreign.carried)
+
+    def take_over(self, carried: CarriedProbes) -> None:
+        """Continue what the runner before exec has counted."""
+        from runner.instance.watch.foreign_time import ForeignTime
+
+        if carried.foreign is not None:
+            self.foreign = ForeignTime.adopt(self.supervisor.procfs, carried.foreign)
+
+    def receipt(self) -> Receipt | None:
+        """Return where every thread is, read at most :data:`READ_AGAIN` seconds ago; ``None`` unless the guest runs."""
+        read, now = self.supervisor.guest_state.read, trio.current_time()
+        if read is None:
+            return None
+        if self._receipt is None or now - self._read_at > READ_AGAIN:
+            self._receipt, self._read_at = read(), now
+        return self._receipt
+
+    def state(self) -> list[NamedSamples]:
+        """Return what is known without reading anything of threads, disks and networks."""
+        from runner.instance.watch.metrics import state_samples  # here, as not all that is probed is scraped
+
+        return list(state_samples(self.supervisor, self.plan))
+
+    async def samples(self) -> list[NamedSamples]:
+        """Return all that there is to say."""
+        from runner.instance.watch.metrics import all_samples  # here, as not all that is probed is scraped
+
+        self.supervisor.guest_state.ask_qemu()  # the answer is for the next scrape: this one must not wait
+        return await all_samples(self.supervisor, self.plan, self.receipt(), self.foreign)

@@ -1,0 +1,98 @@
+"""The instance's reports to the controller that has placed it, so that the node can tell about it in every network mode.
+
+One call of ``reportInstance`` is under way for as long as the controller is there. It answers when it wants the next report,
+so that this process sleeps until then. A change is reported by another connection, which takes the place of the one before.
+
+The end of a connection is all that says that the controller has gone, and nothing says that it is back: an inotify queue in
+each instance would take them from the controller and the kubelet, which share the limit of 128 with all of a node's instances
+(``fs.inotify.max_user_instances``). So an instance without a connection tries again, after random pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import attrs
+import trio
+
+from runner.base.errors import HostError, explain
+from runner.base.events import InstanceEvent
+from runner.base.tasks import first_of
+from runner.base.values import frozen
+from runner.instance.watch.figures import Figures
+from runner.placement.backends import ControllerPlacement
+from runner.protocol.controller_client import REPORT_SOCKET, ControllerAbsentError, ControllerConnection, connected
+from runner.protocol.instance_metrics import reported
+
+log = logging.getLogger(__name__)
+
+
+@frozen
+class Pauses:
+    """Seconds."""
+
+    change: float = 1.0
+    """From a change to the report of it, in which there may be others."""
+    first: float = 1.0
+    """Until the first attempt to connect again, on an average; each pause is twice the one before."""
+    longest: float = 30.0
+    """The longest one, on an average."""
+
+    def after(self, failures: int) -> float:
+        """Return a pause after so many *failures*; random, so that the instances of a node do not come together."""
+        pause = min(self.first * 2.0 ** min(failures, 16), self.longest)
+        return pause * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+
+
+async def report(figures: Figures, placement: ControllerPlacement, pauses: Pauses | None = None) -> None:
+    """Report to the controller from the registration on; may be cancelled at any moment."""
+    pauses, supervisor, failures = pauses or Pauses(), figures.supervisor, 0
+    await supervisor.guest_state.registered.wait()
+    while True:
+        reporter = _Reporter(figures, placement.pod_uid, pauses.change)
+        try:
+            async with connected(placement.socket.with_name(REPORT_SOCKET)) as controller:
+                await reporter.until_changed(controller)
+        except ControllerAbsentError as error:  # or it is busy, or older than reports
+            log.debug(InstanceEvent.REPORT_MISSED, explain(error))
+        except HostError as error:
+            if (more := supervisor.log_limit.due("no report")) is not None:
+                log.warning(InstanceEvent.REPORT_REFUSED, more, explain(error))
+        else:
+            failures = 0
+            continue
+        failures = 0 if reporter.answered else failures + 1
+        await trio.sleep(pauses.after(failures))
+
+
+@attrs.define
+class _Reporter:
+    """The reports by one connection."""
+
+    figures: Figures
+    pod_uid: str
+    change: float
+    answered: bool = False
+    """Whether the controller has wanted another report."""
+
+    async def until_changed(self, controller: ControllerConnection) -> None:
+        """Report the state, and all there is to say whenever *controller* wants it; return when the state has changed."""
+        supervisor = self.figures.supervisor
+        while True:
+            changes = (supervisor.guest_state.changes.next, supervisor.restarted.next)
+            told = reported(await self.figures.samples() if self.answered else self.figures.state())
+            if not await first_of(partial(self._wanted, controller, told), partial(self._changed, changes)):
+                return
+            self.answered = True
+
+    async def _wanted(self, controller: ControllerConnection, told: Mapping[str, object]) -> bool:
+        await controller.call("reportInstance", {"uuid": self.pod_uid, "report": told})
+        return True
+
+    async def _changed(self, changes: Sequence[trio.Event]) -> bool:
+        await first_of(*(each.wait for each in changes))
+        await trio.sleep(self.change)
+        return False

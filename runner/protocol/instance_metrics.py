@@ -1,0 +1,233 @@
+"""What an instance tells of itself: one table for its own metrics, for its reports to the controller, and for the controller's.
+
+A report has numbers by the names and label values of this table alone. Labels that count parts, such as vCPUs, are summed, so that a
+report has 4 KiB at most, however large the machine is. The few labels that are texts of the instance's own bear ``reported_``
+before their names on the controller's page: it cannot check them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from runner.base.values import frozen
+
+PREFIX = "instance_runner_"
+
+LONGEST_NAME = 253
+"""Characters of the longest name that Kubernetes gives (``DNS1123SubdomainMaxLength``)."""
+LONGEST_VERSION = 64
+REPORTED = "reported_"
+"""Stands before the name of a label on the controller's page whose value the instance has chosen."""
+
+PHASES = ("starting", "running", "stopping")
+RENEWAL_OUTCOMES = ("renewed", "fell_back", "resumed")
+QEMU_UPDATE_OUTCOMES = ("updated", "fell_back", "lost")
+RESTARTED_ROLES = ("anchor", "dnsmasq")
+UNREADY = (
+    "phase",
+    "cpus_lost",
+    "cpus_offline",
+    "qemu_silent",
+    "halted",
+    "panicked",
+    "resets",
+    "silent",
+    "awaits_sign",
+)
+"""Why a guest is not ready, first what the others follow from."""
+
+
+@frozen
+class Label:
+    """A label of a family: one of *values*, a text of the instance's own of at most *longest* characters, or the number of a part."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    longest: int = 0
+
+    @property
+    def text(self) -> bool:
+        """Return whether the instance chooses its value."""
+        return self.longest > 0
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether it numbers parts of the instance, which a report sums up."""
+        return not self.values and not self.text
+
+    def accepts(self, value: object) -> bool:
+        """Tell whether *value* is one of this label's in a report."""
+        if self.text:
+            return isinstance(value, str) and len(value) <= self.longest and value.isascii() and value.isprintable()
+        return value in self.values
+
+
+@frozen
+class Family:
+    """A family of metrics."""
+
+    name: str
+    """Without :data:`PREFIX`; that of a counter ends in ``_total``."""
+    help: str
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def is_counter(self) -> bool:
+        """Return whether it is a counter; others are gauges."""
+        return self.name.endswith("_total")
+
+    @property
+    def reported_labels(self) -> tuple[Label, ...]:
+        """Return the labels that are left in a report."""
+        return tuple(each for each in self.labels if not each.is_part)
+
+
+Samples = Iterable[tuple[Sequence[object], float]]
+"""The values of a family's labels, in their order, and its value there."""
+Report = Mapping[str, Mapping[tuple[str, ...], float]]
+"""Family → values of the labels that a report has → its value there."""
+
+_VCPU = (Label("vcpu"), Label("cpu"))
+_NETWORK = (Label("network"),)
+_DISK = (Label("disk"),)
+
+_TABLE = (
+    Family(
+        "info",
+        "The instance's names and placement.",
+        (
+            *(Label(each, longest=LONGEST_NAME) for each in ("name", "pod_name", "pod_namespace", "node_name")),
+            Label("placement", ("controller", "delegated", "affinity")),
+        ),
+    ),
+    Family("build_info", "The runner's version.", (Label("version", longest=LONGEST_VERSION),)),
+    Family("qemu_info", "QEMU's version.", (Label("version", longest=LONGEST_VERSION),)),
+    Family("generation", "How often the runner was renewed under its guest."),
+    Family("qemu_generation", "How often QEMU was updated under its guest."),
+    Family("emulated", "1 while the guest is emulated in software."),
+    Family("guest_state", "1 for the state that the guest is in.", (Label("state", PHASES),)),
+    Family("guest_uptime_seconds", "How long the guest has run."),
+    Family("guest_ready", "1 while the guest is ready, but for threads that are not in their places."),
+    Family("guest_unready", "1 for each reason why the guest is not ready.", (Label("reason", UNREADY),)),
+    Family("console_bytes_total", "Bytes that the guest has written to its console."),
+    Family("guest_resets_total", "Resets of the guest."),
+    Family(
+        "child_restarts_total",
+        "Children that ended and were started again.",
+        (Label("role", RESTARTED_ROLES),),
+    ),
+    Family("orphans_reaped_total", "Orphans of other processes that were reaped."),
+    Family("swept_total", "Threads of others moved off the vCPUs' CPUs."),
+    Family(
+        "renewals_total",
+        "Renewals of the runner under the guest that runs.",
+        (Label("outcome", RENEWAL_OUTCOMES),),
+    ),
+    Family(
+        "qemu_updates_total",
+        "Updates of QEMU under the guest that runs.",
+        (Label("outcome", QEMU_UPDATE_OUTCOMES),),
+    ),
+    Family("shortages_total", "Calls that were made again as the kernel was short of something."),
+    Family("release_faults_total", "What could not be released."),
+    Family("network_receive_bytes_total", "Bytes the guest has received.", _NETWORK),
+    Family("network_receive_packets_total", "Packets of these.", _NETWORK),
+    Family("network_receive_dropped_total", "Packets to it, lost.", _NETWORK),
+    Family("network_transmit_bytes_total", "Bytes the guest has sent.", _NETWORK),
+    Family("network_transmit_packets_total", "Packets of these.", _NETWORK),
+    Family("network_transmit_dropped_total", "Packets of it, lost.", _NETWORK),
+    Family("disk_read_bytes_total", "Bytes the guest has read.", _DISK),
+    Family("disk_reads_total", "Requests by which it has read.", _DISK),
+    Family("disk_read_seconds_total", "Time that these took, all together.", _DISK),
+    Family("disk_written_bytes_total", "Bytes the guest has written.", _DISK),
+    Family("disk_writes_total", "Requests by which it has written.", _DISK),
+    Family("disk_write_seconds_total", "Time that these took, all together.", _DISK),
+    Family("disk_flushes_total", "Requests to have on the disk what was written.", _DISK),
+    Family("disk_flush_seconds_total", "Time that these took, all together.", _DISK),
+    Family("guarantee_enforced", "1 while the kernel keeps all others off the vCPUs' CPUs."),
+    Family("placement_holds", "1 while every thread is in its place."),
+    Family("placement_strays", "Threads that are not in their places."),
+    Family("cpus_offline", "CPUs of vCPUs that the machine has taken offline."),
+    Family("vcpus", "vCPUs that the guest has."),
+    Family("vcpu_cpu_seconds_total", "Time the vCPU has run.", _VCPU),
+    Family("vcpu_run_delay_seconds_total", "Time it waited for its CPU; the guest sees it stolen.", _VCPU),
+    Family("vcpu_involuntary_switches_total", "Times something else took its CPU.", _VCPU),
+    Family("vcpu_steal_seconds_total", "Time a hypervisor below this host took from its CPU.", _VCPU),
+    Family(
+        "vcpu_foreign_seconds_total",
+        "Time other tasks, also the kernel's, ran on its CPU since it was pinned. Absent where the vCPUs have no CPUs of their own, "
+        "and where the kernel has no /proc/schedstat (CONFIG_SCHEDSTATS).",
+        _VCPU,
+    ),
+    Family("memory_charged_bytes", "What the pod's cgroup is charged for.", (Label("kind", ("memory", "hugetlb")),)),
+)
+
+FAMILIES: Mapping[str, Family] = {each.name: each for each in _TABLE}
+
+
+def reported(samples: Iterable[tuple[str, Samples]]) -> dict[str, list[list[str | float]]]:
+    """Return what a report says of *samples*, as JSON: for each family a list of label values and the number.
+
+    Parts are summed up, and numbers have three places, so that a report has less than 4 KiB; texts are shortened to what
+    :meth:`Label.accepts` takes.
+    """
+    found: dict[str, list[list[str | float]]] = {}
+    for name, values in samples:
+        family, sums = FAMILIES[name], dict[tuple[str, ...], float]()
+        for labels, value in values:
+            key = tuple(
+                _short(str(text), label.longest) if label.text else str(text)
+                for label, text in zip(family.labels, labels, strict=True)
+                if not label.is_part
+            )
+            sums[key] = sums.get(key, 0) + value
+        if sums:
+            found[name] = [[*key, round(float(value), 3)] for key, value in sums.items()]
+    return found
+
+
+def _short(text: str, longest: int) -> str:
+    kept = text.encode("ascii", "replace").decode()[:longest]
+    return "".join(each if each.isprintable() else "?" for each in kept)
+
+
+def parse_report(document: object) -> Report:
+    """Parse what :func:`reported` returns. Raises ``ValueError`` for anything else.
+
+    Families that this program does not know are left out: the instance's may be newer.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("it must be an object")  # noqa: TRY004 - of a message
+    return {name: dict(_parsed(FAMILIES[name], values)) for name, values in document.items() if name in FAMILIES}
+
+
+def _parsed(family: Family, values: object) -> Iterator[tuple[tuple[str, ...], float]]:
+    labels = family.reported_labels
+    if not isinstance(values, list) or (len(values) > 1 and any(label.text for label in labels)):
+        raise ValueError(f"{family.name!r} must be a list, and of one sample if it has texts")
+    for sample in values:
+        if not isinstance(sample, list) or len(sample) != len(labels) + 1:
+            raise ValueError(f"{family.name!r}: a sample must be a list of {len(labels)} labels and a number")
+        *texts, value = sample
+        for label, text in zip(labels, texts, strict=True):
+            if not label.accepts(text):
+                raise ValueError(f"{family.name!r}: {label.name!r} cannot be {str(text)[:40]!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{family.name!r}: {str(value)[:40]!r} is not a number")
+        yield tuple(texts), float(value)
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """Return *report* for people and programs: what is zero for a value of a label is left out."""
+    found: dict[str, object] = {}
+    for name, samples in report.items():
+        labels = FAMILIES[name].reported_labels
+        match labels:
+            case ():
+                found[name] = samples.get(())
+            case [label] if not label.text:
+                found[name] = {texts[0]: value for texts, value in samples.items() if value}
+            case _:
+                found[name] = {label.name: text for texts in samples for label, text in zip(labels, texts, strict=True)}
+    return found
