@@ -13,7 +13,6 @@ from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.files import closing
 from runner.kernel.limits import limited
-from runner.kernel.sockets import listen_at
 
 PREFIX = "meeting-"
 """The beginning of the directory's name; 16 hexadecimal digits follow."""
@@ -55,6 +54,8 @@ def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextMana
 
 @contextmanager
 def _listening(directory: int, name: str) -> Iterator[socket.socket]:
+    from runner.kernel.sockets import listen_at  # what a killed runner has left is removed before trio is imported
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listen_at(listener, f"/proc/self/fd/{directory}/{name}", 1, 0o666)  # for another program's user: see above
         yield listener
