@@ -28,8 +28,12 @@ TARGET = {"namespace": "n", "pod": "p", "container": "c", "endpoint": "e", "node
 CONTROLLER = "127.0.0.1:9440"
 GRAFANA = {"$__rate_interval": "10s", "$__range": "5m", "$job": ".*", "$instance": ".*"}
 """What Grafana puts in the place of its variables."""
-NOT_EVERYWHERE = {"instance_runner_memory_charged_bytes", "instance_runner_vcpu_foreign_seconds_total"}
-"""Metrics that are left out where no cgroup v2 is mounted, or the kernel keeps no statistics of its scheduler."""
+NOT_EVERYWHERE = {
+    "instance_runner_memory_charged_bytes",
+    "instance_runner_vcpu_foreign_seconds_total",
+    "instance_cgroup_controller_instance_report_age_seconds",
+}
+"""Metrics that are left out where no cgroup v2 is mounted, the kernel keeps no statistics of its scheduler, or nothing reports."""
 CLIENT = """
 import json, sys, urllib.error, urllib.request
 for line in sys.stdin:

@@ -351,6 +351,12 @@ def test_the_two_commands_exist() -> None:
         assert (ROOT / command).is_file()
 
 
+def anchors_of(document: Path) -> set[str]:
+    """Return what a link may name in *document*, by its headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @documents
 def test_every_link_leads_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^):]*)\)", document.read_text()):
@@ -358,9 +364,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         target = document.parent / path if path else document
         assert target.exists(), link
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert anchor in anchors, link
+            assert anchor in anchors_of(target), link
 
 
 def linked(document: Path) -> set[Path]:

@@ -14,7 +14,7 @@ from tests.images.manifests import EXAMPLES as KUBERNETES
 from tests.images.manifests import pod_specs, resources
 from tests.support.exposition import figures
 from tests.support.monitoring import EXAMPLES, THEIRS, alerts, dashboard, documents, exported, queries, rules, selected
-from tests.unit.test_documents import ROOT, table_rows
+from tests.unit.test_documents import ROOT, anchors_of, table_rows
 
 SCHEMAS = yaml.safe_load((ROOT / "tests/data/prometheus_operator.json").read_text())
 """``openAPIV3Schema`` of the kinds' v1 in prometheus-operator 0.93.0, closed to unknown keys, without descriptions and the
@@ -91,7 +91,10 @@ def test_each_alert_says_what_it_means_and_is_explained() -> None:
     assert len(table) > 10
     for rule in (rule for group in rules()["groups"] for rule in group["rules"]):
         assert rule["labels"]["severity"] in {"warning", "critical"}
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert not anchor or anchor in anchors_of(ROOT / page), rule["alert"]
+        assert (ROOT / page).is_file()
 
 
 def test_the_panels_of_the_dashboard_have_numbers_and_places_of_their_own() -> None:
