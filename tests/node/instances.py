@@ -113,8 +113,8 @@ class Controller:
         self.arguments = (
             *("--root", str(TREE.path), "--socket", str(self.socket), "--kubelet-dir", str(kubelet.directory)),
             *("--state-dir", str(directory.parent / "controller-state")),
-            # Twice the default here: what is emulated needs more than the share of such small pods is in 1 GiB.
-            *("--memory-max", "2G", *more),
+            # Three times the default here: what is emulated needs more than the share of such small pods is in 1 GiB.
+            *("--memory-max", "3G", *more),
         )
         self.prefix: tuple[str, ...] = ()
         self.before = ""

@@ -132,11 +132,12 @@ async def _call(status: StatusReader, method: str, params: Mapping[str, object] 
     try:
         return await _called(status, method, params)
     except RunnerError as error:
-        ends = ""
-        if isinstance(error, ExecInterruptedError):  # QEMU has hung up, and why is known in a moment
-            with trio.move_on_after(EXITS_WITHIN):
-                ends = f"; {await status.supervisor.changes.stopping()}"
-        raise RpcError(REFUSED, f"{explain(error)}{ends}") from error
+        failure = error
+    ends = ""
+    if isinstance(failure, ExecInterruptedError):  # QEMU has hung up, and why is known in a moment
+        with trio.move_on_after(EXITS_WITHIN):
+            ends = f"; {await status.supervisor.changes.stopping()}"
+    raise RpcError(REFUSED, f"{explain(failure)}{ends}") from failure
 
 
 async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> object:

@@ -65,8 +65,8 @@ async def lost_cpus_left(receipts: Receipts, vcpus: Vcpus) -> GuestEnd:
                 async with supervisor.changes.begin(Kind.PLACEMENT, "the vCPUs are being put back on their CPUs"):
                     await _restore(receipts, vcpus)
     except RefusedError:  # for a stop, which ends this task
-        await trio.sleep_forever()
-        raise
+        pass
+    return await trio.sleep_forever()
 
 
 async def _make_room(receipts: Receipts, vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
