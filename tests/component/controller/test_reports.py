@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Iterable
+import resource
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,16 @@ async def test_a_controller_that_was_started_again_has_the_reports_that_come(nod
             assert f'runner_guest_ready{{pod_uid="{B}"}}' in await scraped(controller, client, request(B))
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Let this process have as many files open as the controller lets itself at its start."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
 async def test_the_page_has_300_instances_also_after_the_controllers_restart(node: Node) -> None:
     uids = put_instances(node, 300)
     limits = attrs.evolve(LIMITS, connections_per_peer=LIMITS.connections, in_flight=LIMITS.connections)
