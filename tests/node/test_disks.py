@@ -97,8 +97,8 @@ def test_disks_in_a_pod(
     )
     instance.up()
     instance.is_placed()
-    assert {name: (Path(group).name, allowed) for name, (group, allowed) in iothreads(instance).items()} == {
-        "IO disk0": (instance.uid, str(kubelet.default))
+    assert {name: (Path(group).parts[-2:], allowed) for name, (group, allowed) in iothreads(instance).items()} == {
+        "IO disk0": ((f"instance-{instance.uid}", "float"), str(kubelet.default))
     }
 
     # The guest sees the device's sector size; QEMU bypasses the page cache and needs no worker threads.
