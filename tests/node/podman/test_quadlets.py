@@ -125,7 +125,7 @@ def test_the_example_from_its_start_to_its_stop() -> None:
 
     systemctl("stop", INSTANCE)
     assert (show(INSTANCE, "Result"), show(INSTANCE, "ExecMainStatus")) == ("success", "0")
-    said = journal(f"CONTAINER_NAME={NAME}")
+    said = journal(f"CONTAINER_ID_FULL={name}")  # not of the containers before it, which had the same name
     steps = (
         "the guest runs",
         "asked to stop reason=SIGTERM",
