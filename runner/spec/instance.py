@@ -168,8 +168,9 @@ class CpuSpec:
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
         default=None,
         doc="QEMU's CPU model; without it `host` under KVM (on AMD with `topoext` if guest cores have two threads, and with `invtsc` "
-        'if the host\'s time stamp counter is invariant) and `max` under TCG; with placement `"controller"` under KVM each model also '
-        "gets `kvm-hint-dedicated`, by which the guest learns that nothing else runs on its CPUs",
+        "if the host's time stamp counter is invariant) and under TCG `max` without what makes it slower (`erms`, `fsrm`, `la57`); with "
+        'placement `"controller"` under KVM each model also gets `kvm-hint-dedicated`, by which the guest learns that nothing else runs '
+        "on its CPUs",
     )
     idle: IdleChoice = key(
         choice(*get_args(IdleChoice)),

@@ -24,7 +24,7 @@ from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
 from runner.plan.host_checks import OWN_CPUS
 from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
-from runner.plan.machine import VcpuHotplugPlan, parse_cpu_models
+from runner.plan.machine import EMULATED_CPU, VcpuHotplugPlan, parse_cpu_models
 from runner.plan.memory import VCPU
 from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
 from runner.plan.render import plan_json, plan_lines
@@ -609,7 +609,7 @@ def test_cpus_unknown_to_sysfs_are_refused() -> None:
         ("", {"cpu_vendor": "GenuineIntel"}, 2, "host"),
         ('pinning = "linear"\n', {}, 1, "host"),
         ('model = "EPYC"\n', {}, 2, "EPYC"),
-        ('accel = "tcg"\n', {}, 1, "max"),
+        ('accel = "tcg"\n', {}, 1, EMULATED_CPU),
         ('accel = "tcg"\nmodel = "Skylake-Server"\n', {}, 2, "Skylake-Server"),
     ],
 )
@@ -699,7 +699,7 @@ def test_a_requested_placement_is_not_weakened(asked: str) -> None:
         ("", True, "host,invtsc=on,kvm-hint-dedicated=on"),
         ('model = "EPYC"\n', True, "EPYC,kvm-hint-dedicated=on"),
         ('model = "EPYC,kvm-hint-dedicated=off"\n', False, "EPYC,kvm-hint-dedicated=off"),
-        ('accel = "tcg"\n', True, "max"),
+        ('accel = "tcg"\n', True, EMULATED_CPU),
         ('accel = "tcg"\nmodel = "qemu64"\n', False, "qemu64"),
         ('placement = "delegated"\n', True, "host,invtsc=on"),
     ],
