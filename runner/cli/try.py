@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpus",
         type=argument_type(_count),
         metavar="COUNT",
-        help="the guest's vCPUs with --disk (default: 2, or 1 on a machine of two CPUs)",
+        help="the guest's vCPUs with --disk (default: 2, or 1 on a machine of one CPU)",
     )
     add(
         "--login",

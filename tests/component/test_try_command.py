@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path, PurePosixPath
@@ -136,6 +137,15 @@ def test_the_spec_that_is_made_is_one_that_can_be_tried(tmp_path: Path) -> None:
         (RUNNER, "plan", "--document-only", "-"), input=done.stdout, check=False, capture_output=True, text=True
     )
     assert checked.stdout == "standard input: right, 1 vCPU, 2GiB\n", checked.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_disk_has_two_vcpus_unless_this_process_may_use_one_cpu_alone(tmp_path: Path, number: int) -> None:
+    disk = tmp_path / "disk.img"
+    disk.write_bytes(bytes(1 << 20))
+    cpus = sorted(os.sched_getaffinity(0))[:number]
+    done = attempt("taskset", "--cpu-list", ",".join(map(str, cpus)), RUNNER, "try", "--disk", disk, "--print-spec")
+    assert json.loads(done.stdout)["cpu"]["count"] == len(cpus), done.stderr
 
 
 def test_without_passt_the_way_out_is_said_to_be_missing_and_a_port_is_refused(tmp_path: Path) -> None:
