@@ -45,6 +45,17 @@ PROJECT_MANIFEST = PROJECT / "examples/kubernetes/controller/daemonset.yaml"
 DEVICES = tuple(path for path in ("/dev/net/tun", "/dev/vhost-net") if Path(path).exists())
 CAPABILITIES = capabilities("NET_ADMIN SYS_NICE")
 """What an instance's container needs besides containerd's default ones."""
+TYPE = """
+import socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect("/run/instance-runner/console.sock")
+line.sendall(b'{"write": true}\\n')
+line.recv(1 << 16)
+line.sendall(sys.argv[1].encode() + b"\\n")
+line.settimeout(60)
+line.recv(1 << 16)
+"""
+"""Types its argument at the console of the instance in whose container it runs, and waits for an answer."""
 
 
 def until(condition: Callable[[], T | None], what: str, seconds: float = SECONDS) -> T:
@@ -251,6 +262,10 @@ class Instance:
         vcpus = self.vcpus()
         assert sorted(str(thread.cpus) for thread in vcpus) == sorted(str(cpu) for cpu in self.cpus)
         assert {thread.cgroup for thread in vcpus} == {str(self.group)}
+
+    def type(self, line: str) -> None:
+        """Type *line* at the guest's console, and wait until the guest shows something."""
+        self.running.execute(sys.executable, "-c", TYPE, line)
 
     def stop(self) -> int:
         """End its pod as the kubelet does and return its status."""

@@ -31,16 +31,6 @@ SEALED_AND_NOT = pytest.mark.parametrize(
     ],
 )
 CTL = (sys.executable, "-m", "runner", "ctl", "--json")
-TYPE = """
-import socket, sys
-line = socket.socket(socket.AF_UNIX)
-line.connect("/run/instance-runner/console.sock")
-line.sendall(b'{"write": true}\\n')
-line.recv(1 << 16)
-line.sendall(sys.argv[1].encode() + b"\\n")
-line.settimeout(60)
-line.recv(1 << 16)
-"""
 ONLINE = "while :; do for c in /sys/devices/system/cpu/cpu*/online; do echo 1 >$c; done 2>/dev/null; sleep 1; done &"
 """What a udev rule does: bring each CPU online that is plugged."""
 SHOW = "while :; do read -r n </sys/devices/system/cpu/online; echo GUEST-HAS $n; sleep 1; done &"
@@ -132,7 +122,7 @@ def linux(node: NodeFixture, guest: tuple[Path, Path], cpus: str, most: int) -> 
     )
     instance.running.wait_for("LINUX-GUEST-UP", 400)
     for command in (ONLINE, SHOW):
-        instance.running.execute(sys.executable, "-c", TYPE, command)
+        instance.type(command)
     return instance
 
 

@@ -8,7 +8,7 @@ set -euo pipefail
 packages=(python3 qemu-system-x86 qemu-utils virtiofsd dnsmasq-base crun runc iproute2 iputils-ping busybox-static
   numactl procps strace mount util-linux util-linux-extra kmod systemd dbus
   ovmf passt fio iperf3 e2fsprogs qemu-guest-agent pciutils containerd containernetworking-plugins iptables
-  cloud-init openssh-server openssh-client netplan.io)
+  cloud-init openssh-server openssh-client netplan.io hwloc-nox)
 
 echo "installing the project's locked dependencies for Python 3.13"
 uv pip install -q --target site --python-version 3.13 --python-platform x86_64-unknown-linux-gnu \

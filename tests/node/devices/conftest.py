@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,33 @@ class Spare:
     def driver(self) -> str:
         link = self.path / "driver"
         return link.resolve().name if link.exists() else ""
+
+    @property
+    def may_lose_power(self) -> bool:
+        return (self.path / "d3cold_allowed").read_text() == "1\n"
+
+    @contextlib.contextmanager
+    def registers(self) -> Iterator[mmap.mmap]:
+        """Map its first region, as its driver would, whether or not VFIO lets its guest do so at the moment."""
+        (self.path / "power/control").write_text("on\n")
+        subprocess.run(["setpci", "-s", self.address, "COMMAND=2:2"], check=True)
+        with (self.path / "resource0").open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as found:
+            yield found
+        (self.path / "power/control").write_text("auto\n")
+
+    def switch_power(self, *, on: bool) -> None:
+        """Have the port above switch its slot's power (PCI Express Base, 7.5.3.10): a device without any reads as ones.
+
+        Its power indicator stays on: QEMU takes the device away where both are off.
+        """
+        port = self.path.resolve().parent.name
+        subprocess.run(["setpci", "-s", port, f"CAP_EXP+18.w={100 if on else 500}:700"], check=True)
+
+    def plug_in_anew(self) -> None:
+        """Have the kernel find it once more, as after it was switched off and on."""
+        (self.path / "remove").write_text("1\n")
+        (BUS / "rescan").write_text("1\n")
+        assert self.path.exists()
 
     def bind(self, driver: str) -> None:
         """Bind it to *driver*, or to its own driver if that is empty."""
@@ -103,18 +132,27 @@ def _of_class(kind: str) -> list[Spare]:
 
 @pytest.fixture(scope="session")
 def disks() -> dict[int, Spare]:
-    """Return the spare NVMe disk of each NUMA node."""
+    """Return the spare NVMe disk of each NUMA node, the first if it has several."""
     if not list(Path("/sys/class/iommu").glob("*")):
         pytest.skip("an IOMMU and spare devices are missing: tests/node/run --devices brings a node that has them")
-    return {spare.numa_node: spare for spare in _of_class(DISK)}
+    return {spare.numa_node: spare for spare in reversed(_of_class(DISK))}
+
+
+@pytest.fixture(scope="session")
+def six(disks: dict[int, Spare]) -> list[Spare]:
+    """Return all devices of the first NUMA node: two root complexes have them, and two of them are behind a switch."""
+    found = [spare for spare in (*_of_class(DISK), *_of_class(NIC)) if spare.numa_node == 0]
+    assert len(found) == 6
+    assert disks[0] in found
+    return found
 
 
 @pytest.fixture(scope="session")
 def nics(disks: dict[int, Spare]) -> dict[int, Spare]:
-    """Return the spare NIC of each NUMA node that has an IOMMU group of its own."""
+    """Return the spare NIC of each NUMA node that has an IOMMU group of its own, the first if there are several."""
     alone = {
         spare.numa_node: spare
-        for spare in _of_class(NIC)
+        for spare in reversed(_of_class(NIC))
         if len(list((spare.path / "iommu_group/devices").iterdir())) == 1
     }
     assert alone.keys() == disks.keys()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,11 +22,15 @@ from typing import Literal
 import pytest
 
 from runner.base.cpuset import CpuSet
+from runner.base.errors import Status
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
+from tests.emulated_node.cpio import archive
 from tests.emulated_node.spares import word_on
+from tests.machine.test_devices import seen
 from tests.node.devices.conftest import Spare, bound, claim_file
-from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of
+from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of, until
 from tests.node.standin_kubelet import PROJECT, Mount
+from tests.support.lstopo import LSTOPO, SHOW, pairs, ways, with_libraries
 
 MIB = 1 << 20
 RAM = 192 * MIB
@@ -32,6 +41,15 @@ BOOTS_WITHIN = 400
 
 ENDS_WITHIN = 150
 """Seconds for the same guest to power itself down."""
+
+RESETS_WITHIN = 100
+"""Seconds: the kernel waits for a device that it has reset for 60 of them (``PCIE_RESET_READY_POLL_MS``)."""
+
+MASKED, LEFT = 0x0C, 0x05
+"""An NVMe controller's register of masked interrupts (INTMS), which a reset clears, and what a guest leaves in it."""
+
+SHOWS = f"{shlex.join(SHOW)} 2>/dev/null | gzip | base64"
+"""The command that has the guest show its topology, in few characters: each of them leaves a guest's guest."""
 
 
 def nodes_of(backend: str, *spares: Spare) -> tuple[str, ...]:
@@ -104,9 +122,14 @@ def test_a_device_goes_to_qemu_and_comes_back(
     disk = disks[1]
     more = f'[[device]]\naddress = "{disk.address}"\n'
     start = partial(started, host_users=backend == "legacy")
+    assert disk.may_lose_power
     with bound(disk), start(node_fixture, 1, cpus[1], spec_text(cpus[1], more), nodes_of(backend, disk)) as instance:
         instance.up()
         instance.is_placed()
+        until(lambda: not disk.may_lose_power, "the controller to see to it while an instance has it")
+        with disk.registers() as registers:
+            registers[MASKED] = LEFT
+            assert registers[MASKED] == LEFT
         [qemu] = instance.processes()["qemu"]
         status = Path(f"/proc/{qemu}/status").read_text()
         root = node_fixture.kubelet.pods[instance.uid].first_id
@@ -128,6 +151,41 @@ def test_a_device_goes_to_qemu_and_comes_back(
         assert instance.stop() == 0
         assert "faults=0" in instance.running.output
         os.close(os.open(disk.nodes["legacy"], os.O_RDWR))
+        with disk.registers() as registers:
+            assert registers[MASKED] == 0, "it was reset: the next guest does not find what this one has left in it"
+        until(lambda: disk.may_lose_power, "the controller to put the setting back")
+    assert disk.sector(0) == word_on(1)
+
+
+@pytest.mark.usefixtures("rom")
+@pytest.mark.timeout(6 * RESETS_WITHIN)
+def test_a_device_without_power_is_a_fault_and_refused_until_it_was_switched_off_and_on(
+    node_fixture: NodeFixture, disks: dict[int, Spare], cpus: dict[int, CpuSet]
+) -> None:
+    """The kernel waits a minute for a device that it has reset, also when QEMU closes it."""
+    disk = disks[1]
+    spec = spec_text(cpus[1], f'[[device]]\naddress = "{disk.address}"\n')
+    silent = "does not answer: its configuration space reads as nothing but ones"
+    with bound(disk):
+        (disk.path / "reset_method").write_text("flr\n")  # else the kernel waits a minute for each
+        start = partial(started, node_fixture, 1, cpus[1], spec, nodes_of("iommufd", disk))
+        try:
+            with start() as instance:
+                instance.up()
+                disk.switch_power(on=False)
+                assert node_fixture.kubelet.stop(instance.uid, 3 * RESETS_WITHIN) == {"main": Status.DIRTY}
+                output = instance.running.output
+                assert f"could not get the device {disk.address} back: it is wedged: it {silent}" in output
+            with start() as instance:
+                assert instance.running.wait() == Status.REFUSED
+                assert f"{disk.address} (1b36:0010) cannot be used: it {silent}" in instance.running.output
+        finally:
+            disk.switch_power(on=True)
+            disk.plug_in_anew()
+        disk.bind("vfio-pci")
+        with start() as instance:
+            instance.up()
+            assert instance.stop() == 0
     assert disk.sector(0) == word_on(1)
 
 
@@ -234,3 +292,45 @@ def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
         assert disk.sector(0) == word_on(numa_node)
         assert disk.sector(8) == b"written by the guest"
     assert nic.driver == "e1000e"
+
+
+@pytest.mark.timeout(BOOTS_WITHIN + 2 * ENDS_WITHIN)
+def test_lstopo_shows_each_pair_of_devices_in_the_guest_as_on_the_node(
+    node_fixture: NodeFixture,
+    six: list[Spare],
+    disks: dict[int, Spare],
+    cpus: dict[int, CpuSet],
+    linux_guest: tuple[Path, Path],
+) -> None:
+    """Six devices of two root complexes of one NUMA node, two of them behind a switch, and the other NUMA node's disk."""
+    place, devices = node_fixture.directory / uid_of(1), [*six, disks[1]]
+    place.mkdir()
+    for file in linux_guest:
+        shutil.copy(file, place)
+    with (place / linux_guest[1].name).open("ab") as initrd:
+        initrd.write(bytes(-initrd.tell() % 4) + archive([*with_libraries(LSTOPO)]))
+    on_node = ways(subprocess.run(SHOW, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    tables = "".join(f'[[device]]\naddress = "{each.address}"\niommu = "legacy"\n' for each in devices)
+    with bound(*devices):
+        nodes = dict.fromkeys((*nodes_of("legacy", *devices), *kvm()))
+        with started(node_fixture, 1, cpus[1], linux_spec(cpus[1], tables, says="loglevel=0"), nodes) as instance:
+            instance.running.wait_for("LINUX-GUEST-UP", BOOTS_WITHIN)
+            instance.type(SHOWS)
+            instance.running.wait_for("LINUX-GUEST-DONE", BOOTS_WITHIN)
+            shown = instance.running.output.partition("LINUX-GUEST-UP")[2].partition("LINUX-GUEST-DONE")[0]
+            encoded = re.findall(r"^[0-9A-Za-z+/=]+\r?$", shown, re.MULTILINE)  # the log is between them
+            in_guest = ways(gzip.decompress(base64.b64decode("".join(encoded))).decode())
+            found = guest_addresses(instance)
+            assert node_fixture.kubelet.stop(instance.uid, ENDS_WITHIN) == {"main": 0}
+    expected = dict(pairs(on_node, {each.address: each.address for each in devices}))
+    assert dict(pairs(in_guest, {each.address: found[each.address] for each in devices})) == expected
+    assert Counter(expected.values()) == {"bridge": 2, "root complex": 5, "Package": 8, "Machine": 6}
+
+
+def guest_addresses(instance: Instance) -> dict[str, str]:
+    """Return the addresses that firmware has given to the passed devices, by those on the node."""
+    [qemu] = instance.processes()["qemu"]
+    options = Path(f"/proc/{qemu}/cmdline").read_text()
+    on_node = dict(re.findall(r"vfio-pci,id=(\w+),[^\0]*host=([0-9a-f:.]+)", options))
+    buses = json.loads(instance.running.execute(sys.executable, "-m", "runner", "ctl", "qmp", "query-pci"))
+    return {on_node[name]: address for bus in buses for name, address in seen(bus) if name in on_node}

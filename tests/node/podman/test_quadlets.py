@@ -19,6 +19,8 @@ from tests.node.cgroups import ROOT, SECONDS, cgroup_of, mask_of
 from tests.node.instances import ROM, TREE, members_of, threads_of, until
 from tests.node.podman.conftest import podman
 from tests.node.standin_kubelet import PROJECT
+from tests.support.program_runs import FIRST_SECOND
+from tests.support.soak import some
 
 HOST = PROJECT / "examples/host"
 QUADLETS, SPECS = Path("/etc/containers/systemd"), Path("/etc/instance-runner")
@@ -96,7 +98,7 @@ def guest_is_up() -> bool:
     return "ROM-GUEST-UP" in journal(f"CONTAINER_NAME={NAME}")
 
 
-@pytest.mark.parametrize("milliseconds", [50, 300])
+@pytest.mark.parametrize("milliseconds", some(FIRST_SECOND, 2))
 def test_a_stop_in_the_first_second_of_the_container_is_not_lost(milliseconds: int) -> None:
     systemctl("start", "--no-block", INSTANCE)
     until(lambda: podman("ps", "--quiet", "--filter", f"name={NAME}"), "the container", 2 * SECONDS)
