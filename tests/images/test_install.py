@@ -110,8 +110,8 @@ def works(debian: Debian) -> None:
 
 
 def documented(*words: str) -> str:
-    """Return the one command on the front page that begins with *words*."""
-    [line] = re.findall(rf"^\$ ({re.escape(' '.join(words))}[^#\n]*?) *(?:#.*)?$", FRONT_PAGE, re.MULTILINE)
+    """Return the one command on the front page that begins with *words*; it may stand in what is said of another."""
+    [line] = re.findall(rf"^\$ (?:.*: )?({re.escape(' '.join(words))}[^#\n]*?) *(?:#.*)?$", FRONT_PAGE, re.MULTILINE)
     return str(line)
 
 
