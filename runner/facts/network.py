@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 
 from runner.base.values import frozen
@@ -13,6 +14,8 @@ IpNetwork = IPv4Network | IPv6Network
 
 MAIN_TABLE = 254
 """The routing table that is used where no rule says otherwise (``RT_TABLE_MAIN``, rtnetlink(7))."""
+_RTAX_MTU, _ATTRIBUTE_KIND = 2, 0x3FFF
+"""``include/uapi/linux/rtnetlink.h``; the bits of an attribute's type that are no flags (``netlink.h``, ``NLA_TYPE_MASK``)."""
 
 
 @frozen
@@ -21,6 +24,7 @@ class Route:
 
     destination: IpNetwork
     gateway: IpAddress | None = None
+    """Of another family than the destination where the kernel has ``RTA_VIA`` (RFC 8950)."""
     source: IpAddress | None = None
     metric: int = 0
     onlink: bool = False
@@ -31,6 +35,17 @@ class Route:
     """The bytes of its ``RTA_METRICS`` (MTU, window, …) in hexadecimal, so that they can be restored."""
     table: int = MAIN_TABLE
     """The number of its routing table."""
+
+    @property
+    def mtu(self) -> int | None:
+        """The most bytes of a packet on this route, of its metrics; ``None`` if they say none."""
+        rest = bytes.fromhex(self.metrics)
+        while len(rest) >= 8:  # noqa: PLR2004 - length, type and a number (netlink(7))
+            length, kind = (int.from_bytes(rest[at : at + 2], sys.byteorder) for at in (0, 2))
+            if kind & _ATTRIBUTE_KIND == _RTAX_MTU:
+                return int.from_bytes(rest[4:8], sys.byteorder)
+            rest = rest[max(length + 3 & ~3, 4) :]
+        return None
 
     def __str__(self) -> str:
         via = "" if self.gateway is None else f" via {self.gateway}"
@@ -75,3 +90,5 @@ class Interface:
     """Whether it belongs to a bridge or bond of another program."""
     peers: tuple[IpAddress, ...] = ()
     """The other ends of its point-to-point addresses."""
+    virtual_function: bool = False
+    """Whether it is a virtual function of a network card (SR-IOV)."""

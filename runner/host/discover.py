@@ -137,7 +137,7 @@ async def read_host_facts(
         ipv6_error=_ipv6_error(procfs),
         descriptors=None if inherited is None else _descriptors(inherited),
         vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),
-        interfaces=_interfaces(spec),
+        interfaces=_interfaces(spec, roots),
         addresses=_addresses(spec),
         resolver=Resolver.parse(read_text(PurePosixPath("/etc/resolv.conf"))),
         vfio=_vfio(spec, roots) if spec.device else None,
@@ -504,13 +504,13 @@ def _machine_id(roots: Roots) -> str:
     return read_text(PurePosixPath(roots.sys / "class/dmi/id/product_uuid")).strip().lower()
 
 
-def _interfaces(spec: InstanceSpec) -> dict[str, Interface]:
+def _interfaces(spec: InstanceSpec, roots: Roots) -> dict[str, Interface]:
     names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
     if not names:
         return {}
     from runner.kernel.network import read_interfaces  # here, because some guests have no network
 
-    return read_interfaces(names)
+    return read_interfaces(names, roots)
 
 
 def _addresses(spec: InstanceSpec) -> dict[str, tuple[IPv4Interface, ...]]:

@@ -583,9 +583,10 @@ def _route(message: _Message, index: int) -> Route | None:
     unicast, table = message["type"] == rtnl.rt_type["unicast"], _table(message)
     if table == _RT_TABLE_LOCAL or message.get_attr("RTA_OIF") != index or not unicast:
         return None
+    via = message.get_attr("RTA_VIA")
     return Route(
         _destination(message),
-        _ip(message.get_attr("RTA_GATEWAY")),
+        _ip(message.get_attr("RTA_GATEWAY") if via is None else via["addr"]),
         _ip(message.get_attr("RTA_PREFSRC")),
         message.get_attr("RTA_PRIORITY", 0),
         bool(message["flags"] & rtmsg.RTNH_F_ONLINK),

@@ -16,10 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 from types import MappingProxyType
 
+import attrs
+
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.network import MAIN_TABLE, Interface, IpAddress, IpInterface, PermanentNeighbour, Route
+from runner.facts.roots import Roots
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink
 
 log = logging.getLogger(__name__)
@@ -58,11 +61,17 @@ class Bridge:
     """The guest's address; without a route to it, its DHCP requests are dropped where ``rp_filter`` is 1."""
 
 
-def read_interfaces(names: Iterable[str]) -> dict[str, Interface]:
+def read_interfaces(names: Iterable[str], roots: Roots | None = None) -> dict[str, Interface]:
     """Return the interfaces of *names* that exist, as they were before a guest took their place."""
+    sys = (roots or Roots()).sys
     with Rtnetlink() as rtnetlink:
         links = {name: _read(rtnetlink, name) for name in names}
-    return {name: link for name, link in links.items() if link is not None}
+    return {
+        # "physfn" leads from a virtual function to its card (Documentation/ABI/testing/sysfs-bus-pci)
+        name: attrs.evolve(link, virtual_function=os.path.exists(sys / f"class/net/{name}/device/physfn"))  # noqa: PTH110
+        for name, link in links.items()
+        if link is not None
+    }
 
 
 def read_addresses() -> dict[str, tuple[IPv4Interface, ...]]:

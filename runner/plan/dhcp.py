@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv4Interface, IPv6Address, ip_network
 
 from runner.base.values import frozen
 from runner.facts.host import Resolver
-from runner.facts.network import Interface, IpAddress, Route
+from runner.facts.network import Interface, IpAddress, IpNetwork, Route
 from runner.plan.problems import Problems
 
 # The limits of dnsmasq, the same in every version from 2.40 to 2.93. tests/component/test_dhcp.py starts each border.
@@ -66,6 +66,15 @@ def search_bytes(names: Iterable[str]) -> int:
 def routes_bytes(routes: Iterable[Route]) -> int:
     """Return the bytes of *routes* in the option classless-static-route (RFC 3442)."""
     return sum(5 + (route.destination.prefixlen + 7) // 8 for route in routes)
+
+
+def best_routes(routes: Sequence[Route]) -> tuple[Route, ...]:
+    """Return the route of the lowest metric to each destination: DHCP knows no metrics, and a client takes the last of several."""
+    best: dict[IpNetwork, Route] = {}
+    for route in routes:
+        if (known := best.get(route.destination)) is None or route.metric < known.metric:
+            best[route.destination] = route
+    return tuple(best.values())
 
 
 def dhcp_routes(guest: IPv4Interface, routes: Sequence[Route]) -> list[Route]:

@@ -16,6 +16,7 @@ from runner.facts.packages import install
 from runner.plan.descriptor_claims import Claims
 from runner.plan.dhcp import (
     GuestResolver,
+    best_routes,
     dhcp_routes,
     guest_resolver,
     refuse_too_many_routes,
@@ -36,7 +37,7 @@ PASST_MTU = 65520
 IPV6_LEAST_MTU = 1280
 """Bytes; on a link with a smaller MTU the kernel has no IPv6 (``IPV6_MIN_MTU``, ``net/ipv6/addrconf.c``)."""
 
-NO_MAC = "has no MAC address, and the guest's network is Ethernet"
+NO_MAC = "has no MAC address of Ethernet, which the guest's network is"
 
 SERVED = (
     'give the interface one IPv4 address (its guest gets it by DHCP; pods with IPv6 alone are served by mode = "private" and '
@@ -304,25 +305,32 @@ class _NetworkPlanner:
                 where, f"{name!r} must have exactly one IPv4 address for the guest to take over, {_found(pod)}", SERVED
             )
             return None
-        for route in pod.multipath:
+        inexpressible = [(route, "over several gateways") for route in pod.multipath]
+        inexpressible += [
+            (each.destination, f"via {each.gateway}") for each in pod.routes if isinstance(each.gateway, IPv6Address)
+        ]
+        for route, how in inexpressible:
             self._refuse(
                 where,
-                f"{name!r} has the route {route} over several gateways, which DHCP cannot express and an alias cannot keep",
-                "give it one gateway",
+                f"{name!r} has the route {route} {how}, which DHCP cannot express and an alias cannot keep",
+                "give it one IPv4 gateway",
             )
-        self._remark_kept(pod)
+        given = best_routes(pod.routes)
+        self._remark_kept(pod, given)
         guest = pod.addresses[0]
         resolver = guest_resolver(self._facts.resolver, pod, ipv6=network.ipv6, problems=self._problems)
-        gateways = (route.gateway for route in pod.routes if route.destination.prefixlen == 0)
+        gateways = (route.gateway for route in given if route.destination.prefixlen == 0)
         gateway = next((each for each in gateways if isinstance(each, IPv4Address)), None)
         # Mask and gateway are enough unless the gateway is off the link or there are other routes (RFC 3442).
-        plain = all(route.destination.prefixlen == 0 and route.gateway in guest.network for route in pod.routes)
-        routes = () if plain else pod.routes
+        on_link = [route.gateway is not None and route.gateway in guest.network for route in given]
+        plain = all(on_link) and all(route.destination.prefixlen == 0 for route in given)
+        routes = () if plain else given
         refuse_too_many_routes(where, name, guest, routes, self._problems)
         self._remark_options(guest, routes, resolver)
+        mtu = self._pods_mtu(network, pod)
         return BridgedPlan(
             mac=network.mac or pod.mac,
-            mtu=network.mtu or pod.mtu,
+            mtu=mtu,
             queues=self._queues(network),
             bridge=f"vmbr{index}",
             tap=f"vmtap{index}",
@@ -333,13 +341,36 @@ class _NetworkPlanner:
             nameservers=resolver.nameservers,
             search=resolver.search,
             pod=pod,
-            ipv6=self._pods_ipv6(index, network, pod, resolver),
+            ipv6=self._pods_ipv6(index, network, pod, resolver, mtu),
             vhost=self._facts.vhost_net,
             dns_options=self._facts.resolver.options,
         )
 
-    def _remark_kept(self, pod: Interface) -> None:
+    def _pods_mtu(self, network: NetworkSpec, pod: Interface) -> int:
+        """Return the guest's MTU: no more than the pod's routes take, which a CNI plugin with a tunnel lowers instead of the link's."""
+        routes = pod.routes + (pod.routes6 if network.ipv6 else ())
+        least = min((pod.mtu, *(route.mtu for route in routes if route.mtu)))
+        if network.mtu is not None and network.mtu > least:
+            self._remark(
+                f"packets of more than {least} bytes may be lost: the routes of {pod.name!r} take no larger ones, and the guest sends "
+                f"up to {network.mtu}",
+                "leave the network's mtu out",
+            )
+        return network.mtu or least
+
+    def _remark_kept(self, pod: Interface, given: Sequence[Route]) -> None:
         """Remark what the guest does not get of *pod*; it is restored at the end. ARP for IPv4 neighbours is answered."""
+        if pod.virtual_function:
+            self._remark(
+                f"the guest may receive nothing: {pod.name!r} is a virtual function (SR-IOV), which passes frames to and from its own "
+                "MAC address alone unless it is trusted",
+                "on the node: `ip link set PF vf N trust on spoofchk off`, or give the guest the function itself ([[device]])",
+            )
+        if others := ", ".join(str(each) for each in pod.routes if each not in given):
+            self._remark(
+                f"the guest does not get the route {others} of {pod.name!r}: by DHCP it gets one to each destination, that of the "
+                "lowest metric"
+            )
         lost = ", ".join(str(each.address) for each in pod.neighbours if isinstance(each.address, IPv6Address))
         if lost:
             self._remark(f"the guest may not reach {lost}, which {pod.name!r} knows as a permanent neighbour alone")
@@ -371,11 +402,13 @@ class _NetworkPlanner:
             'mode = "private", "macvtap" or "passt"'
         )
 
-    def _pods_ipv6(self, index: int, network: NetworkSpec, pod: Interface, resolver: GuestResolver) -> Ipv6Plan | None:
+    def _pods_ipv6(
+        self, index: int, network: NetworkSpec, pod: Interface, resolver: GuestResolver, mtu: int
+    ) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
             self._remark(f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6")
-        if not network.ipv6 or self._without_ipv6(index, network.mtu or pod.mtu):
+        if not network.ipv6 or self._without_ipv6(index, mtu):
             return None
         if len(pod.addresses6) != 1:
             found = ", ".join(map(str, pod.addresses6)) or "none"
@@ -400,7 +433,7 @@ class _NetworkPlanner:
             )
         if over is None:
             return None
-        if not over.mac:
+        if not _is_ethernet(over.mac):
             self._refuse(f"network[{index}].interface", f"{over.name!r} {NO_MAC}", 'use mode = "private" or "passt"')
         return MacvtapPlan(
             mac=self._mac(index, network),
@@ -467,11 +500,16 @@ def _no_port(pod: Interface) -> str | None:
     """Return why a bridge cannot connect a guest through *pod*; ``None`` if it can."""
     if pod.kind in OWN_ADDRESSES_ALONE:
         return f"is a {pod.kind}, which {OWN_ADDRESSES_ALONE[pod.kind]}: a guest behind it would receive nothing"
-    if not pod.mac:
+    if not _is_ethernet(pod.mac):
         return NO_MAC
     if pod.port:
         return "belongs to a bridge or bond already, and can belong to one only"
     return "is a bridge, and a bridge cannot belong to another" if pod.kind == "bridge" else None
+
+
+def _is_ethernet(mac: str) -> bool:
+    """Tell whether *mac* is an address of Ethernet: that of a netkit of Cilium is zeroes, one of IP over InfiniBand has 20 bytes."""
+    return len(mac) == len("00:00:00:00:00:00") and mac != "00:00:00:00:00:00"
 
 
 def _found(pod: Interface) -> str:

@@ -477,8 +477,8 @@ class NetworkSpec:
     mtu: int | None = key(
         integer(576, 65521),
         default=None,
-        doc='the guest\'s MTU in bytes; without it that of the pod\'s interface with `"bridge"` and `"macvtap"`, 65520 with `"passt"`, '
-        "else 1500",
+        doc='the guest\'s MTU in bytes; without it that of the pod\'s interface with `"bridge"` and `"macvtap"` (`"bridge"`: or of one of '
+        'its routes, if that is less), 65520 with `"passt"`, else 1500',
     )
     queues: int | None = key(
         integer(1, 64),

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from ipaddress import IPv4Address, IPv4Interface
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,6 +24,7 @@ from runner.base.errors import HostError, Status, explain
 from runner.facts.disk import FileFact
 from runner.facts.host import HostFacts, Resolver
 from runner.facts.network import Interface
+from runner.facts.roots import Roots
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel.network import Bridge, build, read_interfaces, recover, remove
@@ -205,7 +206,7 @@ async def test_a_bridged_guest_gets_the_pods_address_and_returns_it(fake_host: F
     assert (during["ip"], during["mask"]) == (address, str(prefix))
     assert during["router"] == pod
     assert (during["dns"], during["search"]) == ("10.96.0.10", "default.svc.cluster.local cluster.local")
-    assert during["mtu"] == "1450"
+    assert during["mtu"] == ("1400" if pod == PLAIN[1] else "1450"), "that of its route, else of the link"
     [eth0] = json.loads(during["eth0"])
     assert eth0["address"] != MAC, "frames to the guest's MAC must not be ours"
     assert [each for each in eth0["addr_info"] if each["family"] == "inet"] == []
@@ -337,6 +338,19 @@ def test_a_route_is_restored_with_its_protocol(pod: str) -> None:
     finally:
         ip("link", "delete", "vmtap0")
     assert state_of("eth0") == before
+
+
+def test_what_a_plan_judges_is_read(pod: str, tmp_path: Path) -> None:
+    """An IPv6 gateway of IPv4, a route's MTU, and a card that is a virtual function."""
+    del pod
+    ip("-4", "route", "add", "10.8.0.0/16", "via", "inet6", "fe80::1", "dev", "eth0")
+    ip("route", "add", "10.9.0.0/16", "dev", "eth0", "mtu", "lock", "1400")
+    (tmp_path / "sys/class/net/eth0/device/physfn").mkdir(parents=True)
+    link = read_interfaces(["eth0"], Roots.below(tmp_path))["eth0"]
+    routes = {str(route.destination): route for route in link.routes}
+    assert routes["10.8.0.0/16"].gateway == IPv6Address("fe80::1")
+    assert [routes[each].mtu for each in ("10.9.0.0/16", "10.8.0.0/16")] == [1400, None]
+    assert (link.virtual_function, read_eth0().virtual_function) == (True, False)
 
 
 @pytest.mark.parametrize("pod", [PLAIN], indirect=True)

@@ -105,6 +105,27 @@ def test_too_many_routes_are_refused(count: int, *, fits: bool) -> None:
         assert found.startswith("network[0].interface: 'eth0' has 33 routes, which take 261 bytes")
 
 
+def test_one_route_to_each_destination_is_given() -> None:
+    """A client would take the last of two default routes, as DHCP knows no metrics."""
+    default, net = IPv4Network("0.0.0.0/0"), IPv4Network("10.7.0.0/16")
+    worse, better = (Route(default, IPv4Address(f"10.9.0.{200 - metric}"), metric=metric) for metric in (200, 100))
+    third = Route(net, IPv4Address("10.9.0.3"))
+    pod = attrs.evolve(PLAIN, routes=(worse, better, third))
+    plan = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod}))
+    network = plan.networks[0]
+    assert isinstance(network, BridgedPlan)
+    assert (network.gateway, network.routes) == (better.gateway, (better, third))
+    assert any(f"the guest does not get the route {worse} of 'eth0'" in str(remark) for remark in plan.remarks)
+    assert network.pod == pod, "all are restored"
+
+
+def test_a_default_route_without_a_gateway_is_given_as_one_on_the_link() -> None:
+    pod = attrs.evolve(PLAIN, routes=(Route(IPv4Network("0.0.0.0/0")),))
+    network = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).networks[0]
+    assert isinstance(network, BridgedPlan)
+    assert (network.gateway, network.routes) == (None, pod.routes)
+
+
 def test_a_reply_that_a_short_client_does_not_take_is_remarked() -> None:
     routes = tuple(Route(IPv4Network(f"172.16.{each}.0/24"), IPv4Address("10.9.0.7")) for each in range(29))
     facts = attrs.evolve(FACTS, interfaces={"eth0": attrs.evolve(PLAIN, routes=PLAIN.routes + routes)})

@@ -43,6 +43,8 @@ DUAL = attrs.evolve(
 )
 ONE6 = IPv6Address("fd00:10::1")
 LAN = {"lo": (IPv4Interface("127.0.0.1/8"),), "ens3": (IPv4Interface("192.168.77.40/24"),)}
+MTU_1450 = "0800010004000000" + "08000200aa050000"
+"""The metrics of a route with ``mtu lock 1450``."""
 BRIDGE = KERNEL + '[[network]]\nmode = "bridge"\n'
 
 
@@ -211,6 +213,11 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             "network[0].interface: 'eth0' has no MAC address",
         ),
         (
+            KERNEL + '[[network]]\nmode = "macvtap"\n',
+            {"interfaces": {"eth0": attrs.evolve(POD, kind="ipoib", mac="80:00:02:08:" + ":".join(["fe"] * 16))}},
+            "network[0].interface: 'eth0' has no MAC address of Ethernet",
+        ),
+        (
             KERNEL + "[[network]]\nipv6 = true\n",
             {"ipv6_error": "none here"},
             "network[0].ipv6: cannot give the guest IPv6",
@@ -219,6 +226,11 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             BRIDGE,
             {"interfaces": {"eth0": attrs.evolve(POD, multipath=(IPv4Network("0.0.0.0/0"),))}},
             "network[0].interface: 'eth0' has the route 0.0.0.0/0 over several gateways",
+        ),
+        (
+            BRIDGE,
+            {"interfaces": {"eth0": attrs.evolve(POD, routes=(Route(IPv4Network("0.0.0.0/0"), ONE6),))}},
+            "network[0].interface: 'eth0' has the route 0.0.0.0/0 via fd00:10::1, which DHCP cannot express and an alias cannot keep",
         ),
         (KERNEL + '[[network]]\nmode = "passt"\n', {"passt": None}, "network[0].mode: cannot find the program 'passt'"),
         (BRIDGE + '[[network]]\nmode = "passt"\n', {}, "network[1].mode: passt speaks with the address of 'eth0'"),
@@ -257,6 +269,7 @@ def test_what_the_guest_does_not_get_is_remarked() -> None:
             {"other_routes": (Route(IPv4Network("10.0.0.0/8"), table=100),)},
             "it does not get the routes of table 100, which",
         ),
+        ({"virtual_function": True}, "the guest may receive nothing: 'eth0' is a virtual function (SR-IOV), which"),
     ):
         pod = attrs.evolve(POD, **given)
         remarks = plan_of(BRIDGE, attrs.evolve(FACTS, interfaces={"eth0": pod})).remarks
@@ -273,7 +286,8 @@ def test_what_the_guest_does_not_get_is_remarked() -> None:
         ),
         ({"kind": "ipvlan"}, "'eth0' is a ipvlan, which passes packets to its own IP addresses alone"),
         ({"kind": "bridge"}, "'eth0' is a bridge, and a bridge cannot belong to another; use mode"),
-        ({"kind": "tun", "mac": ""}, "'eth0' has no MAC address, and the guest's network is Ethernet; use mode"),
+        ({"kind": "tun", "mac": ""}, "'eth0' has no MAC address of Ethernet, which the guest's network is; use mode"),
+        ({"kind": "netkit", "mac": "00:00:00:00:00:00"}, "'eth0' has no MAC address of Ethernet"),
         ({"port": True}, "'eth0' belongs to a bridge or bond already"),
         ({"addresses": ()}, "'eth0' must have exactly one IPv4 address for the guest to take over, found none; give"),
         (
@@ -366,6 +380,30 @@ def test_the_machines_own_interface_is_never_taken(facts: dict[str, object], rem
     assert remedy in found
     others = KERNEL + '[[network]]\n[[network]]\nmode = "macvtap"\n[[network]]\nmode = "passt"\n'
     assert plan_of(others, attrs.evolve(FACTS, machines_network=True)).networks
+
+
+TUNNELLED = attrs.evolve(
+    POD,
+    mtu=1500,
+    routes=(
+        Route(IPv4Network("10.0.1.1/32")),
+        Route(IPv4Network("0.0.0.0/0"), IPv4Address("10.0.1.1"), metrics=MTU_1450),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "mtu", "remarked"), [("", 1450, False), ("mtu = 1400\n", 1400, False), ("mtu = 1500\n", 1500, True)]
+)
+def test_a_guests_packets_are_as_small_as_the_pods_routes_ask(more: str, mtu: int, *, remarked: bool) -> None:
+    """Cilium with a tunnel leaves the link its 1500 bytes, and gives the default route 1450."""
+    plan = plan_of(BRIDGE + more, attrs.evolve(FACTS, interfaces={"eth0": TUNNELLED}))
+    assert plan.networks[0].mtu == mtu
+    lost = "packets of more than 1450 bytes may be lost: the routes of 'eth0' take no larger ones, and the guest sends up to 1500"
+    assert any(lost in str(remark) for remark in plan.remarks) is remarked
+    dual = attrs.evolve(DUAL, mtu=1500, routes6=(attrs.evolve(DUAL.routes6[0], metrics=MTU_1450),))
+    both = plan_of(BRIDGE + "ipv6 = true\n", attrs.evolve(FACTS, interfaces={"eth0": dual}))
+    assert both.networks[0].mtu == 1450
 
 
 def test_every_kind_is_printed_and_in_the_script() -> None:
