@@ -9,6 +9,13 @@ from runner.facts.file_formats import FileFormat, identify
 
 _ESP = bytes.fromhex("28732ac11ff8d211ba4b00a0c93ec93b")
 """The type of an EFI system partition, C12A7328-F81F-11D2-BA4B-00A0C93EC93B, as a GPT has it (UEFI 2.10, 5.3.3)."""
+_BIOS_BOOT = {
+    bytes.fromhex("4861682149646f6e744e656564454649"),  # of GRUB, 21686148-6449-6E6F-744E-656564454649
+    bytes.fromhex("9d6bbd83417fdc11be0b001560b84f0f"),  # of FreeBSD, 83BD6B9D-7F41-11DC-BE0B-001560B84F0F
+}
+"""Types of partitions that hold what the boot code of a disk with a GUID partition table loads."""
+_LEGACY_BOOT = 1 << 2
+"""An attribute of such a partition: syslinux' and NetBSD's boot code loads it (UEFI 2.10, 5.3.3: "Legacy BIOS Bootable")."""
 _MBR_ESP = 0xEF
 _MBR_FAT = {0x01, 0x04, 0x06, 0x0B, 0x0C, 0x0E}
 """Types of partitions with FAT, in which a UEFI firmware looks for a boot loader, too."""
@@ -25,6 +32,11 @@ class DiskContent:
     """The format of these bytes; ``None`` if no row of the table fits."""
     bios: bool = False
     """Whether a BIOS finds a boot sector with code."""
+    bios_partition: bool = True
+    """Whether that code finds a partition to load; ``False`` with a GUID partition table that has none for it.
+
+    Windows and others put their code into the boot sector of each disk, also of those that UEFI alone boots.
+    """
     esp: bool = False
     """Whether there is an EFI system partition."""
     efi: bool = False
@@ -39,21 +51,28 @@ def parse_content(head: bytes, tail: bytes) -> DiskContent:
     signed = head[510:512] == b"\x55\xaa"
     sector = next((size for size in (512, 4096) if head.startswith(b"EFI PART", size)), None)
     types = set(head[450:512:16]) if signed else set()
-    esp = _MBR_ESP in types if sector is None else _ESP in _gpt_types(head, sector)
+    partitions = [] if sector is None else list(_gpt_partitions(head, sector))
+    esp = _MBR_ESP in types if sector is None else any(type_ == _ESP for type_, _ in partitions)
     fat = signed and (head[54:57] == b"FAT" or head[82:85] == b"FAT" or (sector is None and bool(types & _MBR_FAT)))
     return DiskContent(
         format=format_,
         bios=signed and any(head[:_CODE]),
+        # A partition of the boot sector that is marked as active is for a BIOS as well; so is the code of a CD image.
+        bios_partition=sector is None
+        or head.startswith(b"CD001", 0x8001)
+        or any(each & 0x80 for each in head[446:510:16])
+        or any(type_ in _BIOS_BOOT or attributes & _LEGACY_BOOT for type_, attributes in partitions),
         esp=esp,
         efi=esp or fat or (format_ is not None and format_.name == "ISO 9660"),
         sector=sector,
     )
 
 
-def _gpt_types(head: bytes, sector: int) -> Iterator[bytes]:
-    """Yield the types of the partitions in a GUID partition table."""
+def _gpt_partitions(head: bytes, sector: int) -> Iterator[tuple[bytes, int]]:
+    """Yield type and attributes of each partition in a GUID partition table."""
     header = head[sector : sector + 92]
     start = int.from_bytes(header[72:80], "little") * sector
     number, size = (int.from_bytes(header[at : at + 4], "little") for at in (80, 84))
     for index in range(min(number, _MOST_PARTITIONS)):
-        yield head[start + index * size :][:16]
+        entry = head[start + index * size :][:56]
+        yield entry[:16], int.from_bytes(entry[48:56], "little")

@@ -61,6 +61,23 @@ def _holds_image(head: bytes) -> bool:
     return head[:100].partition(b"\0")[0].lower().endswith(_INSIDE)
 
 
+def _is_container_image(head: bytes) -> bool:
+    """Tell whether an archive's first member is of a container image: of its layout, or the directory of a container disk."""
+    name = head[:100].partition(b"\0")[0]
+    return name.startswith((b"blobs/", b"oci-layout", b"index.json", b"manifest.json", b"disk/")) or (
+        len(name) > 64 and all(each in b"0123456789abcdef" for each in name[:64])  # noqa: PLR2004 - a digest of a layer
+    )
+
+
+def _is_plain_text(head: bytes) -> bool:
+    """Tell whether the whole file is text: shorter than what is read of each, and of no number of sectors, as no disk is."""
+    try:
+        text = head.decode()
+    except UnicodeDecodeError:
+        return False
+    return bool(len(head) % 512) and all(each.isprintable() or each in "\t\r\n" for each in text)
+
+
 def _is_lzma(head: bytes) -> bool:
     return len(head) > 13 and head[5:13] == b"\xff" * 8  # noqa: PLR2004 - the length of its header; the size is not known
 
@@ -162,6 +179,7 @@ FORMATS: tuple[FileFormat, ...] = (
     _packed("zip", (0, b"PK\3\4"), by="unzip -p FILE >NEW"),
     _packed("rar", (0, b"Rar!\x1a\7"), by="unrar p -inul FILE >NEW"),
     FileFormat("ova", "packed", "an archive with a disk image", ((257, b"ustar"),), "tar -xf FILE", _holds_image),
+    FileFormat("oci", "packed", "a container image", ((257, b"ustar"),), "tar -xf FILE", _is_container_image),
     FileFormat("tar", "other", "a tar archive", ((257, b"ustar"),)),
     FileFormat("store", "other", "a store of firmware variables", ((0x28, b"_FVH"), (-16, b"\xff" * 16))),
     FileFormat("volume", "firmware", "a firmware volume", ((0x28, b"_FVH"),)),
@@ -185,6 +203,7 @@ FORMATS: tuple[FileFormat, ...] = (
     FileFormat("GPT", "disk", "a disk with partitions", ((512, b"EFI PART"),)),
     FileFormat("MBR", "disk", "a disk with a boot sector", ((510, b"\x55\xaa"),)),
     FileFormat("ISO 9660", "disk", "an ISO 9660 image", ((0x8001, b"CD001"),)),
+    FileFormat("plain text", "text", "nothing but text", (), "", _is_plain_text),
     *(
         FileFormat("no code", "other", "nothing in its last 16 bytes", ((-16, value * 16),))
         for value in (b"\0", b"\xff")

@@ -144,12 +144,15 @@ def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, 
     if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):
         return
     listed = " or ".join(repr(str(disk.path)) for disk in disks)
+    esp = next((str(disk.path) for disk, content in zip(disks, found, strict=True) if content.esp), None)
     if spec.boot.firmware is None and not any(each.bios for each in found):
-        esp = next((str(disk.path) for disk, content in zip(disks, found, strict=True) if content.esp), None)
         if esp is None:
+            cd = any(each.format is not None and each.format.name == "ISO 9660" for each in found)
             problems.remark(
                 f"the guest boots nothing: there is no boot sector with code on {listed}",
-                "see whether the image was written whole, or name a boot.kernel",
+                'boot.firmware = "uefi" boots a CD image that has a loader for it'
+                if cd
+                else "see whether the image was written whole, or name a boot.kernel",
             )
         else:
             problems.refuse(
@@ -157,6 +160,12 @@ def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, 
                 f"is missing, so a BIOS would boot the guest, and no disk has boot code for one; {esp!r} has an EFI system partition",
                 'set boot.firmware = "uefi"',
             )
+    elif spec.boot.firmware is None and esp and not any(each.bios and each.bios_partition for each in found):
+        problems.remark(
+            f"the guest probably boots nothing: boot.firmware is missing, so a BIOS boots it, and {esp!r} has an EFI system partition but "
+            "none for a BIOS",
+            'set boot.firmware = "uefi"',
+        )
     if isinstance(spec.boot.firmware, str) and not any(each.efi for each in found):
         for_bios = any(each.bios for each in found)
         problems.remark(

@@ -158,7 +158,7 @@ def test_images_of_qemu_img_are_read(tmp_path: Path) -> None:
     assert "takes data from '" in refused(disk)
     assert "does not exist" in refused(DiskSpec(path=disk.path, format="qcow2", backing=(PurePosixPath(tmp_path),)))
     vmdk = tmp_path / "image.vmdk"
-    vmdk.write_bytes(b"QFI")  # shorter than any header
+    vmdk.write_bytes(b"QF\xff")  # shorter than any header
     assert "has 3 bytes" in refused(DiskSpec(path=PurePosixPath(vmdk)))
 
 
@@ -262,16 +262,38 @@ def test_what_was_downloaded_instead_of_a_disk_is_named(tmp_path: Path, content:
     assert "truncate" not in message
 
 
+@pytest.mark.parametrize(
+    "text", [b"404: Not Found", b'{"errors": [{"code": "DENIED"}]}\n', "\u2714 d41d8cd9  disk.raw\n".encode()]
+)
+def test_a_short_text_is_no_disk_that_lacks_bytes(tmp_path: Path, text: bytes) -> None:
+    """``curl`` without ``--fail`` saves the server's answer."""
+    path = tmp_path / "disk"
+    path.write_bytes(text)
+    assert "holds nothing but text, which the guest would see as it is; fetch the file itself" in refused(
+        DiskSpec(path=PurePosixPath(path))
+    )
+    path.write_bytes(text.ljust(512, b"\n"))
+    planned(DiskSpec(path=PurePosixPath(path)))
+
+
 def archive(path: Path, member: str) -> None:
     with tarfile.open(path, "w") as tar:
         tar.addfile(tarfile.TarInfo(member))
 
 
-@pytest.mark.parametrize("member", ["machine.ovf", "ova.xml", "disk.raw"])
-def test_an_archive_of_a_disk_is_refused_and_one_of_other_files_is_a_raw_disk(tmp_path: Path, member: str) -> None:
+@pytest.mark.parametrize(
+    ("member", "held"),
+    [
+        *((each, "an archive with a disk image") for each in ("machine.ovf", "ova.xml", "disk.raw")),
+        *((each, "a container image") for each in ("disk/", "blobs/", "oci-layout", f"{'0a' * 32}/layer.tar")),
+    ],
+)
+def test_an_archive_of_a_disk_is_refused_and_one_of_other_files_is_a_raw_disk(
+    tmp_path: Path, member: str, held: str
+) -> None:
     path = tmp_path / "disk"
     archive(path, member)
-    assert "holds an archive with a disk image" in refused(DiskSpec(path=PurePosixPath(path)))
+    assert f"holds {held}, which" in refused(DiskSpec(path=PurePosixPath(path)))
     archive(path, "etc/passwd")
     planned(DiskSpec(path=PurePosixPath(path)))
 
@@ -312,6 +334,33 @@ def test_what_disks_hold_is_a_raw_disk_also_within_qcow2(tmp_path: Path, kind: s
         assert remarks(disk) == []
         within, bare = content(disk), content(DiskSpec(path=PurePosixPath(raw)))
         assert (within.bios, within.esp, within.sector) == (bare.bios, bare.esp, bare.sector), options
+
+
+@pytest.mark.parametrize(
+    ("partitions", "found"),
+    [
+        (",32M,U\n,,L\n", False),
+        (",1M,21686148-6449-6E6F-744E-656564454649\n,32M,U\n", True),
+        (",1M,83BD6B9D-7F41-11DC-BE0B-001560B84F0F\n,32M,U\n", True),
+        ('start=2048, size=65536, type=U\ntype=L, attrs="LegacyBIOSBootable"\n', True),
+    ],
+)
+def test_boot_code_for_which_there_is_no_partition(tmp_path: Path, partitions: str, *, found: bool) -> None:
+    """Windows writes boot code to a disk that UEFI alone boots, in front of the GUID partition table."""
+    path = tmp_path / "disk"
+    with path.open("wb") as file:
+        file.truncate(64 * MIB)
+    sbin = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    subprocess.run(["sfdisk", "-q", path], input=f"label: gpt\n{partitions}".encode(), check=True, env=sbin)
+    with path.open("r+b") as file:
+        file.write(b"\x33\xc0\x8e\xd0")
+    disk = DiskSpec(path=PurePosixPath(path))
+    seen = content(disk)
+    assert (seen.bios, seen.esp, seen.bios_partition) == (True, True, found)
+    with path.open("r+b") as file:
+        file.seek(446)
+        file.write(b"\x80")
+    assert content(disk).bios_partition, "an active one in the boot sector"
 
 
 def content(disk: DiskSpec) -> DiskContent:

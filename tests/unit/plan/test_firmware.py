@@ -7,6 +7,7 @@ import pytest
 
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.disk_content import DiskContent
+from runner.facts.file_formats import FORMATS
 from runner.plan.argv.qemu import pasteable
 from runner.plan.firmware import ForgottenVariables, KeptVariables, VariablesPlan
 from runner.plan.render import plan_lines
@@ -101,8 +102,10 @@ def test_unusable_firmware_is_refused(boot: str, expected: str | None) -> None:
         assert [each[: len(expected)] for each in problems(text, FOUND)] == [expected]
 
 
-BOTH, BIOS, EFI, EMPTY = (
+BOTH, WINDOWS, CD, BIOS, EFI, EMPTY = (
     DiskContent(bios=True, esp=True, efi=True),
+    DiskContent(bios=True, bios_partition=False, esp=True, efi=True),
+    DiskContent(format=next(each for each in FORMATS if each.name == "ISO 9660"), efi=True),
     DiskContent(bios=True),
     DiskContent(esp=True, efi=True),
     DiskContent(),
@@ -126,7 +129,23 @@ UEFI = '[boot]\nfirmware = "uefi"\n'
             "",
             "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one; '/1' has",
         ),
-        ([EMPTY], "", "the guest boots nothing: there is no boot sector with code on '/0'"),
+        (
+            [EMPTY],
+            "",
+            "the guest boots nothing: there is no boot sector with code on '/0'; see whether the image was written",
+        ),
+        (
+            [CD],
+            "",
+            "the guest boots nothing: there is no boot sector with code on '/0'; boot.firmware = \"uefi\" boots a CD image",
+        ),
+        (
+            [EMPTY, WINDOWS],
+            "",
+            "the guest probably boots nothing: boot.firmware is missing, so a BIOS boots it, and '/1' has an EFI system",
+        ),
+        ([WINDOWS, BIOS], "", None),
+        ([WINDOWS], UEFI, None),
         ([EFI, None], "", None),
         ([EFI], KERNEL, None),
         ([EFI], UEFI, None),
@@ -151,7 +170,7 @@ def test_what_the_firmware_cannot_boot_is_said(
     if words is not None and words.startswith("boot."):
         assert [problem[: len(words)] for problem in problems(text, facts)] == [words]
         return
-    found = [str(remark) for remark in plan_of(text, facts).remarks if "boots" in str(remark)]
+    found = [str(remark) for remark in plan_of(text, facts).remarks if "boots nothing" in str(remark)]
     assert [remark[: len(words or "")] for remark in found] == ([] if words is None else [words])
 
 
