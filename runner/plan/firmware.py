@@ -14,6 +14,7 @@ from runner.facts.host import HostFacts
 from runner.facts.packages import install
 from runner.plan.disks import DiskPlan, content_of, remark_lockless
 from runner.plan.problems import Problems
+from runner.plan.qemu_limits import refuse_too_large_initrd
 from runner.spec.instance import BootSpec, FirmwareBuild, InstanceSpec
 
 OVMF = PurePosixPath("/usr/share/OVMF")
@@ -131,14 +132,18 @@ def _remark_long_cmdline(boot: BootSpec, facts: HostFacts, problems: Problems) -
         )
 
 
-def judge_boot(spec: InstanceSpec, disks: Sequence[DiskPlan], facts: HostFacts, problems: Problems) -> None:
-    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known, and a kernel's command line.
+def judge_boot(
+    spec: InstanceSpec, memory: int, disks: Sequence[DiskPlan], facts: HostFacts, problems: Problems
+) -> None:
+    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known, and what a kernel is given.
 
     A disk with an EFI system partition and no code in its boot sector is never booted by a BIOS, so that is refused. No other
     firmware is chosen instead: what a guest writes to its disk must not decide what its machine is. A guest that has PCI
     devices may boot from one.
     """
     _remark_long_cmdline(spec.boot, facts, problems)
+    if (initrd := spec.boot.initrd) is not None:
+        refuse_too_large_initrd(initrd, facts.files.get(initrd, MISSING).size, memory, problems)
     contents = [content_of(disk.layers, facts.files) for disk in disks]
     found = [each[1] for each in contents if each is not None]
     if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):

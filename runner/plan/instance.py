@@ -163,7 +163,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     initrd = plan_file("initrd", spec.boot.initrd, user, facts, problems)
     chosen = choose_firmware(spec.boot, facts, problems)
     firmware = plan_file("firmware", chosen.code, user, facts, problems)
-    judge_boot(spec, disks, facts, problems)
+    judge_boot(spec, size, disks, facts, problems)
     guest = plan_guest(spec.guest, identity, networks, facts, problems)
     seed = _seed(spec, networks, facts, problems)
     console_log = _console_log(spec.console.log, facts, problems)

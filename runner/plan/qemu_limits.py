@@ -13,6 +13,8 @@ from runner.plan.problems import Problems
 from runner.spec.rules import format_size
 
 if TYPE_CHECKING:
+    from pathlib import PurePosixPath
+
     from runner.facts.host import HostFacts
     from runner.spec.instance import InstanceSpec
 
@@ -34,6 +36,9 @@ GIB = 1 << 30
 LOW_RAM, HOLE = 2 * GIB, 32 * GIB
 """Bytes of RAM below 4 GiB in a guest with more, and of the window for 64-bit devices above its RAM (``q35.c``), which OVMF's
 aperture is as well."""
+SPLIT_FROM, ACPI_DATA = 0xB0000000, 160 << 10
+"""Bytes of RAM from which on no more than :data:`LOW_RAM` of it are below 4 GiB (``pc_q35.c``), and of its end there, where no initial
+RAM disk may be (``pc_machine_class_init``: ``acpi_data_size``)."""
 HYPERTRANSPORT = 1012 * GIB
 """The first address that devices of an AMD machine cannot reach; QEMU moves all RAM above 4 GiB to 1 TiB for it (``pc.c``)."""
 _AMD_MODELS = re.compile(r"max\b|qemu64\b|EPYC|Opteron|phenom\b|athlon\b")
@@ -85,6 +90,18 @@ def refuse_too_many_vcpus(
     most, reason, otherwise = min(limits)
     if reason:
         problems.refuse(key, reason, f"lower it to {most}{otherwise}")
+
+
+def refuse_too_large_initrd(path: PurePosixPath, size: int, memory: int, problems: Problems) -> None:
+    """Refuse an initial RAM disk of *size* bytes for which *memory* bytes of RAM have no room below 4 GiB (``x86_load_linux``)."""
+    low = memory if memory < SPLIT_FROM else LOW_RAM
+    most = low - ACPI_DATA - 2
+    if size > most:
+        problems.refuse(
+            "boot.initrd",
+            f"{str(path)!r} has {size} bytes, and QEMU has room for {most} in {format_size(low)} of RAM below 4GiB",
+            "raise memory.size, or compress it" if low == memory else "compress it, or put what it holds on a disk",
+        )
 
 
 def refuse_too_much_memory(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import attrs
 import pytest
@@ -14,17 +15,22 @@ from runner.plan.firmware import BUILDS
 from runner.plan.passthrough import guest_address_bits
 from runner.plan.problems import Problems
 from runner.plan.qemu_limits import (
+    ACPI_DATA,
     FLASH_SECTOR,
     GIB,
+    LOW_RAM,
     MOST_FLASH,
     MOST_VCPUS,
+    SPLIT_FROM,
     X2APIC_EMULATED_SINCE,
     Version,
     parse_version,
+    refuse_too_large_initrd,
     refuse_too_many_vcpus,
     refuse_too_much_memory,
 )
 from runner.spec.instance import parse_instance
+from tests.support.program_runs import GuestFiles
 from tests.unit.plan.test_plan import FACTS
 
 KVM = Path("/dev/kvm")
@@ -72,6 +78,20 @@ def test_apic_ids(version: str, sockets: int, dies: int, cores: int, threads: in
     refuse_too_many_vcpus(spec, topology, "tcg", attrs.evolve(FACTS, qemu_version=version), problems)
     shape = f"1,maxcpus={topology.vcpus},sockets={sockets},dies={dies},cores={cores},threads={threads}"
     assert bool(problems.found) is bool(refusal("-M", "q35", "-smp", shape)), problems.found
+
+
+@pytest.mark.parametrize(
+    ("memory", "most"), [(64 << 20, (64 << 20) - ACPI_DATA - 2), (SPLIT_FROM, LOW_RAM - ACPI_DATA - 2)]
+)
+def test_the_initial_ram_disk_has_no_more_bytes(guest: GuestFiles, tmp_path: Path, memory: int, most: int) -> None:
+    path = tmp_path / "initrd"
+    for size, fits in ((most, True), (most + 1, False)):
+        path.write_bytes(b"")
+        os.truncate(path, size)
+        problems = Problems()
+        refuse_too_large_initrd(PurePosixPath(path), size, memory, problems)
+        words = refusal("-M", "q35", "-m", f"{memory >> 20}M", "-kernel", guest.kernel, "-initrd", path)
+        assert (not problems.found, not words) == (fits, fits), words
 
 
 def test_the_machine_has_no_more_vcpus(version: str) -> None:

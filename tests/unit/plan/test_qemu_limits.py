@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 import attrs
 import pytest
 
 from runner.base.cpuset import CpuSet
+from runner.facts.disk import FileFact
 from runner.facts.host import HostFacts, Kvm
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.argv.qemu import Paths, qemu_argv
@@ -27,6 +30,28 @@ EMULATED = attrs.evolve(BIG, kvm=Kvm("not found"), qemu_version="7.2.22")
 
 def text(count: int, cpu: str = "", size: str = "64GiB", more: str = "") -> str:
     return f'{KERNEL}[cpu]\ncount = {count}\nplacement = "affinity"\n{cpu}\n[memory]\nsize = "{size}"\n{more}'
+
+
+@pytest.mark.parametrize(
+    ("initrd", "memory", "remedy"),
+    [
+        (9 << 20, "32MiB", None),
+        (32 << 20, "32MiB", "raise memory.size, or compress it"),
+        (32 << 20, "64MiB", None),
+        (3 * GIB, "2815MiB", "raise memory.size, or compress it"),
+        (3 * GIB, "64GiB", "compress it, or put what it holds on a disk"),
+    ],
+)
+def test_an_initial_ram_disk_that_has_no_room_is_refused(initrd: int, memory: str, remedy: str | None) -> None:
+    """QEMU puts it below 4 GiB, where a large guest has 2 GiB of its RAM."""
+    facts = attrs.evolve(BIG, files={**BIG.files, PurePosixPath("/boot/initrd"): FileFact("file", initrd)})
+    document = f'{KERNEL}initrd = "/boot/initrd"\n[cpu]\nplacement = "affinity"\n[memory]\nsize = "{memory}"\n'
+    if remedy is None:
+        plan_of(document, facts)
+        return
+    [problem] = problems(document, facts)
+    assert problem.startswith(f"boot.initrd: '/boot/initrd' has {initrd} bytes, and QEMU has room for ")
+    assert problem.endswith(f"; {remedy}")
 
 
 @pytest.mark.parametrize(
