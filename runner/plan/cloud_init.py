@@ -55,7 +55,7 @@ _LEADING = re.compile(r"(?:(?:#(?!ps1).*|---.*|[ \t]*)\n)+")
 _IGNITION = re.compile(r'\{\s*"ignition"|(?:#.*\n|---\n|\s)*variant:')
 """The beginning of a configuration for Ignition, and of one that Butane makes into one."""
 _NETWORK = re.compile(r"(?:#.*\n|---\n|\s)*network:")
-_KEY = re.compile(r"(?:.+ )?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[A-Za-z0-9+/]+={0,3}(?: .*)?")
+_KEY = re.compile(r"(?:.+[ \t])?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+[ \t]+AAAA[A-Za-z0-9+/]+={0,3}(?:[ \t].*)?")
 
 
 class Secret:

@@ -316,6 +316,11 @@ def _seed(
 
     # To cloud-init another id is another machine, whose keys and users it makes anew.
     identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
+    if identity == facts.pod_uid and spec.cloud_init.meta_data is None and any(disk.writes for disk in spec.disk):
+        problems.remark(
+            "in its next pod cloud-init runs as on a first boot, with other host keys, on the disk that the guest has written to",
+            "set instance.uuid for a guest that is to stay the same",
+        )
     macs = [(network.mac, each.ipv6) for network, each in zip(networks, spec.network, strict=False)]
     return plan_seed(spec.cloud_init, identity, spec.instance.name, macs, facts.documents, problems)
 

@@ -15,7 +15,8 @@ from runner.facts.disk import DocumentFact
 from runner.facts.host import HostFacts
 from runner.instance.parts.seed import seed_image
 from runner.plan.argv.qemu import pasteable
-from runner.plan.cloud_init import LARGEST, Secret, SeedPlan
+from runner.plan.cloud_init import LARGEST, Secret, SeedPlan, read_keys
+from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines
 from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
@@ -57,6 +58,32 @@ def test_the_instance_id_is_stable() -> None:
     assert in_docker is not None
     assert in_docker.instance_id == "instance", "the container's id changes with each run"
     assert json.loads(seed("[cloud_init]\n", '[instance]\nname = "a_b"\n').meta_data.content)["local-hostname"] == "a-b"
+
+
+@pytest.mark.parametrize(
+    ("text", "remarked"),
+    [
+        ("[cloud_init]\n", True),
+        ("read_only = true\n[cloud_init]\n", False),
+        ("ephemeral = true\n[cloud_init]\n", False),
+        ('[instance]\nuuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"\n[cloud_init]\n', False),
+        ('[cloud_init]\nmeta_data = "instance-id: x"\n', False),
+        ("", False),
+    ],
+)
+def test_a_disk_that_outlives_its_pod_is_another_machine_to_cloud_init(text: str, *, remarked: bool) -> None:
+    facts = attrs.evolve(READ, pod_uid="pod-uid")
+    remarks = plan_of(f'{KERNEL}[[disk]]\npath = "/raw"\n{text}', facts).remarks
+    assert any("in its next pod cloud-init runs as on a first boot" in str(each) for each in remarks) is remarked
+    assert not any("next pod" in str(each) for each in plan_of(f"{KERNEL}[cloud_init]\n", facts).remarks)
+
+
+@pytest.mark.parametrize("key", [KEY.replace(" ", "  "), KEY.replace(" ", "\t"), KEY + "\r"])
+def test_a_key_may_have_any_blanks(key: str) -> None:
+    """As sshd(8) takes them."""
+    found = Problems()
+    assert read_keys("ssh_keys[0]", PurePosixPath("/k"), key.encode(), found) == [key.strip()]
+    assert found.found == []
 
 
 def test_keys_host_name_and_networks() -> None:
