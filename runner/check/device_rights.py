@@ -11,7 +11,7 @@ from runner.plan.host_checks import (
     KVM_UNUSABLE_REMEDY,
     LET_IN,
     emulated,
-    kvm_denied,
+    kvm_remedy,
     kvm_unusable,
     root_for_kvm,
     too_little_lockable,
@@ -42,7 +42,7 @@ def judge_kvm(kvm: Kvm) -> Finding:
     reason = emulated(kvm)
     if reason is not None:
         given = f"{GIVE.format('/dev/kvm')}; on the node: modprobe kvm_intel (or kvm_amd)"
-        return KVM.warning(reason, LET_IN if kvm_denied(kvm) else given)
+        return KVM.warning(reason, kvm_remedy(kvm) or given)
     if (unusable := kvm_unusable(kvm)) is not None:
         return KVM.fatal(unusable, KVM_UNUSABLE_REMEDY)
     root = root_for_kvm(kvm)

@@ -14,6 +14,7 @@ from pathlib import Path
 from runner.base.errors import HostError
 from runner.facts.host import Kvm
 from runner.kernel.files import Descriptor, closing, owned
+from runner.kernel.limits import limit_behind
 
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_CREATE_VM = 0xAE01
@@ -47,6 +48,10 @@ def probe_kvm(device: Path) -> Kvm:
     return Kvm(None, found.st_gid, stat.S_IMODE(found.st_mode), most_vcpus=most)
 
 
+_OTHER_HYPERVISOR = "another hypervisor (VirtualBox, VMware) has the CPUs' virtualization until its guests have ended"
+"""``kvm_arch_enable_virtualization_cpu`` of ``arch/x86/kvm/vmx/vmx.c``: VMX is on already."""
+
+
 def try_kvm(device: Path) -> str | None:
     """Create a virtual machine without vCPUs and destroy it; return why that fails, ``None`` if it works.
 
@@ -58,8 +63,14 @@ def try_kvm(device: Path) -> str | None:
         with closing(fd):
             os.close(fcntl.ioctl(fd, _KVM_CREATE_VM, 0))
     except OSError as error:
-        return error.strerror
+        return why_no_machine(error)
     return None
+
+
+def why_no_machine(error: OSError) -> str:
+    """Return why ``KVM_CREATE_VM`` fails with *error*, with what is behind it as far as it is known."""
+    why = _OTHER_HYPERVISOR if error.errno == errno.EBUSY else limit_behind(error.errno or 0, "file")
+    return f"{error.strerror}: {why}" if why else str(error.strerror)
 
 
 def why_not_opened(device: Path) -> str | None:

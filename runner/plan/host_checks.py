@@ -99,9 +99,16 @@ LET_IN = (
 """The remedy for :data:`DENIED`."""
 
 
-def kvm_denied(kvm: Kvm) -> bool:
-    """Tell whether ``/dev/kvm`` is there and its owner and mode forbid it."""
-    return kvm.error is not None and kvm.error.endswith(DENIED)
+_NOT_SERVED = (
+    "load kvm_intel or kvm_amd on the node, whose kernel serves the device no driver; without hardware virtualization, which its "
+    "firmware may have off, neither loads"
+)
+_KVM_REMEDIES = {DENIED: LET_IN, "No such device": _NOT_SERVED, "No such device or address": _NOT_SERVED}
+
+
+def kvm_remedy(kvm: Kvm) -> str:
+    """Return what helps where ``/dev/kvm`` is there and cannot be opened; empty if that is nothing but the device itself."""
+    return _KVM_REMEDIES.get((kvm.error or "").rpartition(": ")[2], "")
 
 
 def root_for_kvm(kvm: Kvm) -> str | None:

@@ -21,9 +21,8 @@ from runner.plan.firmware import VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import (
     KVM_UNUSABLE_REMEDY,
-    LET_IN,
     emulated,
-    kvm_denied,
+    kvm_remedy,
     kvm_unusable,
     root_for_kvm,
     runs_no_guest,
@@ -146,10 +145,10 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
             problems.refuse(
                 "cpu.accel",
                 f"no KVM ({kvm.error})",
-                LET_IN if kvm_denied(kvm) else 'give the pod the device, or ask for "tcg"',
+                kvm_remedy(kvm) or 'give the pod the device, or ask for "tcg"',
             )
         else:
-            problems.remark(str(emulated(kvm)), LET_IN if kvm_denied(kvm) else "")
+            problems.remark(str(emulated(kvm)), kvm_remedy(kvm))
         return "tcg", user
     if spec.cpu.accel == "tried" and (reason := runs_no_guest(kvm)) is not None:
         problems.remark(reason)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -7,11 +9,12 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RefusedError
-from runner.facts.host import PodQos
+from runner.facts.host import Kvm, PodQos
 from runner.host.discover import read_huge_limit, read_pod
+from runner.kernel.character_devices import why_no_machine
 from runner.kernel.files import cpu_limits
 from runner.kernel.procfs import Procfs
-from runner.plan.host_checks import qos_of_oom_score_adj, shared_cpus, too_little_time, too_old
+from runner.plan.host_checks import kvm_remedy, qos_of_oom_score_adj, shared_cpus, too_little_time, too_old
 
 SLICE = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod3ceda12c_3ee9_40fa_9f42_61428fe654a6.slice"
 IN_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
@@ -51,6 +54,32 @@ def test_the_kubelets_oom_score_adj_gives_the_qos_class(value: int, qos: str) ->
 )
 def test_a_pods_cpus_are_exclusive_or_shared(pod: PodQos | None, allowed: CpuSet, found: str | None) -> None:
     assert shared_cpus(pod, allowed, ALL) == found
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOENT, ""),
+        (errno.EPERM, ""),
+        (errno.EACCES, "let every user open it, on the node"),
+        (errno.ENODEV, "load kvm_intel or kvm_amd on the node"),
+    ],
+)
+def test_what_makes_kvm_usable_is_that_of_its_error(number: int, words: str) -> None:
+    """A runtime makes the node of a device in the container, whether or not the kernel has a driver for it."""
+    remedy = kvm_remedy(Kvm(f"/dev/kvm: {os.strerror(number)}"))
+    assert (remedy[: len(words)], bool(remedy)) == (words, bool(words))
+
+
+def test_another_hypervisor_keeps_kvm_from_making_machines() -> None:
+    busy, short, other = (
+        why_no_machine(OSError(number, os.strerror(number))) for number in (errno.EBUSY, errno.EMFILE, errno.EIO)
+    )
+    assert busy.startswith(
+        "Device or resource busy: another hypervisor (VirtualBox, VMware) has the CPUs' virtualization"
+    )
+    assert "open: raise its limit (RLIMIT_NOFILE" in short
+    assert other.startswith("Input/output error: ")
 
 
 def test_ownership_is_unknown_where_the_set_of_all_cpus_is_unknown() -> None:
