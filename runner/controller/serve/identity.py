@@ -107,6 +107,14 @@ def identify_container(
             "namespace; run the controller in the host's (a privileged container is)",
             lasting=True,
         )
+    if found is None and ".slice:" in peer.cgroup:  # slice:prefix:name, which is for systemd, taken for a path
+        raise RequestRefusedError(
+            IDENTITY,
+            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is in no pod's, because the kubelet names cgroups for systemd "
+            "and the container runtime takes the name for a path; give both one driver (SystemdCgroup = true in containerd's "
+            "configuration, or the kubelet's cgroupDriver: cgroupfs)",
+            lasting=True,
+        )
     if found is None and (above := peer.cgroup.partition("/kubepods")[0]) not in {"", peer.cgroup}:
         raise RequestRefusedError(
             IDENTITY,

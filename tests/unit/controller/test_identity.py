@@ -66,6 +66,14 @@ def test_a_pod_of_a_kubelet_within_a_container_is_told_apart(above: str) -> None
         identify_container(nested, None, (), "a", OURS)
 
 
+@pytest.mark.parametrize("above", ["", "/system.slice", "/system.slice/containerd.service"])
+def test_a_runtime_with_another_driver_than_the_kubelets_is_named(above: str) -> None:
+    """A containerd without SystemdCgroup, below a kubelet with cgroupDriver: systemd."""
+    misnamed = peer(cgroup=f"{above}/kubepods-poda.slice:cri-containerd:{'c' * 64}")
+    with pytest.raises(RequestRefusedError, match=r"is in no pod's, .*; give both one driver"):
+        identify_container(misnamed, None, (), "a", OURS)
+
+
 def test_a_process_cannot_act_for_another_pod() -> None:
     with pytest.raises(RequestRefusedError, match="process 4711 belongs to 'a'"):
         identify_container(peer(), A, (), "b", OURS)
