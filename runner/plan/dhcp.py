@@ -110,25 +110,28 @@ def refuse_too_many_routes(
 def guest_resolver(resolver: Resolver, pod: Interface, *, ipv6: bool, problems: Problems) -> GuestResolver:
     """Return what the guest gets of the pod's *resolver*; what it does not get is a remark.
 
-    Not a loopback address, which is another one's in the guest; a link-local one is reached by the routes of its network.
+    Not an address of the container itself, which is the guest's own there: a loopback one, the unspecified one, which the C library
+    and dnsmasq take for it, and the one that the guest takes over. A link-local one is reached by the routes of its network.
     """
-    servers = tuple(each for each in resolver.nameservers if not each.is_loopback)[:MOST_SERVERS]
-    servers6 = tuple(
-        IPv6Address(int(each)) for each in resolver.nameservers6 if not each.is_loopback
-    )  # without a scope
+    taken = {pod.addresses[0].ip, *(each.ip for each in pod.addresses6 if ipv6)}
+    listed: tuple[IpAddress, ...] = resolver.nameservers + resolver.nameservers6
+    own = [each for each in listed if each.is_loopback or each.is_unspecified or each in taken]
+    servers = tuple(each for each in resolver.nameservers if each not in own)[:MOST_SERVERS]
+    servers6 = tuple(IPv6Address(int(each)) for each in resolver.nameservers6 if each not in own)  # without a scope
     found = GuestResolver(
         servers,
         servers6 if ipv6 else (),
         _fitting(tuple(filter(is_domain, resolver.search))),
     )
     none = "" if found.nameservers or found.nameservers6 else "any DNS server, as /etc/resolv.conf has none but "
-    listed: tuple[IpAddress, ...] = resolver.nameservers + resolver.nameservers6
-    own = [str(each) for each in listed if each.is_loopback]
+    named = "name one of the network's in the pod's dnsConfig, or one in the guest (cloud_init.network_config)"
     if own:
         problems.remark(
-            f"the guest does not get {none or 'the DNS server '}{', '.join(own)}, which this container alone reaches",
-            "name one of the network's in the pod's dnsConfig, or one in the guest (cloud_init.network_config)",
+            f"the guest does not get {none or 'the DNS server '}{', '.join(map(str, own))}, which this container alone reaches",
+            named,
         )
+    elif not listed:
+        problems.remark("the guest does not get any DNS server, as /etc/resolv.conf has none", named)
     if none and servers6:
         problems.remark(f"the guest does not get {none}{', '.join(map(str, servers6))}", "ipv6 = true gives it these")
     for server in found.nameservers:

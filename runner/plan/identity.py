@@ -14,6 +14,8 @@ class Identity:
     value: str = ""
     origin: str = ""
     """What it is made of, as words of a message."""
+    repeated: bool = False
+    """Whether another container of this machine may have the same text: one with the same state directory and name."""
 
 
 def identify(spec: InstanceSpec, facts: HostFacts) -> Identity:
@@ -28,5 +30,7 @@ def identify(spec: InstanceSpec, facts: HostFacts) -> Identity:
         return Identity(f"{facts.pod_uid}/{name}", "the pod's UID")
     machine = "this machine's id and " if facts.machine_id else ""
     return Identity(
-        f"{facts.machine_id}/{facts.state_directory}/{name}", f"{machine}the state directory, without a pod"
+        f"{facts.machine_id}/{facts.state_directory}/{name}",
+        f"{machine}the state directory, without a pod",
+        repeated=not facts.machines_network,  # the directories of the machine itself are each another one
     )

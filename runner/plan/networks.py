@@ -219,6 +219,16 @@ class _NetworkPlanner:
     def _mac(self, index: int, network: NetworkSpec) -> str:
         return network.mac or derived_mac(self._identity, index)
 
+    def _mac_among_others(self, index: int, network: NetworkSpec) -> str:
+        """Return the MAC address of a guest on a link with others, and remark one that another guest there may have."""
+        if network.mac is None and self._identity.repeated:
+            self._remark(
+                f"network {index} works for one guest alone if another container of this machine has the same state directory and name: "
+                "both guests have the same MAC address then",
+                "set instance.uuid, or the network's mac",
+            )
+        return self._mac(index, network)
+
     def _private(self, index: int, network: NetworkSpec) -> BridgedPlan:
         subnet = private_subnet(index, network)
         self._judge_overlap(index, subnet)
@@ -433,10 +443,10 @@ class _NetworkPlanner:
             )
         if over is None:
             return None
-        if not _is_ethernet(over.mac):
-            self._refuse(f"network[{index}].interface", f"{over.name!r} {NO_MAC}", 'use mode = "private" or "passt"')
+        if (reason := _no_base(over)) is not None:
+            self._refuse(f"network[{index}].interface", f"{over.name!r} {reason}", 'use mode = "private" or "passt"')
         return MacvtapPlan(
-            mac=self._mac(index, network),
+            mac=self._mac_among_others(index, network),
             mtu=network.mtu or over.mtu,
             queues=self._queues(network),
             link=f"vmtap{index}",
@@ -467,7 +477,7 @@ class _NetworkPlanner:
         for name in network.vhost_fd:
             self._claims.claim(f"network[{index}].vhost_fd", name, {"vhost-net"}, write=True)
         first = next((each for each in found if each is not None), None)
-        kind, mac = _kind(first), self._mac(index, network)
+        kind = _kind(first)
         if first is not None and any(
             each is not None and (each.kind, each.interface) != (kind, first.interface) for each in found
         ):
@@ -485,6 +495,8 @@ class _NetworkPlanner:
                     f"{network.mac} is not that of the macvtap {first.interface!r}, {first.mac}",
                 )
             mac = first.mac
+        else:
+            mac = self._mac_among_others(index, network)
         return InheritedFdPlan(
             mac=mac,
             mtu=network.mtu or 1500,
@@ -498,13 +510,26 @@ class _NetworkPlanner:
 
 def _no_port(pod: Interface) -> str | None:
     """Return why a bridge cannot connect a guest through *pod*; ``None`` if it can."""
-    if pod.kind in OWN_ADDRESSES_ALONE:
-        return f"is a {pod.kind}, which {OWN_ADDRESSES_ALONE[pod.kind]}: a guest behind it would receive nothing"
-    if not _is_ethernet(pod.mac):
+    if pod.kind in {"macvlan", "macvtap"}:
+        return _alone(pod)
+    bridge = "is a bridge, and a bridge cannot belong to another" if pod.kind == "bridge" else None
+    return _no_base(pod) or bridge
+
+
+def _no_base(link: Interface) -> str | None:
+    """Return why no guest with a MAC address of its own can be over *link*; ``None`` if one can.
+
+    A macvtap over a macvlan is one over the link below that (``macvlan_common_newlink``).
+    """
+    if link.kind in {"ipvlan", "ipvtap"}:
+        return _alone(link)
+    if not _is_ethernet(link.mac):
         return NO_MAC
-    if pod.port:
-        return "belongs to a bridge or bond already, and can belong to one only"
-    return "is a bridge, and a bridge cannot belong to another" if pod.kind == "bridge" else None
+    return "belongs to a bridge or bond already, and can belong to one only" if link.port else None
+
+
+def _alone(link: Interface) -> str:
+    return f"is a {link.kind}, which {OWN_ADDRESSES_ALONE[link.kind]}: a guest behind it would receive nothing"
 
 
 def _is_ethernet(mac: str) -> bool:

@@ -516,9 +516,6 @@ class NetworkSpec:
             yield Problem("subnet6", "needs ipv6 = true")
         if self.mode == "descriptor":
             yield from self._descriptor_contradictions()
-        taken = [each.partition(":")[0] for each in self.ports]
-        for each in sorted({each for each in taken if taken.count(each) > 1}):
-            yield Problem("ports", f"gives {each} to two ports of the guest", "leave one of them out")
         if self.mode == "passt" and self.queues not in {None, 1}:
             yield Problem("queues", 'must be 1 with mode = "passt"')
 
@@ -875,6 +872,7 @@ class InstanceSpec:
         yield from _repeated("device", "address", (device.address for device in self.device))
         yield from _repeated("network", "mac", (network.mac for network in self.network))
         yield from _networks(self.network)
+        yield from _repeated_ports(self.network)
         yield from _repeated_descriptors(self.disk, self.network)
         for index, disk in enumerate(self.disk):
             if disk.path is None and disk.fd is None:
@@ -914,6 +912,23 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
                 f"network[{index}].address",
                 f"{address} is not a guest's address of {mine}; the first one is the bridge's",
             )
+
+
+def _repeated_ports(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
+    """Yield the pod's ports that two ports of the guest are to have: one without an address is that of every address."""
+    seen = list[tuple[str, str, int]]()
+    for index, network in enumerate(networks):
+        for each in network.ports:
+            *address, port = each.partition(":")[0].split("/")
+            at = "".join(address)
+            clash = next(
+                (before for other, taken, before in seen if port == taken and (at == other or "" in {at, other})), None
+            )
+            if clash is not None:
+                also = "" if clash == index else f", with network[{clash}]"
+                where, remedy = f"network[{index}].ports", "leave one of them out"
+                yield Problem(where, f"gives {port} to two ports of the guest{also}", remedy)
+            seen.append((at, port, index))
 
 
 def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:

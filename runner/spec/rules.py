@@ -56,7 +56,7 @@ FORWARDED = r"(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}/)?([0-9]{1,5}):([0-9]{1,5})"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
-_MAC = r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}"
+_MAC = r"(?!00(:00){5})[0-9a-f][02468ace](:[0-9a-f]{2}){5}"
 """Pattern of a unicast MAC address: the lowest bit of the first byte is 0."""
 _PLAIN = r"[^\u0000-\u001f\u007f]*"
 """Pattern of a string without control characters."""
@@ -364,6 +364,13 @@ def mac() -> Rule:
     return Rule('a unicast MAC address in lower case, such as "52:54:00:12:34:56"', parse, matching(_MAC))
 
 
+_NO_HOST = "whose addresses are no host's"
+_NO_HOSTS = tuple(map(ipaddress.IPv4Network, ("0.0.0.0/8", "127.0.0.0/8", "224.0.0.0/3")))
+"""The host itself, its loopback, and multicast with what is reserved (RFC 6890, RFC 1112): kernels take no packet from there."""
+_NO_HOSTS6 = tuple(map(ipaddress.IPv6Network, ("::/8", "fe80::/10", "ff00::/8")))
+"""Reserved, of one link, and multicast (RFC 4291, 2.4): a router advertisement makes no address there."""
+
+
 def subnet() -> Rule:
     """Take an IPv4 subnet with room for a gateway and a guest."""
 
@@ -376,6 +383,8 @@ def subnet() -> Rule:
             raise ValueError(f"found {found(value)} ({error})") from None
         if network.prefixlen > 30:  # noqa: PLR2004 - network, gateway, guest, broadcast
             raise ValueError(f"found {found(value)}, which has no room for a gateway and a guest")
+        if any(network.overlaps(each) for each in _NO_HOSTS):
+            raise ValueError(f"found {found(value)}, {_NO_HOST}")
         return network
 
     allowed = 'an IPv4 subnet of at least four addresses, such as "192.168.77.0/24"'
@@ -430,6 +439,8 @@ def subnet6() -> Rule:
             raise ValueError(f"found {found(value)} ({error})") from None
         if network.prefixlen != 64:  # noqa: PLR2004 - RFC 4291, 2.5.4
             _wrong(value)
+        if any(network.overlaps(each) for each in _NO_HOSTS6):
+            raise ValueError(f"found {found(value)}, {_NO_HOST}")
         return network
 
     return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse, matching("[0-9a-fA-F:.]+/0*64"))

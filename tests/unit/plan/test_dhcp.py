@@ -49,6 +49,21 @@ def test_a_link_local_server_is_given_and_a_loopback_one_is_remarked() -> None:
     assert remark.endswith("has none but fd00::a; ipv6 = true gives it these")
 
 
+@pytest.mark.parametrize("own", ["0.0.0.0", "10.9.0.5"])
+def test_the_containers_own_addresses_are_no_server_of_the_guest(own: str) -> None:
+    """The unspecified one is the host itself to the C library, and dnsmasq's own to dnsmasq; the pod's is the guest's."""
+    network, [remark] = bridged(Resolver((IPv4Address(own),)))
+    assert network.nameservers == ()
+    assert f"as /etc/resolv.conf has none but {own}, which this container alone reaches; name one" in remark
+
+
+def test_a_resolver_without_servers_is_remarked() -> None:
+    _, [remark] = bridged(Resolver())
+    assert remark.startswith(
+        "the guest does not get any DNS server, as /etc/resolv.conf has none; name one of the network's"
+    )
+
+
 def test_a_server_without_a_route_is_remarked() -> None:
     alone = attrs.evolve(PLAIN, routes=())
     plan = plan_of(

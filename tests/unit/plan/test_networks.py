@@ -218,6 +218,16 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             "network[0].interface: 'eth0' has no MAC address of Ethernet",
         ),
         (
+            KERNEL + '[[network]]\nmode = "macvtap"\n',
+            {"interfaces": {"eth0": attrs.evolve(POD, port=True)}},
+            "network[0].interface: 'eth0' belongs to a bridge or bond already",
+        ),
+        (
+            KERNEL + '[[network]]\nmode = "macvtap"\n',
+            {"interfaces": {"eth0": attrs.evolve(POD, kind="ipvlan")}},
+            "network[0].interface: 'eth0' is a ipvlan, which passes packets to its own IP addresses alone",
+        ),
+        (
             KERNEL + "[[network]]\nipv6 = true\n",
             {"ipv6_error": "none here"},
             "network[0].ipv6: cannot give the guest IPv6",
@@ -353,6 +363,26 @@ def test_what_must_be_unique_differs_between_instances_of_one_name(
     found = [unique(one), unique(other)]
     assert found == [unique(one), unique(other)], "the same at its next start"
     assert len({*found[0], *found[1]}) == 6
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "remarked"),
+    [
+        ({}, '[[network]]\nmode = "macvtap"\n', True),
+        ({}, '[[network]]\nmode = "descriptor"\nfd = "a"\n', True),
+        ({}, '[[network]]\nmode = "macvtap"\nmac = "52:54:00:00:00:01"\n', False),
+        ({}, '[[network]]\nmode = "macvtap"\n[instance]\nuuid = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"\n', False),
+        ({}, '[[network]]\n[[network]]\nmode = "bridge"\n', False),
+        ({"pod_uid": "a"}, '[[network]]\nmode = "macvtap"\n', False),
+        ({"machines_network": True}, '[[network]]\nmode = "macvtap"\n', False),
+    ],
+)
+def test_the_same_containers_of_one_machine_may_have_one_mac(
+    facts: dict[str, object], text: str, *, remarked: bool
+) -> None:
+    """`docker compose up --scale`: without a pod nothing tells them apart that stays the same at the next start."""
+    remarks = plan_of(KERNEL + text, attrs.evolve(FACTS, **facts)).remarks  # type: ignore[arg-type]
+    assert any("both guests have the same MAC address" in str(each) for each in remarks) is remarked
 
 
 def test_a_uuid_of_the_spec_is_the_identity_in_every_pod() -> None:

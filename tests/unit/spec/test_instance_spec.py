@@ -361,6 +361,29 @@ MISTAKES = [
         "disk[1].path: '/d' is given twice and one of them is writable",
     ),
     (KERNEL + '[[network]]\nmac = "01:00:00:00:00:00"\n', "network[0].mac: found"),
+    (KERNEL + '[[network]]\nmac = "00:00:00:00:00:00"\n', "network[0].mac: found"),
+    *(
+        (
+            KERNEL + f'[[network]]\nsubnet="{each}"\n',
+            f'network[0].subnet: found the string "{each}", whose addresses are no host',
+        )
+        for each in ("127.0.1.0/24", "0.0.0.0/0", "224.0.0.0/24", "240.0.0.0/8")
+    ),
+    *(
+        (
+            KERNEL + f'[[network]]\nipv6=true\nsubnet6="{each}"\n',
+            f'network[0].subnet6: found the string "{each}", whose addresses are no host',
+        )
+        for each in ("fe80::/64", "ff02::/64", "::/64")
+    ),
+    (
+        KERNEL + '[[network]]\nmode="passt"\nports=["22:22"]\n' * 2,
+        "network[1].ports: gives 22 to two ports of the guest, with network[0]; leave one",
+    ),
+    (
+        KERNEL + '[[network]]\nmode="passt"\nports=["127.0.0.1/22:22", "127.0.0.2/22:23", "22:24"]\n',
+        "network[0].ports: gives 22 to two ports of the guest; leave one",
+    ),
     (
         KERNEL + '[[network]]\nmode="bridge"\nsubnet="10.0.0.0/24"\n',
         'network[0].subnet: needs mode = "private"',
