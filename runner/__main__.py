@@ -32,9 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _status_of(error, command)
     except BrokenPipeError:
         pass  # the reader has read enough
-    except OSError as error:
-        _print_error(f"cannot write the output: {error.strerror}")
-        status = Status.USAGE
+    except OSError as error:  # one of an output names no file
+        named = isinstance(error.filename, (str, bytes))
+        _print_error(
+            f"cannot {f'use {os.fsdecode(error.filename)!r}' if named else 'write the output'}: {error.strerror}"
+        )
+        status = Status.FAILED if named else Status.USAGE
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     return int(status)
@@ -89,9 +92,10 @@ def _print_error(message: str) -> None:
 
 def _prepare_standard_streams() -> None:
     """Open /dev/null where descriptor 0, 1 or 2 is closed, before a file of ours gets that number and is written to."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
-        os.set_inheritable(fd, True)
-    os.close(fd)
+    with contextlib.suppress(OSError):  # there is no /dev/null
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
+            os.set_inheritable(fd, True)
+        os.close(fd)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:  # as Python leaves it where the descriptor was closed
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - a descriptor, open until the end

@@ -130,7 +130,10 @@ async def run_as_init(
 
 
 def _refuse_foreign_procfs() -> None:
-    """Raise :exc:`~runner.base.errors.RefusedError` unless /proc shows the processes of our PID namespace, by our numbers."""
+    """Raise :exc:`~runner.base.errors.RefusedError` unless /proc shows the processes of our PID namespace, by our numbers.
+
+    And the machine, as /sys does.
+    """
     try:
         shown = os.readlink("/proc/self")  # noqa: PTH115 - PID 1 needs no more of pathlib
     except OSError as error:
@@ -142,6 +145,15 @@ def _refuse_foreign_procfs() -> None:
         raise RefusedError(
             f"cannot use /proc: it is that of another PID namespace, in which this process is {shown}, and not {os.getpid()}",
             remedy="mount the container's own, by `mount -t proc proc /proc`; `unshare --mount-proc` does so",
+        )
+    if not os.path.exists("/proc/cpuinfo"):  # noqa: PTH110 - as above
+        raise RefusedError(
+            "cannot use /proc: it shows processes alone, and nothing of the machine",
+            remedy="mount it without subset=pid (ProcSubset=all in a unit of systemd)",
+        )
+    if not os.path.exists("/sys/devices/system/cpu/online"):  # noqa: PTH110
+        raise RefusedError(
+            "cannot use /sys: no sysfs is mounted there", remedy="`mount -t sysfs sysfs /sys` in the container"
         )
 
 

@@ -131,6 +131,11 @@ def test_pid_1_writes_from_the_background_of_a_terminal() -> None:
     [
         ("true", "cannot use /proc: it is that of another PID namespace, in which this process is "),
         ("umount -l /proc", "cannot read /proc/self: no procfs is mounted at /proc"),
+        (
+            "mount -t proc -o subset=pid proc /proc",
+            "cannot use /proc: it shows processes alone, and nothing of the machine",
+        ),
+        ("mount -t proc proc /proc; mount -t tmpfs none /sys", "cannot use /sys: no sysfs is mounted there"),
     ],
 )
 def test_a_proc_that_is_not_ours_is_refused_before_anything_is_touched(
@@ -145,6 +150,18 @@ def test_a_proc_that_is_not_ours_is_refused_before_anything_is_touched(
     )
     assert (done.returncode, reason in done.stderr) == (Status.REFUSED, True), done.stderr
     assert not (tmp_path / "state").exists()
+
+
+def test_what_cannot_be_read_is_no_output_that_cannot_be_written(tmp_path: Path) -> None:
+    """With ProcSubset=pid of a unit of systemd, and without a single device."""
+    (tmp_path / "spec.toml").write_text('[boot]\nfirmware = "/rom"\n')
+    script = 'mount -t proc -o subset=pid proc /proc; mount -t tmpfs none /dev; exec "$@"'
+    plan = ("unshare", "--mount", "--pid", "--fork", "sh", "-c", script, "sh", *PROGRAM, "plan", tmp_path / "spec.toml")
+    done = subprocess.run(plan, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        Status.FAILED,
+        "instance-runner: cannot use '/proc/cpuinfo': No such file or directory\n",
+    )
 
 
 def test_every_command_is_a_module_in_the_table() -> None:
