@@ -111,7 +111,7 @@ class InstanceEvent:
     SWEEP_FAILED = Event("nothing could be looked for: %s")
     RUNNER_MISPLACED = Event("this process is on the vCPUs' CPUs: %s")
     KERNEL_THREADS_NOT_MOVED = Event("kernel threads of QEMU may run on the vCPUs' CPUs: %s")
-    RECEIPT_OUTDATED = Event("the receipt is that of before a restart%s: %s")
+    RECEIPT_OUTDATED = Event("the receipt is that of before the last change or restart%s: %s")
     # -- CPUs that the kubelet takes or exchanges
     CPUS_LOST = Event("CPUs of vCPUs are lost%s: %s")
     CPUS_OFFLINE = Event("CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs", "cpus=%s")

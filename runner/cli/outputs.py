@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -138,12 +139,23 @@ class Outputs:
 
 
 def _write_termination_log(fd: int | None, report: ExitReport) -> None:
-    """Write *report* to the termination log *fd*, if there is one, and close it."""
+    """Write *report* to the termination log *fd*, if there is one, and close it.
+
+    Whole or not at all: of an empty one the kubelet takes the last lines of the log (``FallbackToLogsOnError``). A file server may
+    say only when the file is closed that there was no room (close(2)).
+    """
     if fd is None:
         return
+    rest = json.dumps(report.to_json()).encode() + b"\n"
     try:
-        os.write(fd, json.dumps(report.to_json()).encode() + b"\n")
+        try:
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        except OSError:
+            with suppress(OSError):  # a pipe
+                os.ftruncate(fd, 0)
+            raise
+        finally:
+            os.close(fd)
     except OSError as error:
         log.warning(InstanceEvent.TERMINATION_LOG_UNWRITTEN, error.strerror)
-    finally:
-        os.close(fd)

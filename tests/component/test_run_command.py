@@ -73,6 +73,20 @@ def test_the_termination_log_needs_no_descriptor_at_the_end(tmp_path: Path) -> N
     assert json.loads(path.read_text())["detail"] == "QEMU crashed"
 
 
+@pytest.mark.parametrize(
+    ("path", "around", "reason"),
+    [("/dev/full", (), "No space left on device"), ("verdict", ("prlimit", "--fsize=40"), "File too large")],
+)
+def test_a_termination_log_without_room_is_left_empty(
+    tmp_path: Path, path: str, around: tuple[str, ...], reason: str
+) -> None:
+    """Half a document would keep the kubelet from taking the log's last lines; the exit status is the same."""
+    argv = (*around, *RUN, "--termination-log", str(tmp_path / path), "/no/such/spec")
+    ended = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, f"cannot write the termination log: {reason}" in ended.stderr) == (2, True)
+    assert Path(path).is_absolute() or (tmp_path / path).read_bytes() == b""
+
+
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
     """Return the state directory of a runner that was killed."""

@@ -101,6 +101,24 @@ async def test_a_vcpu_is_plugged_while_the_guest_is_stopped_and_unplugged(fake_h
     await run(fake_host, plan, act)
 
 
+async def test_a_receipt_that_cannot_be_written_undoes_no_change(fake_host: FakeHost) -> None:
+    """The volume of the state directory is full for a while: the vCPU stays, and the receipt follows."""
+    plan = fake_host.plan(GROWING, qemu=NEWEST)
+    obstacle = Path(plan.state_directory / "receipt.json.new")
+
+    async def act() -> None:
+        for count, before in ((2, 1), (1, 2)):
+            obstacle.mkdir()
+            assert len((await asked(plan, "cpu.set", count=count))["vcpus"]) == count
+            assert vcpus_of_qemu(fake_host) == list(range(count))
+            assert len(vcpus_of_receipt(plan.state_directory)) == before
+            obstacle.rmdir()
+            while len(vcpus_of_receipt(plan.state_directory)) != count:
+                await trio.sleep(0.01)
+
+    await run(fake_host, plan, act)
+
+
 async def test_vcpus_of_the_start_can_be_unplugged_but_the_first(fake_host: FakeHost) -> None:
     plan = fake_host.plan("[cpu]\ncount = 2\n[hotplug]\ncpus = 2\n", qemu=NEWEST | {"vcpu_del": "silently"})
 

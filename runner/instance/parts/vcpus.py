@@ -149,7 +149,7 @@ class Vcpus:
                     await self._plug(index, slots[index])
                 await self._place(first, placed)
             pause = stopped.seconds
-            receipts.publish()
+            receipts.publish_change()
         except GuestStoppedError:  # the instance ends
             raise
         except RunnerError as error:
@@ -268,7 +268,7 @@ class Vcpus:
                 receipts.active.forget(tid)
             await receipts.active.change(before)
             receipts.follow(threads)
-            receipts.publish()
+            receipts.publish_change()
         except RunnerError as error:
             left = left or error
         if left is not None:
@@ -308,7 +308,7 @@ class Vcpus:
         receipts, before = self._receipts, self._placement
         await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
         receipts.follow(receipts.threads)
-        receipts.publish()
+        receipts.publish_change()
 
     async def _drop_released(self) -> None:
         """Forget the vCPUs that the guest has released late, or unasked, as it may at any moment.
@@ -414,7 +414,7 @@ class Vcpus:
             finally:
                 if not done:  # the controller may be away, and has not given the CPUs that are new
                     receipts.active.adopt(before)
-            receipts.publish()
+            receipts.publish_change()
             if (more := receipts.supervisor.log_limit.due("vCPUs placed anew")) is not None:
                 log.info(InstanceEvent.VCPUS_PLACED_ANEW, more, len(found), CpuSet(found))
             _tell_if_shared(wanted, before)

@@ -138,6 +138,17 @@ class Receipts:
             self._unpublished.set()
             raise
 
+    def publish_change(self) -> None:
+        """Publish the receipt of a change that is made already; a failure is logged, and it is tried again, as nothing is to be undone."""
+        try:
+            self.publish()
+        except HostError as error:
+            self._log_outdated(error)
+
+    def _log_outdated(self, error: RunnerError) -> None:
+        if (more := self.supervisor.log_limit.due("receipt")) is not None:
+            log.warning(InstanceEvent.RECEIPT_OUTDATED, more, explain(error))
+
     def carried(self) -> CarriedThreads:
         """Return what the program that renews this one must know of them."""
         from runner.instance.renewal.carried import CarriedThreads
@@ -189,8 +200,7 @@ class Receipts:
             try:
                 await self._publish_settled()
             except RunnerError as error:
-                if (more := self.supervisor.log_limit.due("receipt")) is not None:
-                    log.warning(InstanceEvent.RECEIPT_OUTDATED, more, explain(error))
+                self._log_outdated(error)
 
     async def _publish_settled(self) -> None:
         for pause in VERIFIED_AGAIN:
