@@ -395,7 +395,11 @@ FILES = [
     ('[[disk]]\npath = "{dir}/none"\n', "disk[0].path: '{dir}/none' does not exist"),
     ('[[disk]]\npath = "{dir}"\n', "disk[0].path: '{dir}' is a directory, not a file or block device"),
     ('[[disk]]\npath = "{dir}/empty"\n', "`truncate -s 10G {dir}/empty` makes it a disk of 10 GiB"),
-    ('[[disk]]\npath = "{dir}/text"\n', "`truncate -s %512 {dir}/text` makes it longer"),
+    ('[[disk]]\npath = "{dir}/short"\n', "`truncate -s %512 {dir}/short` makes it longer"),
+    (
+        '[[disk]]\npath = "{dir}/text"\n',
+        "'{dir}/text' holds nothing but text, which the guest would see as it is; fetch the file",
+    ),
     ('[[disk]]\npath = "{dir}/gz"\n', "convert it: `gzip -dc {dir}/gz >NEW`"),
     ('[[disk]]\npath = "{dir}/vmdk"\n', "convert it: `qemu-img convert -f vmdk -O qcow2 {dir}/vmdk NEW`"),
     ('[[disk]]\npath = "{dir}/qcow2"\n', 'holds a qcow2 image; set format = "qcow2"'),
@@ -489,6 +493,7 @@ def test_a_spec_that_does_not_fit_this_machine(here: Path, text: str, words: str
     contents = {
         "kernel": FAKE_KERNEL,
         "text": b"hello\n",
+        "short": b"\1\2\3",
         "empty": b"",
         "disk": bytes(1 << 20),
         "gz": b"\x1f\x8b\x08".ljust(512, b"\0"),
