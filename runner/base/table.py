@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -21,3 +21,10 @@ def duration(seconds: float) -> str:
         if count or parts or unit == "s":
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2])
+
+
+def some(words: Iterable[str], most: int = 4) -> str:
+    """Return the first *most* of *words*, each once, and how many more there are."""
+    listed = list(dict.fromkeys(words))
+    left = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {left} more" if left > 0 else "")

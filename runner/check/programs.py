@@ -1,232 +1,125 @@
-"""Judgements about what an instance depends on: QEMU and the other programs, the kubelet, the controller (pure)."""
+"""Checks of the programs that an instance starts: each is run with a harmless question. On a node the image's would not be judged."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from runner.base.cpuset import CpuSet
-from runner.base.values import frozen
-from runner.check.finding import Check, Finding, Place
+import trio
+
+from runner.base.judgement import Judgement
+from runner.check.checks import OFF_NODE, TIMEOUT, Check, CheckContext, check
 from runner.facts.host import Virtiofsd
 from runner.facts.packages import install
-from runner.kernel.kubelet_files import OTHER_ROOT, Frozen
-from runner.kubelet.state import CpuState
-from runner.plan.host_checks import too_old
+from runner.host.discover import SYSTEM_DIRECTORIES, ask_qemu_version, find_virtiofsd, version_output
+from runner.host.trial_guest import try_guest
+from runner.kernel.files import find_program
+from runner.kernel.processes import Command, Processes
+from runner.kernel.small_files import read_os_release
+from runner.plan.argv.qemu import SANDBOX
 
-QEMU = Check("qemu", "it runs the virtual machine")
-VIRTIOFSD = Check("virtiofsd", "each [[share]] is served by one")
-DNSMASQ = Check("dnsmasq", "each [[network]] has one: it gives the guest its address")
-SLEEP = Check("sleep", "it is the anchor that keeps the pod's cgroup from being removed")
-TRIAL_GUEST = Check("trial-guest", "where the accelerator runs no guest, an instance starts and its guest stays silent")
-CPU_MANAGER = Check(
-    "cpu-manager", "a pod has CPUs of its own by the kubelet's static policy, or by claims from a DRA driver for CPUs"
-)
-MEMORY_MANAGER = Check(
-    "memory-manager", "only the kubelet's Static policy keeps guest RAM on the NUMA nodes of its CPUs"
-)
-TOPOLOGY_MANAGER = Check(
-    "topology-manager", "it decides whether CPUs, memory and devices of a pod lie on the same NUMA nodes"
-)
-CONTROLLER = Check("controller", "it keeps every other thread off the exclusive CPUs; without it only CPU masks do")
-DISTURBANCES = Check(
-    "disturbances",
-    "interrupts and the kernel's work queues take time from vCPUs, too, and deep idle states wake up late",
-)
-
-PROTOCOLS = (3,)
-"""The newest comes last; a controller of an earlier one has no domain for each instance."""
-
-KubeletState = CpuState | Frozen
-"""What ``cpu_manager_state`` holds, or why it does not settle."""
-
-STATIC = (
-    "set `cpuManagerPolicy: static` and `reservedSystemCPUs` in the kubelet's configuration, drain the node, "
-    "rm {0}, systemctl restart kubelet; or install a DRA driver for CPUs"
-)
+QEMU = "qemu-system-x86_64"
 
 
-@frozen
-class Program:
-    """A program that was looked for and tried: its first lines of *output*, or the *error* that makes it unusable."""
-
-    path: PurePosixPath | None
-    output: str = ""
-    error: str | None = None
-
-
-def qemu_error(output: str) -> str | None:
-    """Return what is wrong with a QEMU whose ``--version`` prints *output*; ``None`` if nothing is."""
-    match = re.match(r"QEMU emulator version (\d[\d.]*)", output)
-    return too_old(match[1]) if match else f"it prints {output!r} when asked for its version"
-
-
-def dnsmasq_error(output: str) -> str | None:
-    """Return what is wrong with a dnsmasq whose ``--version`` prints *output*, its compile-time options; ``None`` if nothing is."""
-    return "it was built without DHCP" if re.search(r"\bno-DHCP\b", output) else None
+def judge_program(
+    check: Check,
+    path: PurePosixPath | None,
+    version: str,
+    error: str | None,
+    remedy: str,
+    *,
+    needed: bool = False,
+) -> Judgement:
+    """Judge a program: its *path*, ``None`` if it was not found, and why it cannot be used; *needed*: no instance is without it."""
+    bad = check.error if needed else check.warning
+    if path is None:
+        return bad("cannot find the program in PATH", remedy)
+    return check.ok(f"{path} {version}".rstrip()) if error is None else bad(f"{path}: {error}", remedy)
 
 
-def judge_program(check: Check, name: str, program: Program, os_release: str) -> Finding:
-    """Judge a program that was looked for as *name*; *os_release* is the text of os-release(5)."""
-    bad = check.fatal if check in {QEMU, SLEEP} else check.warning
-    remedy = install(name, os_release)
-    if program.path is None:
-        return bad(f"cannot find the program {name!r} in PATH", remedy)
-    if program.error is not None:
-        return bad(f"{program.path}: {program.error}", remedy)
-    version = re.search(r"version (\S+)", program.output)
-    return check.ok(f"{program.path} {version[1]}" if version else str(program.path))
+@check("qemu", "it runs the virtual machine", *OFF_NODE)
+async def qemu(context: CheckContext) -> Sequence[Judgement]:
+    """Ask QEMU for its version, and for the parts that some builds lack: the sandbox of every guest, the device of every share."""
+    path, version, error = find_program(QEMU, SYSTEM_DIRECTORIES), "", None
+    if path is not None:
+        version, error = await ask_qemu_version(context.processes, path)
+        error = error or await _missing_parts(context.processes, path)
+    return [judge_program(qemu, path, version, error, install(QEMU, read_os_release()), needed=True)]
 
 
-def judge_virtiofsd(found: Virtiofsd | None, reason: str, os_release: str) -> Finding:
+async def _missing_parts(processes: Processes, path: PurePosixPath) -> str | None:
+    """Return why the QEMU at *path* has not all that instances use; ``None`` if it has."""
+    parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
+    status: int | None = None
+    async with processes.daemon(Command("qemu-parts", (str(path), *parts), level=logging.DEBUG), 0) as process:
+        with trio.move_on_after(TIMEOUT):
+            status = await process.wait()
+    if status is None:
+        return f"has not answered for {TIMEOUT:g} s"
+    return f"{process.how_it_ended()} when asked for {' '.join(parts)}" if status else None
+
+
+@check("dnsmasq", "each [[network]] has one: it gives the guest its address", *OFF_NODE)
+async def dnsmasq(context: CheckContext) -> Sequence[Judgement]:
+    """Ask dnsmasq for its version and its compile-time options."""
+    path, output, error = find_program("dnsmasq", SYSTEM_DIRECTORIES), "", ""
+    if path is not None:
+        output, error = await version_output(context.processes, "dnsmasq", path)
+    return [judge_dnsmasq(path, output, error or None, install("dnsmasq", read_os_release()))]
+
+
+def judge_dnsmasq(path: PurePosixPath | None, output: str, error: str | None, remedy: str) -> Judgement:
+    """Judge the dnsmasq at *path* by the *output* of ``--version``."""
+    if re.search(r"\bno-DHCP\b", output):
+        error = "it was built without DHCP"
+    version = re.search(r"version (\S+)", output)
+    return judge_program(dnsmasq, path, version[1] if version else "", error, remedy)
+
+
+@check("virtiofsd", "each [[share]] is served by one", *OFF_NODE)
+async def virtiofsd(context: CheckContext) -> Sequence[Judgement]:
+    """Find the virtiofsd that a share would get."""
+    found, reason = await find_virtiofsd(context.processes)
+    return [judge_virtiofsd(found, reason, install("virtiofsd", read_os_release()))]
+
+
+def judge_virtiofsd(found: Virtiofsd | None, reason: str, remedy: str) -> Judgement:
     """Judge the virtiofsd that a share would get; *reason* is why there is none."""
     if found is None:
-        return VIRTIOFSD.warning(f"cannot use virtiofsd: {reason}", install("virtiofsd", os_release))
+        return virtiofsd.warning(f"cannot use virtiofsd: {reason}", remedy)
     version = ".".join(map(str, found.version))
     kind = "in Rust" if found.rust else "in C"
-    return VIRTIOFSD.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
+    return virtiofsd.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
 
 
-def judge_trial_guest(accel: str, error: str | None, seconds: float) -> Finding:
+@check("sleep", "it is the anchor that keeps the pod's cgroup from being removed", *OFF_NODE)
+def sleep(_: CheckContext) -> Sequence[Judgement]:
+    """Find the program."""
+    path = find_program("sleep", SYSTEM_DIRECTORIES)
+    return [judge_program(sleep, path, "", None, install("sleep", read_os_release()), needed=True)]
+
+
+@check("trial-guest", "where the accelerator runs no guest, an instance starts and its guest stays silent")
+async def trial_guest(context: CheckContext) -> Sequence[Judgement]:
+    """Boot the trial guest as an instance would be accelerated, if the command line asks for that."""
+    if not context.host.try_guest:
+        return []
+    program = find_program(QEMU, SYSTEM_DIRECTORIES)
+    if program is None:
+        return [trial_guest.unknown("no QEMU was found to boot it with")]
+    usable = context.asked.accel != "tcg" and context.kvm.error is None and context.kvm.trial is None
+    trial = await try_guest(context.processes, program, "kvm" if usable else "tcg", context.asked.model)
+    return [judge_trial_guest(trial.accel, trial.error, trial.seconds)]
+
+
+def judge_trial_guest(accel: str, error: str | None, seconds: float) -> Judgement:
     """Judge what came of a trial guest: *error* is why it did not run to its end, ``None`` if it did within *seconds*."""
     if error is None:
-        return TRIAL_GUEST.ok(f"a trial guest ran under {accel.upper()} to its end in {seconds:.1f} s")
+        return trial_guest.ok(f"a trial guest ran under {accel.upper()} to its end in {seconds:.1f} s")
     if accel == "kvm":
-        return TRIAL_GUEST.fatal(
+        return trial_guest.error(
             f"KVM runs no guest here: {error}", 'set cpu.accel = "tcg", or "tried" for KVM where it works'
         )
-    return TRIAL_GUEST.fatal(f"QEMU emulates no guest here: {error}", "install the packages of QEMU and SeaBIOS again")
-
-
-def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver: bool = False) -> Finding:
-    """Judge ``cpu_manager_state``, which has been read into *state*; *reason* is why it cannot be read, empty if it can.
-
-    *has_driver* tells whether a DRA driver for CPUs is registered with the kubelet, which needs another policy than ``static``.
-    """
-    if reason:
-        return CPU_MANAGER.unknown(f"cannot read {path}: {reason}", _readable(reason))
-    if isinstance(state, Frozen):
-        return CPU_MANAGER.fatal(
-            state.reason, f"wait for the kubelet to write it again, or: rm {path}, systemctl restart kubelet"
-        )
-    if state.policy != "static" and (has_driver or state.exclusive()):
-        return CPU_MANAGER.ok(
-            f"policy {state.policy!r}, and a DRA driver gives CPUs by resource claims: shared pool '{state.shared_pool}', "
-            f"exclusive '{state.exclusive()}'"
-        )
-    if state.policy != "static":
-        return CPU_MANAGER.fatal(f"the CPU Manager's policy is {state.policy!r}", STATIC.format(path))
-    if len(state.shared_pool) < 2:  # noqa: PLR2004 - one CPU for everything
-        return CPU_MANAGER.warning(
-            f"the shared pool is '{state.shared_pool}', and every process without exclusive CPUs shares it",
-            "name two CPUs or more in `reservedSystemCPUs` of the kubelet's configuration",
-        )
-    return CPU_MANAGER.ok(f"static; shared pool '{state.shared_pool}', exclusive '{state.exclusive()}'")
-
-
-def _readable(reason: str) -> str:
-    """Return how a state file that cannot be read for *reason* can be read."""
-    return OTHER_ROOT if "No such file or directory" in reason else "run check on the node, as root"
-
-
-def judge_memory_manager(policy: str, reserved: Mapping[int, int], reason: str) -> Finding:
-    """Judge ``memory_manager_state``: its policy, and NUMA node → *reserved* bytes; *reason* is why it cannot be read."""
-    if reason:
-        return MEMORY_MANAGER.unknown(f"cannot read its state: {reason}", _readable(reason))
-    if policy != "Static":
-        return MEMORY_MANAGER.warning(
-            f"the Memory Manager's policy is {policy!r}",
-            "set `memoryManagerPolicy: Static` and `reservedMemory` in the kubelet's configuration, drain the node, "
-            "rm memory_manager_state in the kubelet's directory, systemctl restart kubelet",
-        )
-    shown = ", ".join(f"{size >> 20} MiB on NUMA node {node}" for node, size in sorted(reserved.items()))
-    return MEMORY_MANAGER.ok(f"Static; reserved for the system: {shown or 'nothing'}")
-
-
-def judge_topology_manager() -> Finding:
-    """Return that the policy cannot be judged, because it is in no state file."""
-    return TOPOLOGY_MANAGER.unknown(
-        "its policy is only in the kubelet's configuration", "grep topologyManager /var/lib/kubelet/config.yaml"
-    )
-
-
-def judge_controller(place: Place, path: str, answer: Mapping[str, object] | str | None, placement: str) -> Finding:
-    """Judge the controller at the socket *path* for an instance of *placement*.
-
-    *answer* is its status, or why it does not answer, or ``None`` where not even the socket's directory exists. Then
-    ``auto`` chooses another back end; where the directory exists, it chooses the controller, and waits for it in vain.
-    """
-    directory = path.rpartition("/")[0]
-    if answer is None:
-        remedy = {
-            Place.NODE: "deploy the DaemonSet of instance-cgroup-controller on this node",
-            Place.POD: f"mount the node's {directory} into the pod (hostPath), and run the controller on its node",
-        }.get(place, f"start instance-cgroup-controller on this machine, and give the container {directory}")
-        return CONTROLLER.warning(f"there is no {directory}, where its socket would be", remedy)
-    needed = placement == "controller" or (placement == "auto" and place in {Place.NODE, Place.POD})
-    bad = CONTROLLER.fatal if needed else CONTROLLER.warning
-    if isinstance(answer, str):
-        return bad(answer, "restart instance-cgroup-controller on the node, and read its log")
-    refusal = _refusal(answer)
-    if refusal is not None:
-        return bad(*refusal)
-    faults = answer.get("faults")
-    if isinstance(faults, list) and faults:
-        found = f"it reports {len(faults)} faults: {faults[0]}"
-        return CONTROLLER.warning(found, "fix what it reports; its log has the others")
-    if answer.get("trusting"):
-        found = "it trusts any process about which instance it is (--insecure-trust-peer)"
-        return CONTROLLER.warning(found, "remove --insecure-trust-peer from its arguments")
-    return _judge_guarantee(path, answer)
-
-
-def _judge_guarantee(path: str, answer: Mapping[str, object]) -> Finding:
-    """Judge whether the kernel keeps others off instances' CPUs: in general, and where it has refused one."""
-    exclusive, arranged = answer.get("partitions", "the controller is older than partitions"), answer.get("arranged")
-    if exclusive == "enforced" and isinstance(arranged, list) and arranged:
-        reasons = "; ".join(f"{each['uuid']}: {each['reason']}" for each in arranged)
-        found = f"the guarantee of {len(arranged)} instances is arranged, not enforced: {reasons}"
-        return CONTROLLER.warning(found, "fix what the reason names; the kernel is asked again every 30 s")
-    guarantee = "enforced" if exclusive == "enforced" else f"arranged ({exclusive})"
-    return CONTROLLER.ok(f"it answers at {path}; float has CPUs '{answer.get('float_cpuset')}'; guarantee {guarantee}")
-
-
-def judge_disturbances(answer: Mapping[str, object] | str | None) -> Iterator[Finding]:
-    """Judge what the controller says of the machine's settings that it cannot keep off the instances' CPUs."""
-    reasons = answer.get("disturbances") if isinstance(answer, Mapping) else None
-    if not isinstance(reasons, list):
-        yield DISTURBANCES.unknown(
-            "no controller says what else disturbs the instances' CPUs", "install a controller of this release"
-        )
-        return
-    for reason in reasons:
-        yield DISTURBANCES.warning(str(reason), "change what it names, or accept it; instances run all the same")
-    if not reasons:
-        yield DISTURBANCES.ok("the controller could change every setting that instances need")
-
-
-def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return why a controller of this status would register no instance, and the remedy; ``None`` if it would."""
-    if answer.get("protocol") not in PROTOCOLS:
-        return (
-            f"it speaks protocol {answer.get('protocol')!r}, this program {PROTOCOLS[-1]}",
-            "install both from one release",
-        )
-    if answer.get("frozen"):
-        return f"it registers no instance now: {answer['frozen']}", "fix what it reports; it tries again by itself"
-    if answer.get("kubelet") and answer.get("policy") == "none" and not answer.get("claims"):
-        return "it reports that the kubelet gives no exclusive CPUs", STATIC.format("cpu_manager_state")
-    return None
-
-
-def shared_pool_of(state: KubeletState | None) -> CpuSet | None:
-    """Return the shared pool, ``None`` where it is not known, or no pod has CPUs of its own."""
-    return (
-        state.shared_pool if isinstance(state, CpuState) and (state.policy == "static" or state.exclusive()) else None
-    )
-
-
-def assigned_by(state: KubeletState | None) -> Mapping[str, CpuSet]:
-    """Return pod UID → the pod's exclusive CPUs, empty where they are not known."""
-    return state.assigned() if isinstance(state, CpuState) else {}
+    return trial_guest.error(f"QEMU emulates no guest here: {error}", "install the packages of QEMU and SeaBIOS again")

@@ -6,15 +6,16 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import trio
 
 from runner.base.errors import Status
-from runner.check.context import CheckedHost
-from runner.check.finding import Level
-from runner.check.host_reader import check_host
-from runner.check.report import report_json, report_lines
+from runner.base.judgement import Level, judgement_lines, rank
+from runner.check.checks import CheckedHost
+from runner.check.host import CheckReport, check_host
 from runner.cli.options import absolute_path, add_json, add_spec, read_spec, source_of
 
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner check /etc/instance/spec.toml --json"
     )
     add_spec(parser, nargs="?", otherwise="default: the host alone is checked")
-    add_json(parser, "the findings")
+    add_json(parser, "the judgements")
     parser.add_argument(
         "--try-guest",
         action="store_true",
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the findings; return ``FINDINGS`` if one of them keeps an instance from starting."""
+    """Print the judgements; return ``FINDINGS`` if one of them says what keeps an instance from starting."""
     document = None if arguments.spec is None else (source_of(arguments.spec), read_spec(arguments.spec))
     environment, wants_guest = dict(os.environ), arguments.try_guest
     host = CheckedHost(
@@ -58,8 +59,17 @@ def main(arguments: argparse.Namespace) -> int:
     )
     report = trio.run(check_host, host, document)
     if arguments.json:
-        print(json.dumps(report_json(report), indent=1))
+        print(json.dumps(report.to_json(), indent=1))
     else:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print("\n".join(report_lines(report, colour=colour)))
-    return Status.FINDINGS if report.verdict is Level.FATAL else 0
+    return Status.FINDINGS if report.verdict is Level.ERROR else 0
+
+
+def report_lines(report: CheckReport, *, colour: bool) -> Iterator[str]:
+    """Yield *report* for an operator, the worst last, next to the prompt."""
+    yield from judgement_lines(sorted(report.judgements, key=rank), colour=colour)
+    count = Counter(each.level for each in report.judgements)
+    yield f"{report.place.value}: " + ", ".join(
+        f"{count[level]} {level.value}" for level in reversed(Level) if count[level]
+    )

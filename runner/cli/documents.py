@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain, problems_of
+from runner.base.judgement import FORMAT
 from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
-from runner.cli.refusal import FORMAT, problem_json
+from runner.cli.refusal import problem_json
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
@@ -68,8 +69,8 @@ def _print(judged: _Judged) -> None:
 
 def _as_json(judged: _Judged) -> dict[str, object]:
     found = () if judged.error is None else problems_of(judged.error)
-    problems = [problem_json(judged.source, each, judged.written) for each in found]
-    return {"document": judged.source, "right": not problems, "unset": judged.unset, "problems": problems}
+    judgements = [problem_json(judged.source, each, judged.written) for each in found]
+    return {"document": judged.source, "right": not judgements, "unset": judged.unset, "judgements": judgements}
 
 
 def _checked(source: str, data: bytes) -> tuple[InstanceSpec | None, tuple[str, ...]]:

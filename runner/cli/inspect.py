@@ -15,6 +15,7 @@ import attrs
 import trio
 
 from runner.base.errors import NoInstanceError, Status, escaped
+from runner.base.judgement import Level
 from runner.base.values import frozen
 from runner.cli.options import add_json, add_state_dir
 from runner.facts.roots import Roots
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.description = (
         f"{parser.description} In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
-        f"The exit status is {Status.FINDINGS.value} if a rule is violated, {Status.FAILED.value} if there is no instance, else 0, also "
+        f"The exit status is {Status.FINDINGS.value} if a rule does not hold, {Status.FAILED.value} if there is no instance, else 0, also "
         "where a rule cannot be judged. "
         "With --trace there is one rule: no task ran on the instance's CPUs but its vCPUs, and kernel threads bound to a CPU."
     )
@@ -92,7 +93,7 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one report, or one after the other; return ``FINDINGS`` if the last one has a violated rule."""
+    """Print one report, or one after the other; return ``FINDINGS`` if the last one has a rule that does not hold."""
     target = InspectionTarget(
         receipt=Path(arguments.state_dir / RECEIPT),
         root=Cgroup(arguments.root),
@@ -123,7 +124,7 @@ def _show_trace(target: InspectionTarget, seconds: float, *, as_json: bool) -> S
     report = trio.run(_trace, target, seconds)
     whole = json.dumps(trace_json(report), indent=1) + "\n" if as_json else _text(trace_lines(report))
     print(whole, end="", flush=True)
-    return Status.FINDINGS if report.violated else Status.STOPPED
+    return Status.FINDINGS if report.verdict is Level.ERROR else Status.STOPPED
 
 
 async def _trace(target: InspectionTarget, seconds: float) -> TraceReport:
@@ -201,7 +202,7 @@ class ReportFormatter:
 
     def text(self, report: InspectionReport) -> str:
         """Return what is to be printed of *report*, after those before it."""
-        self.status = Status.FINDINGS if report.violated else Status.STOPPED
+        self.status = Status.FINDINGS if report.verdict is Level.ERROR else Status.STOPPED
         if not self.repeated:
             return json.dumps(report_json(report), indent=1) + "\n" if self.as_json else _text(report_lines(report))
         if self.redraw and not self.as_json:

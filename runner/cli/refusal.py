@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runner.base.errors import Problem, RunnerError, SpecError, problems_of
+from runner.base.judgement import FORMAT, Judgement, Level
 from runner.spec.rules import parse_document
-
-FORMAT = 1
-"""The number of this format, as ``version``: it grows when a field goes or gets another meaning."""
 
 
 def print_refusal(error: RunnerError, arguments: argparse.Namespace) -> None:
@@ -24,23 +22,17 @@ def print_refusal(error: RunnerError, arguments: argparse.Namespace) -> None:
     if source in ([named] if isinstance(named, str) else named):
         with contextlib.suppress(RunnerError, OSError):  # that one has been the problem
             written = parse_document(source, Path(source).read_bytes())
-    problems = [problem_json(source, problem, written) for problem in problems_of(error)]
-    print(json.dumps({"version": FORMAT, "problems": problems}, indent=1))
+    judgements = [problem_json(source, problem, written) for problem in problems_of(error)]
+    print(json.dumps({"version": FORMAT, "judgements": judgements}, indent=1))
 
 
 def problem_json(source: str, problem: Problem, written: Mapping[str, object]) -> dict[str, object]:
-    """Return *problem* of the document *source* as plain values.
+    """Return *problem* of the document *source* as plain values: a judgement of the value at a path, empty where none is the cause.
 
-    ``path`` leads to the value in the document, and is empty where none is the cause; ``found`` is the value as it is *written*
-    there, ``null`` where there is none.
+    ``written`` is the value as it stands in the document, ``null`` where there is none.
     """
-    return {
-        "document": source,
-        "path": problem.path,
-        "found": _value_at(written, problem.path),
-        "message": problem.message,
-        "remedy": problem.remedy,
-    }
+    judgement = Judgement(problem.path, Level.ERROR, problem.message, remedy=problem.remedy)
+    return {"document": source, **judgement.to_json(), "written": _value_at(written, problem.path)}
 
 
 def _value_at(written: object, path: str) -> object:

@@ -97,7 +97,7 @@ async def read_host_facts(
     mask = read_mask()
     allowed_cpus = read_allowed_cpus(Cgroup(roots.cgroup / cgroup.lstrip("/")), roots)
     asked = inherited is None or _depends_on_version(spec, allowed_cpus)
-    qemu_version, qemu_error = await _qemu_version(processes, qemu) if asked and qemu is not None else ("", None)
+    qemu_version, qemu_error = await ask_qemu_version(processes, qemu) if asked and qemu is not None else ("", None)
     facts = HostFacts(
         allowed_cpus=allowed_cpus,
         masked_cpus=read_cpuset() - mask,
@@ -252,7 +252,7 @@ def _depends_on_version(spec: InstanceSpec, allowed: CpuSet) -> bool:
     return bool(spec.device) or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM
 
 
-async def _qemu_version(processes: Processes, qemu: PurePosixPath) -> tuple[str, str | None]:
+async def ask_qemu_version(processes: Processes, qemu: PurePosixPath) -> tuple[str, str | None]:
     """Return the version of *qemu*, and why it cannot be used; ``None`` if it can."""
     output, reason = await version_output(processes, "qemu", qemu)
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)

@@ -1,4 +1,4 @@
-"""The time of every task on a vCPU's CPU within a window, and the verdict about it.
+"""The time of every task on a vCPU's CPU within a window, and its judgement.
 
 Interrupts are no tasks: their time is part of that of the task, or of the idle time, that they interrupt.
 """
@@ -12,16 +12,16 @@ from typing import Literal, assert_never
 import attrs
 
 from runner.base.cpuset import CpuSet
+from runner.base.judgement import Judgement, Level, Subject, worst
 from runner.base.values import frozen
 from runner.inspect.observation import ObservedGuarantee, Viewpoint
-from runner.inspect.rules import NO_VCPU_THREAD, RuleResult, RuleVerdict
+from runner.inspect.rules import NO_VCPU_THREAD
 from runner.placement.backends import Backend
 
 IDLE = 0
 """The number of the idle task of every CPU."""
 _NOT_KNOWN = -1
-NAMED = 12
-"""Other tasks of one instance that are named in its verdict; the table has all."""
+TRACE = Subject("trace", "while another task runs on a vCPU's CPU the guest stands still")
 TOLERANCE = 1000
 """The part of the window, one in so many, below which a sum proves nothing.
 
@@ -152,18 +152,19 @@ class TraceReport:
     """Why times are only sums; empty when every switch was recorded."""
     instances: tuple[InstanceTrace, ...]
 
-    def verdict(self, instance: InstanceTrace) -> RuleVerdict:
+    def judgements(self, instance: InstanceTrace) -> tuple[Judgement, ...]:
         """Judge that no task ran on the CPUs of *instance* but its vCPUs, and kernel threads that are bound to one CPU."""
-        violations, doubts = tuple(self._violations(instance)), tuple(self._doubts(instance))
-        if violations:
-            return RuleVerdict("trace", RuleResult.VIOLATED, (*violations, *doubts))
-        if doubts:
-            return RuleVerdict("trace", RuleResult.UNKNOWN, doubts)
+        found = (*map(TRACE.error, self._violations(instance)), *map(TRACE.unknown, self._doubts(instance)))
         kernel = sum(task.nanoseconds for account in instance.accounts for task in account.kernel)
-        reason = (
+        only = (
             f"0 ns of any other task on the CPUs '{instance.cpus}'; {kernel} ns of kernel threads bound to one of them"
         )
-        return RuleVerdict("trace", RuleResult.OK, (reason,))
+        return found or (TRACE.ok(only),)
+
+    @property
+    def verdict(self) -> Level:
+        """The worst level of all."""
+        return worst(judgement for each in self.instances for judgement in self.judgements(each))
 
     def _violations(self, instance: InstanceTrace) -> Iterator[str]:
         match self.source:
@@ -189,19 +190,12 @@ class TraceReport:
         elif instance.ended:
             yield "the instance ended meanwhile"
 
-    @property
-    def violated(self) -> bool:
-        """Return whether another task ran on the CPUs of an instance."""
-        return any(self.verdict(each).result is RuleResult.VIOLATED for each in self.instances)
-
 
 def _others(instance: InstanceTrace) -> Iterator[str]:
     found = [(account.cpu, task) for account in instance.accounts for task in account.others or ()]
-    for cpu, task in sorted(found, key=lambda each: -each[1].nanoseconds)[:NAMED]:
+    for cpu, task in sorted(found, key=lambda each: -each[1].nanoseconds):
         where = f"in the cgroup '{task.cgroup}'" if task.cgroup else "in a cgroup that is not known"
         yield f"{task.name!r} (thread {task.tid} of process {task.pid}) {where} ran {task.nanoseconds} ns on CPU {cpu}"
-    if len(found) > NAMED:
-        yield f"and {len(found) - NAMED} more"
 
 
 def _sums(instance: InstanceTrace, tolerance: int) -> Iterator[str]:

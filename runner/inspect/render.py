@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from runner.base.judgement import FORMAT, Judgement, Level, judgement_lines, worst
 from runner.base.table import aligned, duration
 from runner.inspect.observation import GuestMemory, PodCharge
-from runner.inspect.rules import InspectionReport, JudgedInstance, RuleResult, RuleVerdict
+from runner.inspect.rules import CHARGED, EXCLUSIVE, KUBELET, LOCAL, VCPUS, InspectionReport, JudgedInstance
 from runner.placement.threads import UNNAMED, ObservedThread
 
 HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")
 LIST_HEAD = ("INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT")
-SHOWN = 12
-"""Reasons of one verdict that people are shown; machines get all."""
+WIDTH = max(len(each.name) for each in (VCPUS, EXCLUSIVE, LOCAL, CHARGED, KUBELET))
+"""Characters of the column of the rules' names."""
 STATE = (
     "seconds_ago",
     "guest_state",
@@ -27,11 +28,10 @@ STATE = (
     "guest_resets_total",
 )
 """What people are shown of a report."""
-FORMAT = 1
 
 
 def report_lines(report: InspectionReport) -> Iterator[str]:
-    """Yield the table of each instance with its verdicts, then the verdict about the node, which begins with a list of them."""
+    """Yield the table of each instance with its judgements, then those of the node; a list of the instances comes first."""
     if report.seen_from == "node" and report.instances:
         yield from aligned([LIST_HEAD, *map(_list_row, report.instances)])
         yield ""
@@ -41,15 +41,15 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
         title = instance_title(instance.name, instance.pod, instance.pod_uid)
         yield f"{title}: CPUs '{instance.cpus}'{on}, placement {instance.backend}, {instance.guarantee}"
         yield from aligned([HEAD, *(_row(thread, instance.numa_node_of) for thread in instance.threads)])
-        yield from verdict_lines(each.verdicts)
+        yield from judgement_lines(each.judgements, width=WIDTH)
         if instance.settings is not None:
-            yield f"{'':8}  {'settings':9}  {instance.settings.line()}"
+            yield f"{'':7}  {'settings':{WIDTH}}  {instance.settings.line()}"
         if instance.reported is not None:
-            yield f"{'':8}  {'reported':9}  {reported_line(instance.reported)}"
+            yield f"{'':7}  {'reported':{WIDTH}}  {reported_line(instance.reported)}"
         yield ""
     if report.seen_from == "node" and not report.instances:
         yield "no instance is placed by the controller here; others are inspected in their containers"
-    yield from verdict_lines((report.kubelet,))
+    yield from judgement_lines(report.kubelet, width=WIDTH)
 
 
 def reported_line(reported: Mapping[str, object]) -> str:
@@ -81,15 +81,14 @@ def _list_row(each: JudgedInstance) -> tuple[str, ...]:
     instance = each.observation
     name = "-" if instance.name == instance.pod_uid else instance.name
     uptime = "-" if instance.uptime is None else duration(instance.uptime)
-    return (name, instance.pod or "-", instance.pod_uid, str(instance.cpus), uptime, _summary(each.verdicts))
+    return (name, instance.pod or "-", instance.pod_uid, str(instance.cpus), uptime, _summary(each.judgements))
 
 
-def _summary(verdicts: Sequence[RuleVerdict]) -> str:
-    """Return the worst result of *verdicts*, with the rules that have it unless it is ``ok``."""
-    for result in (RuleResult.VIOLATED, RuleResult.UNKNOWN):
-        if rules := [verdict.rule for verdict in verdicts if verdict.result is result]:
-            return f"{result.value}: {', '.join(rules)}"
-    return RuleResult.OK.value
+def _summary(judgements: Sequence[Judgement]) -> str:
+    """Return the worst level of *judgements*, with the rules that have it unless it is ``ok``."""
+    level = worst(judgements)
+    rules = dict.fromkeys(each.subject for each in judgements if each.level is level)
+    return level.value if level is Level.OK else f"{level.value}: {', '.join(rules)}"
 
 
 def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ...]:
@@ -106,31 +105,20 @@ def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ..
     )
 
 
-def verdict_lines(verdicts: tuple[RuleVerdict, ...]) -> Iterator[str]:
-    """Yield the reasons of each of *verdicts*, after its result and its rule."""
-    for verdict in verdicts:
-        head = f"{verdict.result.value:8}  {verdict.rule:9}  "
-        for reason in verdict.reasons[:SHOWN]:
-            yield head + reason
-            head = " " * len(head)
-        if len(verdict.reasons) > SHOWN:
-            yield f"{head}and {len(verdict.reasons) - SHOWN} more; --json names all"
-
-
 def state_lines(report: InspectionReport) -> Iterator[str]:
-    """Yield a line for each thread and verdict, without the CPU a thread ran on last, which changes all the time."""
+    """Yield a line for each thread and judgement, without the CPU a thread ran on last, which changes all the time."""
     for each in report.instances:
         name = (each.observation.pod_uid or each.observation.name)[:8]
         for observed in each.observation.threads:
             thread = observed.thread
             yield f"{name} {observed.title} {thread.tid} {thread.name!r} may run on '{thread.cpus}' in '{thread.cgroup}'"
-        yield from (f"{name} {line}" for line in map(_verdict_line, each.verdicts))
-    yield _verdict_line(report.kubelet)
+        yield from (f"{name} {line}" for line in map(_state_line, each.judgements))
+    yield from map(_state_line, report.kubelet)
 
 
-def _verdict_line(verdict: RuleVerdict) -> str:
-    line = f"{verdict.rule} {verdict.result.value}"
-    return line if verdict.result is RuleResult.OK else f"{line}: {'; '.join(verdict.reasons)}"
+def _state_line(judgement: Judgement) -> str:
+    line = f"{judgement.subject} {judgement.level.value}"
+    return line if judgement.level is Level.OK else f"{line}: {judgement.found}"
 
 
 def report_json(report: InspectionReport) -> dict[str, Any]:
@@ -138,9 +126,9 @@ def report_json(report: InspectionReport) -> dict[str, Any]:
     return {
         "version": FORMAT,
         "seen_from": report.seen_from,
-        "violated": report.violated,
+        "verdict": report.verdict.value,
         "instances": [_instance_json(each) for each in report.instances],
-        "verdicts": [verdict_json(report.kubelet)],
+        "judgements": [each.to_json() for each in report.kubelet],
     }
 
 
@@ -158,7 +146,7 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         "cpus": str(instance.cpus),
         "numa_nodes": str(instance.numa_nodes),
         "threads": [_thread_json(thread, instance.numa_node_of) for thread in instance.threads],
-        "verdicts": [verdict_json(verdict) for verdict in each.verdicts],
+        "judgements": [judgement.to_json() for judgement in each.judgements],
         "memory": {
             "small_pages": {str(node): size for node, size in sorted(memory.small.items())},
             "huge_pages": {str(node): size for node, size in sorted(memory.huge.items())},
@@ -175,8 +163,3 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
 
 def _thread_json(each: ObservedThread, numa_node_of: Mapping[int, int]) -> dict[str, Any]:
     return {**each.to_json(), "numa_node": numa_node_of.get(each.thread.running_on)}
-
-
-def verdict_json(verdict: RuleVerdict) -> dict[str, Any]:
-    """Return *verdict* as plain values."""
-    return {"rule": verdict.rule, "result": verdict.result.value, "reasons": list(verdict.reasons)}

@@ -1,18 +1,18 @@
 """What must be true of a running instance, judged from an observation of it.
 
-A rule that does not hold is ``violated``, also where not everything could be observed: one violation suffices. Where no
-violation was observed, but not everything could be, it is ``unknown``. Where threads may be is not decided here but by
+A rule that does not hold is an error, also where not everything could be observed: one violation suffices. Where none
+was observed, but not everything could be, it is unknown. Where threads may be is not decided here but by
 :mod:`runner.placement.threads`, which the start and ``/readyz`` judge by, too.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import assert_never
 
 from runner.base.cpuset import CpuSet
+from runner.base.judgement import Judgement, Level, Subject, worst
 from runner.base.values import frozen
 from runner.inspect.observation import (
     GuestMemory,
@@ -37,86 +37,70 @@ from runner.placement.threads import (
 )
 
 
-class RuleResult(enum.Enum):
-    """How a rule was judged."""
-
-    OK = "ok"
-    VIOLATED = "violated"
-    UNKNOWN = "unknown"
-
-
-@frozen
-class RuleVerdict:
-    """A rule, how it was judged, and the sentences that say why."""
-
-    rule: str
-    result: RuleResult
-    reasons: tuple[str, ...]
-
-
 @frozen
 class JudgedInstance:
-    """An instance with the verdict of each rule about it."""
+    """An instance with the judgements of every rule about it."""
 
     observation: InstanceObservation
-    verdicts: tuple[RuleVerdict, ...]
+    judgements: tuple[Judgement, ...]
 
 
 @frozen
 class InspectionReport:
-    """An observation with all verdicts."""
+    """An observation with all judgements."""
 
     seen_from: Viewpoint
     instances: tuple[JudgedInstance, ...]
-    kubelet: RuleVerdict
+    kubelet: tuple[Judgement, ...]
 
     @property
-    def verdicts(self) -> tuple[RuleVerdict, ...]:
-        """Every verdict."""
-        return (*(verdict for each in self.instances for verdict in each.verdicts), self.kubelet)
-
-    @property
-    def violated(self) -> bool:
-        """Return whether any rule is violated; one that cannot be judged is not."""
-        return any(verdict.result is RuleResult.VIOLATED for verdict in self.verdicts)
+    def verdict(self) -> Level:
+        """The worst level of all."""
+        return worst((*(judgement for each in self.instances for judgement in each.judgements), *self.kubelet))
 
 
 def judge(observation: Observation) -> InspectionReport:
-    """Return *observation* with the verdict of every rule."""
+    """Return *observation* with the judgements of every rule."""
     rules = (vcpus_alone, cpus_exclusive, memory_local, memory_charged)
-    instances = (JudgedInstance(each, tuple(rule(each) for rule in rules)) for each in observation.instances)
-    return InspectionReport(observation.seen_from, tuple(instances), as_the_kubelet_says(observation.kubelet))
+    instances = (
+        JudgedInstance(each, tuple(judgement for rule in rules for judgement in rule(each)))
+        for each in observation.instances
+    )
+    return InspectionReport(observation.seen_from, tuple(instances), tuple(as_the_kubelet_says(observation.kubelet)))
 
 
 NO_VCPU_THREAD = "there is no vCPU thread: the instance starts, or has ended"
 
+VCPUS = Subject("vcpus", "a vCPU that shares its CPU stands still while another thread runs there")
 
-def vcpus_alone(instance: InstanceObservation) -> RuleVerdict:
+
+def vcpus_alone(instance: InstanceObservation) -> Iterator[Judgement]:
     """Judge that every vCPU thread has one CPU of the instance's to itself, in the instance's cgroup."""
     if not instance.vcpu_threads and not instance.rules.pins:
-        return RuleVerdict("vcpus", RuleResult.UNKNOWN, (NO_VCPU_THREAD,))
+        yield VCPUS.unknown(NO_VCPU_THREAD)
+        return
     violations = tuple(sentences(each for each in _violations(instance) if _is_about_vcpus(each)))
-    if violations:
-        return RuleVerdict("vcpus", RuleResult.VIOLATED, violations)
-    reason = f"vCPU threads: {len(instance.vcpu_threads)}, each alone on one of the CPUs '{instance.cpus}'"
-    return RuleVerdict("vcpus", RuleResult.OK, (reason,))
+    yield from map(VCPUS.error, violations)
+    if not violations:
+        yield VCPUS.ok(f"vCPU threads: {len(instance.vcpu_threads)}, each alone on one of the CPUs '{instance.cpus}'")
 
 
-def cpus_exclusive(instance: InstanceObservation) -> RuleVerdict:
+EXCLUSIVE = Subject("exclusive", "what else may run on the instance's CPUs takes time from its vCPUs")
+
+
+def cpus_exclusive(instance: InstanceObservation) -> Iterator[Judgement]:
     """Judge that nothing but the vCPUs may run on the instance's CPUs, and that its threads are in their cgroups.
 
     Those in float are to have all of float's CPUs.
 
-    What may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) is counted in the reasons.
+    What may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) is counted in what is found.
     """
     violations = tuple(sentences(each for each in _violations(instance) if not _is_about_vcpus(each)))
-    if violations:
-        return RuleVerdict("exclusive", RuleResult.VIOLATED, violations)
-    if not instance.vcpu_threads:
-        return RuleVerdict("exclusive", RuleResult.UNKNOWN, (NO_VCPU_THREAD,))
-    if instance.hidden:
-        return RuleVerdict("exclusive", RuleResult.UNKNOWN, (instance.hidden,))
-    return RuleVerdict("exclusive", RuleResult.OK, (_exemptions(instance),))
+    yield from map(EXCLUSIVE.error, violations)
+    if not violations and not instance.vcpu_threads:
+        yield EXCLUSIVE.unknown(NO_VCPU_THREAD)
+    elif not violations:
+        yield EXCLUSIVE.unknown(instance.hidden) if instance.hidden else EXCLUSIVE.ok(_exemptions(instance))
 
 
 def _violations(instance: InstanceObservation) -> tuple[Violation, ...]:
@@ -151,7 +135,10 @@ def _kind(each: ObservedThread) -> str:
     return "bound" if len(each.thread.cpus) == 1 else "unbound"
 
 
-def memory_local(instance: InstanceObservation) -> RuleVerdict:
+LOCAL = Subject("local", "memory of another NUMA node is slower by half")
+
+
+def memory_local(instance: InstanceObservation) -> Iterator[Judgement]:
     """Judge that the guest's RAM lies on the NUMA nodes it is bound to, as far as QEMU has mapped it.
 
     These are the NUMA nodes of the instance's CPUs, unless they have no memory that the pod may use. RAM that is bound
@@ -159,30 +146,37 @@ def memory_local(instance: InstanceObservation) -> RuleVerdict:
     """
     memory = instance.memory
     if isinstance(memory, Unknown):
-        return RuleVerdict("local", RuleResult.UNKNOWN, (memory.reason,))
+        yield LOCAL.unknown(memory.reason)
+        return
     wanted = memory.bound or instance.numa_nodes
     if not wanted:
-        return RuleVerdict("local", RuleResult.UNKNOWN, ("the NUMA nodes of its CPUs cannot be seen",))
+        yield LOCAL.unknown("the NUMA nodes of its CPUs cannot be seen")
+        return
     where = {node: memory.small.get(node, 0) + memory.huge.get(node, 0) for node in {*memory.small, *memory.huge}}
     mapped = ", ".join(f"{_size(where[node])} on NUMA node {node}" for node in sorted(where) if where[node])
     bound = f"it is bound to '{memory.bound}', " if memory.bound else ""
-    sentence = f"{mapped or 'nothing'} of the guest's RAM is mapped; {bound}its CPUs are on '{instance.numa_nodes}'"
+    found = f"{mapped or 'nothing'} of the guest's RAM is mapped; {bound}its CPUs are on '{instance.numa_nodes}'"
     remote = memory.remote_bytes or any(size and node not in wanted for node, size in where.items())
-    return RuleVerdict("local", RuleResult.VIOLATED if remote else RuleResult.OK, (sentence,))
+    yield LOCAL.error(found) if remote else LOCAL.ok(found)
 
 
-def memory_charged(instance: InstanceObservation) -> RuleVerdict:
+CHARGED = Subject("charged", "what is charged to another cgroup counts against the limit of that one, not of the pod")
+
+
+def memory_charged(instance: InstanceObservation) -> Iterator[Judgement]:
     """Judge that the guest's RAM is charged to the pod: its cgroup is charged at least the bytes that are mapped."""
     memory, charge = instance.memory, instance.charge
     if isinstance(memory, Unknown):
-        return RuleVerdict("charged", RuleResult.UNKNOWN, (memory.reason,))
-    if isinstance(charge, Unknown):
-        return RuleVerdict("charged", RuleResult.UNKNOWN, (charge.reason,))
-    missing = tuple(_uncharged(memory, charge))
-    if missing:
-        return RuleVerdict("charged", RuleResult.VIOLATED, missing)
-    reason = f"the pod's cgroup is charged {_size(charge.amount.memory)} of memory and {_size(charge.amount.hugetlb)} of huge pages"
-    return RuleVerdict("charged", RuleResult.OK, (reason,))
+        yield CHARGED.unknown(memory.reason)
+    elif isinstance(charge, Unknown):
+        yield CHARGED.unknown(charge.reason)
+    elif missing := tuple(_uncharged(memory, charge)):
+        yield from map(CHARGED.error, missing)
+    else:
+        amount = charge.amount
+        yield CHARGED.ok(
+            f"the pod's cgroup is charged {_size(amount.memory)} of memory and {_size(amount.hugetlb)} of huge pages"
+        )
 
 
 def _uncharged(memory: GuestMemory, charge: PodCharge) -> Iterator[str]:
@@ -199,20 +193,24 @@ def _uncharged(memory: GuestMemory, charge: PodCharge) -> Iterator[str]:
             )
 
 
-def as_the_kubelet_says(observed: KubeletObservation | Unknown) -> RuleVerdict:
+KUBELET = Subject("kubelet", "the kubelet gives CPUs to pods by its own state alone, whatever runs there")
+
+
+def as_the_kubelet_says(observed: KubeletObservation | Unknown) -> Iterator[Judgement]:
     """Judge that float has the kubelet's shared pool, and each instance only CPUs that the kubelet gives its pod.
 
     Float has no CPU of an instance whose threads outlive its pod, unless no other CPU is left.
     """
     if isinstance(observed, Unknown):
-        return RuleVerdict("kubelet", RuleResult.UNKNOWN, (observed.reason,))
-    if not observed.shared_pool:
-        reason = "the kubelet's shared pool is empty: float has reserved CPUs, which its file does not name"
-        return RuleVerdict("kubelet", RuleResult.UNKNOWN, (reason,))
-    violations = tuple(_unlike_the_kubelet(observed))
-    if violations:
-        return RuleVerdict("kubelet", RuleResult.VIOLATED, violations)
-    return RuleVerdict("kubelet", RuleResult.OK, (f"float has '{observed.float_cpus}', the kubelet's shared pool",))
+        yield KUBELET.unknown(observed.reason)
+    elif not observed.shared_pool:
+        yield KUBELET.unknown(
+            "the kubelet's shared pool is empty: float has reserved CPUs, which its file does not name"
+        )
+    elif violations := tuple(_unlike_the_kubelet(observed)):
+        yield from map(KUBELET.error, violations)
+    else:
+        yield KUBELET.ok(f"float has '{observed.float_cpus}', the kubelet's shared pool")
 
 
 def _unlike_the_kubelet(observed: KubeletObservation) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.cpuset import CpuSet
+from runner.base.table import some
 from runner.base.values import frozen
 from runner.kernel.host_settings import WORK_QUEUES, HostSettings, governor_path, latency_path
 
@@ -30,12 +31,11 @@ class CpuSettings:
 
     def line(self) -> str:
         """Return them for people."""
-        more = f" and {len(self.interrupts) - _SHOWN} more" if len(self.interrupts) > _SHOWN else ""
-        interrupts = ", ".join(self.interrupts[:_SHOWN]) or "none"
+        interrupts = some(self.interrupts, _SHOWN) or "none"
         limits = " or ".join("any" if each == _NO_LIMIT else f"up to {each} µs" for each in self.resume_latencies)
         queues = f"on '{self.work_queues}'" if self.work_queues else "none"
         return (
-            f"interrupts: {interrupts}{more}; unbound work queues: {queues}; "
+            f"interrupts: {interrupts}; unbound work queues: {queues}; "
             f"idle states: {limits or 'unknown'}; governor: {' or '.join(self.governors) or 'none'}"
         )
 

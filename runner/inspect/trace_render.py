@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from runner.base.judgement import FORMAT, judgement_lines
 from runner.base.table import aligned
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
-from runner.inspect.render import instance_title, verdict_json, verdict_lines
+from runner.inspect.render import instance_title
 
 HEAD = ("CPU", "TASK", "NAME", "PID", "TID", "NANOSECONDS", "SHARE", "CGROUP")
-FORMAT = 1
 
 
 def trace_lines(report: TraceReport) -> Iterator[str]:
-    """Yield the table of each instance with its verdict."""
+    """Yield the table of each instance with its judgements."""
     if report.fallback:
         yield f"no switch can be recorded, so these are sums: {report.fallback}"
         yield ""
@@ -25,7 +25,7 @@ def trace_lines(report: TraceReport) -> Iterator[str]:
         )
         rows = (row for account in instance.accounts for row in _rows(account, report.nanoseconds))
         yield from aligned([HEAD, *rows])
-        yield from verdict_lines((report.verdict(instance),))
+        yield from judgement_lines(report.judgements(instance))
         yield ""
     if not report.instances:
         yield "no instance is placed by the controller here; others are inspected in their containers"
@@ -59,7 +59,7 @@ def trace_json(report: TraceReport) -> dict[str, Any]:
     return {
         "version": FORMAT,
         "seen_from": report.seen_from,
-        "violated": report.violated,
+        "verdict": report.verdict.value,
         "nanoseconds": report.nanoseconds,
         "source": report.source,
         "fallback": report.fallback or None,
@@ -76,7 +76,7 @@ def _instance_json(report: TraceReport, instance: InstanceTrace) -> dict[str, An
         "guarantee": instance.guarantee.kind,
         "cpus": str(instance.cpus),
         "accounts": [_account_json(each) for each in instance.accounts],
-        "verdicts": [verdict_json(report.verdict(instance))],
+        "judgements": [each.to_json() for each in report.judgements(instance)],
     }
 
 

@@ -39,15 +39,6 @@ class Swap:
 
 
 @frozen
-class Interrupt:
-    """An interrupt with a handler, and the CPUs it is delivered to."""
-
-    number: int
-    name: str
-    cpus: CpuSet
-
-
-@frozen
 class QuietCpus:
     """The CPUs that the kernel's own work is kept off from boot on (``Documentation/admin-guide/kernel-parameters.txt``)."""
 
@@ -114,16 +105,6 @@ def read_choice(path: Path) -> str:
     """Return the word in brackets, which is the setting in force: ``always [madvise] never``."""
     match = re.search(r"\[(\w+)\]", read_line(path))
     return "" if match is None else match[1]
-
-
-def read_interrupts(proc: Path) -> Iterator[Interrupt]:
-    """Yield the interrupts that have a handler, by number; the directory below each is named after the handler."""
-    for entry in sorted((int(path.name), path) for path in (proc / "irq").glob("[0-9]*")):
-        number, path = entry
-        handlers = sorted(each.name for each in path.glob("*/"))
-        if handlers:
-            cpus = read_cpus(path / "effective_affinity_list") or read_cpus(path / "smp_affinity_list")
-            yield Interrupt(number, handlers[0], cpus)
 
 
 def read_pci_devices(sys: Path) -> Iterator[PciDevice]:

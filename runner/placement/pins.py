@@ -14,6 +14,7 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RefusedError
+from runner.base.judgement import Judgement, Level
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 
@@ -25,38 +26,6 @@ class PinPolicy(enum.Enum):
     """vCPUs that are threads of one guest core are pinned to siblings of one host core."""
     LINEAR = "linear"
     """vCPU *i* is pinned to the *i*-th CPU in ascending order."""
-
-
-class PinFindingKind(enum.Enum):
-    """A property of a pinning that costs performance."""
-
-    SIBLING_OF_ANOTHER = "sibling-of-another"
-    """The sibling of a CPU is exclusive to another pod."""
-    HALF_CORE = "half-core"
-    """The sibling of a CPU is in the shared pool."""
-    ACROSS_NUMA_NODES = "across-numa-nodes"
-    """The vCPUs are pinned to several NUMA nodes."""
-    UNEQUAL_CORES = "unequal-cores"
-    """The vCPUs are pinned to cores of different kinds."""
-    UNUSED_CPUS = "unused-cpus"
-    """An exclusive CPU has no vCPU."""
-
-
-@frozen
-class PinFinding:
-    """A property of one pinning that costs performance."""
-
-    kind: PinFindingKind
-    cpus: CpuSet
-    """The CPUs that have it."""
-    statement: str
-    """A clause that describes it."""
-    remedy: str = ""
-
-    @property
-    def message(self) -> str:
-        """The statement with its remedy."""
-        return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
 
 
 def _one_cpu_each(_pinning: Pinning, _attribute: object, pins: tuple[int, ...]) -> None:
@@ -77,7 +46,8 @@ class Pinning:
     threads: int
     """Threads of a guest core: vCPUs ``threads*k … threads*k+threads-1`` are pinned to one whole host core; 1 if that is not
     so for all vCPUs."""
-    findings: tuple[PinFinding, ...] = ()
+    findings: tuple[Judgement, ...] = ()
+    """What about it costs performance."""
 
     @property
     def cpus(self) -> CpuSet:
@@ -149,51 +119,48 @@ def threads_per_core(pins: Sequence[int], hardware: Hardware) -> int:
     return threads
 
 
-def _findings(
-    pins: Sequence[int], exclusive: CpuSet, hardware: Hardware, others: CpuSet | None
-) -> Iterable[PinFinding]:
+def _finding(kind: str, found: str, remedy: str = "") -> Judgement:
+    return Judgement(kind, Level.WARNING, found, "", remedy)
+
+
+def _findings(pins: Sequence[int], exclusive: CpuSet, hardware: Hardware, others: CpuSet | None) -> Iterable[Judgement]:
     cpus = CpuSet(pins)
     missing = CpuSet(cpu for core in _half_cores(exclusive, hardware) for cpu in hardware.cores[core]) - exclusive
     taken = missing & (others or CpuSet())
     if len(taken):
         own = CpuSet(cpu for other in taken for cpu in hardware.siblings(other)) & exclusive
-        yield PinFinding(
-            PinFindingKind.SIBLING_OF_ANOTHER,
-            own,
+        yield _finding(
+            "sibling-of-another",
             f"CPUs {own} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the other",
             "ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     shared = missing - taken
     if len(shared):
         own = CpuSet(cpu for other in shared for cpu in hardware.siblings(other)) & exclusive
-        yield PinFinding(
-            PinFindingKind.HALF_CORE,
-            own,
+        yield _finding(
+            "half-core",
             f"CPUs {own} are half cores: any other pod may run on their siblings {shared}",
             "ask for whole cores, and set the kubelet's option full-pcpus-only",
         )
     numa_nodes = Counter(hardware.by_cpu[cpu].numa_node for cpu in cpus)
     if len(numa_nodes) > 1:
         where = ", ".join(f"{numa_nodes[each]} on {each}" for each in sorted(numa_nodes))
-        yield PinFinding(
-            PinFindingKind.ACROSS_NUMA_NODES,
-            cpus,
+        yield _finding(
+            "across-numa-nodes",
             f"the vCPUs lie on {len(numa_nodes)} NUMA nodes ({where}): memory is remote for some of them",
             "ask for less, or set the kubelet's Topology Manager policy to single-numa-node or restricted",
         )
     kinds = Counter(hardware.by_cpu[cpu].kind for cpu in cpus)
     if len(kinds) > 1:
         where = " and ".join(f"{kinds[each]} {each or 'other'}" for each in sorted(kinds, key=str))
-        yield PinFinding(
-            PinFindingKind.UNEQUAL_CORES,
-            cpus,
+        yield _finding(
+            "unequal-cores",
             f"the vCPUs lie on unequal cores ({where}), and the guest cannot distinguish them",
         )
     unused = exclusive - cpus
     if len(unused):
-        yield PinFinding(
-            PinFindingKind.UNUSED_CPUS,
-            unused,
+        yield _finding(
+            "unused-cpus",
             f"CPUs {unused} are exclusive and have no vCPU",
             "give the guest more vCPUs",
         )

@@ -168,7 +168,8 @@ def check_user_data(content: bytes, problems: Problems) -> None:
     reader = next((name for name, begins in OTHER_READERS.items() if begin.startswith(begins)), None)
     if reader is not None:
         problems.remark(
-            f"a guest with cloud-init ignores the user-data: it begins with {first!r}, which {reader} takes"
+            "cloud_init.user_data",
+            f"a guest with cloud-init ignores the user-data: it begins with {first!r}, which {reader} takes",
         )
         return
     problems.refuse(

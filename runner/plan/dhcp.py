@@ -127,16 +127,21 @@ def guest_resolver(resolver: Resolver, pod: Interface, *, ipv6: bool, problems: 
     named = "name one of the network's in the pod's dnsConfig, or one in the guest (cloud_init.network_config)"
     if own:
         problems.remark(
+            "network",
             f"the guest does not get {none or 'the DNS server '}{', '.join(map(str, own))}, which this container alone reaches",
             named,
         )
     elif not listed:
-        problems.remark("the guest does not get any DNS server, as /etc/resolv.conf has none", named)
+        problems.remark("network", "the guest does not get any DNS server, as /etc/resolv.conf has none", named)
     if none and servers6:
-        problems.remark(f"the guest does not get {none}{', '.join(map(str, servers6))}", "ipv6 = true gives it these")
+        problems.remark(
+            "network", f"the guest does not get {none}{', '.join(map(str, servers6))}", "ipv6 = true gives it these"
+        )
     for server in found.nameservers:
         if server not in pod.addresses[0].network and not any(server in route.destination for route in pod.routes):
-            problems.remark(f"the guest does not reach the DNS server {server}: {pod.name!r} has no route to it")
+            problems.remark(
+                "network", f"the guest does not reach the DNS server {server}: {pod.name!r} has no route to it"
+            )
     _remark_search(resolver.search, found.search, problems)
     return found
 
@@ -149,10 +154,11 @@ def _fitting(names: Sequence[str]) -> tuple[str, ...]:
 def _remark_search(asked: Sequence[str], found: Sequence[str], problems: Problems) -> None:
     wrong = [name for name in asked if not is_domain(name)]
     if wrong:
-        problems.remark(f"the guest does not get the search domain {wrong[0]!r}, which is no domain name")
+        problems.remark("network", f"the guest does not get the search domain {wrong[0]!r}, which is no domain name")
     rest = [name for name in asked if is_domain(name) and name not in found]
     if rest:
         problems.remark(
+            "network",
             f"the guest looks up no short names in {', '.join(rest)}: of the {len(asked)} search domains these do not fit into "
             f"the {LONGEST_OPTION} bytes of a DHCP option",
             "name fewer or shorter ones, or all of them in the guest (cloud_init.network_config)",
@@ -164,6 +170,7 @@ def remark_long_reply(sizes: Iterable[int], problems: Problems) -> None:
     size = sum(2 + each for each in sizes if each)
     if size > SHORT_REPLY:
         problems.remark(
+            "network",
             "the guest may get no search domains: a DHCP client that takes replies of 576 bytes only (such as udhcpc's and "
             f"dhclient's by default) is not sent all {size} bytes of options",
             "let the client ask for more (its option 57), or name fewer search domains or routes",

@@ -124,6 +124,7 @@ def _remark_aio(disks: Iterable[DiskPlan], free: int | None, problems: Problems)
     needed = len(threads) * AIO_REQUESTS
     if free is not None and needed > free:
         problems.remark(
+            "disk",
             f'QEMU may not start: aio "native" takes {needed} requests of the kernel\'s, and the machine has {free} left for all '
             "programs",
             f'raise fs.aio-max-nr on the node by {needed - free} at least, or set aio = "threads"',
@@ -174,16 +175,18 @@ def remark_little_space(disks: Iterable[DiskPlan], free: int | None, problems: P
     if free is None or sum(limits.values()) <= free:
         return
     problems.remark(
+        "disk",
         f"the guest gets write errors, and nothing else can write in the state directory, once it has written {format_size(free)} to "
         f"{' and '.join(limits)}, which may take {format_size(sum(limits.values()))}: its volume has no more",
         "set ephemeral_size, or name a directory on a larger volume with --state-dir",
     )
 
 
-def remark_lockless(path: PurePosixPath, image: ImageFact, problems: Problems) -> None:
-    """Remark that the file system of *image*, which is at *path*, has no locks, without which QEMU runs as well."""
+def remark_lockless(where: str, path: PurePosixPath, image: ImageFact, problems: Problems) -> None:
+    """Remark with *where* that the file system of *image*, which is at *path*, has no locks, without which QEMU runs as well."""
     if image.lock_error is not None:
         problems.remark(
+            where,
             f"nothing keeps another QEMU from using {str(path)!r} at the same time, which destroys what both write: its file system "
             f"takes no locks ({image.lock_error})",
             "see that no other instance has it, or keep it on a file system with locks",
@@ -209,7 +212,7 @@ def _judge_content(
     """Judge what the guest would find on the disk."""
     for layer in layers:
         if (image := files.get(layer.path, MISSING).image) is not None:
-            remark_lockless(layer.path, image, problems)
+            remark_lockless(where, layer.path, image, problems)
     found = content_of(layers, files)
     if found is None:
         return
@@ -225,7 +228,7 @@ def _judge_content(
             statement = f"{name}, a {layer.format} image, {holds} as its disk"
             remedy = f"take it out: {unwrapped}, then {remedy}"
         if format_.kind == "packed" and disk.read_only:
-            problems.remark(f"the guest finds no disk but a file in {where}: {statement}", remedy)
+            problems.remark(where, f"the guest finds no disk but a file in {where}: {statement}", remedy)
             return
         also = ", or set read_only = true if the guest shall read it as it is" if format_.kind == "packed" else ""
         problems.refuse(f"{where}.path", f"{statement}, which the guest would see as it is", remedy + also)
@@ -233,12 +236,14 @@ def _judge_content(
     promised = SUFFIXES.get(disk.file.suffix[1:].lower())
     if promised is not None and layers[0].format == "raw" and not _EXTENT.search(disk.file.name):
         problems.remark(
+            where,
             f"the guest finds a damaged or an empty disk in {where}: {str(disk.file)!r} does not begin as the {promised} file that its "
             "name promises",
-            "see whether it was made or copied as a whole; name a raw image .raw or .img",
+            "see whether it was made or copied as a whole, and name a raw image .raw or .img",
         )
     if content.sector is not None and content.sector != files[disk.file].sectors[0]:
         problems.remark(
+            where,
             f"the guest finds no partitions in {where}: the partition table in {name} is for sectors of {content.sector} bytes, and the "
             f"guest sees sectors of {files[disk.file].sectors[0]}",
             "copy the image to a disk with such sectors, or make its partition table anew",
@@ -281,7 +286,7 @@ def _access(
         if disk.cache == "none" or disk.aio == "native":
             problems.refuse(f"{where}.{key}", f"{name} cannot be written past the page cache: {reason}", remedy)
         else:
-            problems.remark(f"what the guest writes to {name} takes room in the page cache: {reason}", remedy)
+            problems.remark(where, f"what the guest writes to {name} takes room in the page cache: {reason}", remedy)
             direct = False
     if disk.aio == "io_uring" and io_uring_error is not None:
         problems.refuse(f"{where}.aio", f"cannot use io_uring: {io_uring_error}", "leave it out")

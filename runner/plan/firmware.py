@@ -110,8 +110,9 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
         if not isinstance(boot.firmware, str):
             return Firmware(code, secure=secure)
         problems.remark(
+            "boot.firmware_vars",
             "the firmware's variables, such as the boot order, are lost at the end",
-            "boot.firmware_vars keeps it",
+            "name a file in boot.firmware_vars, which keeps them",
         )
         return Firmware(code, ForgottenVariables(template), secure)
     return Firmware(code, _kept(path, template, size(template), facts, problems), secure)
@@ -127,6 +128,7 @@ def _remark_long_cmdline(boot: BootSpec, facts: HostFacts, problems: Problems) -
     format_ = None if boot.kernel is None else facts.files.get(boot.kernel, MISSING).format
     if size > LONGEST_CMDLINE and format_ is not None and format_.name == "bzImage":
         problems.remark(
+            "boot.cmdline",
             f"the guest's kernel does not see the last {size - LONGEST_CMDLINE} bytes of boot.cmdline: Linux takes {LONGEST_CMDLINE}",
             "name what must be there first, or write it into the initial RAM disk",
         )
@@ -154,6 +156,7 @@ def judge_boot(
         if esp is None:
             cd = any(each.format is not None and each.format.name == "ISO 9660" for each in found)
             problems.remark(
+                "boot",
                 f"the guest boots nothing: there is no boot sector with code on {listed}",
                 'boot.firmware = "uefi" boots a CD image that has a loader for it'
                 if cd
@@ -162,11 +165,12 @@ def judge_boot(
         else:
             problems.refuse(
                 "boot.firmware",
-                f"is missing, so a BIOS would boot the guest, and no disk has boot code for one; {esp!r} has an EFI system partition",
+                f"is missing, so a BIOS would boot the guest, and no disk has boot code for one: {esp!r} has an EFI system partition",
                 'set boot.firmware = "uefi"',
             )
     elif spec.boot.firmware is None and esp and not any(each.bios and each.bios_partition for each in found):
         problems.remark(
+            "boot.firmware",
             f"the guest probably boots nothing: boot.firmware is missing, so a BIOS boots it, and {esp!r} has an EFI system partition but "
             "none for a BIOS",
             'set boot.firmware = "uefi"',
@@ -174,6 +178,7 @@ def judge_boot(
     if isinstance(spec.boot.firmware, str) and not any(each.efi for each in found):
         for_bios = any(each.bios for each in found)
         problems.remark(
+            "boot",
             f"the guest boots nothing: there is no EFI system partition on {listed}",
             "leave boot.firmware out for a disk with boot code for a BIOS" if for_bios else "",
         )
@@ -211,5 +216,5 @@ def _kept(
     elif fact.image is not None and fact.image.locked:
         refuse(where, f"{name} is in use by another process (QEMU's image lock)", "stop it first")
     elif fact.image is not None:
-        remark_lockless(path, fact.image, problems)
+        remark_lockless("boot.firmware_vars", path, fact.image, problems)
     return KeptVariables(path, None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from runner.base.errors import SpecError
+from runner.base.judgement import Judgement
 from runner.base.values import frozen
 from runner.facts.disk import MISSING
 from runner.facts.host import CONSOLE_LOG, HostFacts, PodName, User
@@ -39,7 +40,7 @@ from runner.plan.machine import (
 from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages, too_large_files
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.placement import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
-from runner.plan.problems import Problems, Remark
+from runner.plan.problems import Problems
 from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_many_vcpus, refuse_too_much_memory
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
@@ -108,7 +109,7 @@ class InstancePlan:
     shutdown: ShutdownPlan
     start_timeout: float
     """Seconds preallocation may take, and those QEMU may take to greet."""
-    remarks: tuple[Remark, ...]
+    remarks: tuple[Judgement, ...]
     identity: Identity = Identity()
     """What the MAC addresses, the IPv6 subnet and the vsock identifier are derived from that the spec does not give."""
 
@@ -300,9 +301,10 @@ def _with_topology_file(machine: MachinePlan, problems: Problems) -> MachinePlan
         return attrs.evolve(machine, seed=attrs.evolve(machine.seed, vendor_data=Secret(vendor_data(topology))))
     if topology and any(port.kind == "upstream" for port in machine.passthrough.ports):
         problems.remark(
+            "device",
             "NCCL in the guest does not know the speed of the host's links: it reads 2.5 GT/s x1 from QEMU's switches",
             f"have the guest copy /sys/firmware/qemu_fw_cfg/by_name/{FW_CFG}/raw (module qemu_fw_cfg) to {PATH} at each boot, and "
-            f"put NCCL_TOPO_FILE={PATH} into its /etc/nccl.conf; with [cloud_init] the guest gets both",
+            f"put NCCL_TOPO_FILE={PATH} into its /etc/nccl.conf (with [cloud_init] the guest gets both)",
         )
     return machine
 
@@ -318,6 +320,7 @@ def _seed(
     identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
     if identity == facts.pod_uid and spec.cloud_init.meta_data is None and any(disk.writes for disk in spec.disk):
         problems.remark(
+            "instance.uuid",
             "in its next pod cloud-init runs as on a first boot, with other host keys, on the disk that the guest has written to",
             "set instance.uuid for a guest that is to stay the same",
         )

@@ -148,10 +148,10 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
                 kvm_remedy(kvm) or 'give the pod the device, or ask for "tcg"',
             )
         else:
-            problems.remark(str(emulated(kvm)), kvm_remedy(kvm))
+            problems.remark("cpu.accel", str(emulated(kvm)), kvm_remedy(kvm))
         return "tcg", user
     if spec.cpu.accel == "tried" and (reason := runs_no_guest(kvm)) is not None:
-        problems.remark(reason)
+        problems.remark("cpu.accel", reason)
         return "tcg", user
     if (reason := kvm_unusable(kvm)) is not None:
         problems.refuse("cpu.accel", reason, KVM_UNUSABLE_REMEDY)
@@ -161,7 +161,7 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
     remedy = "chmod it to 660 with a group"
     if spec.instance.user not in {"auto", "root"} and spec.instance.user in facts.users:
         problems.refuse("instance.user", f"{user.name!r} cannot use /dev/kvm (mode {kvm.mode & 0o777:o})", remedy)
-    problems.remark(root, remedy)
+    problems.remark("instance.user", root, remedy)
     return "kvm", ROOT
 
 
@@ -173,7 +173,9 @@ def _qemu_user(asked: str, facts: HostFacts, problems: Problems) -> User:
         if found is None:
             problems.refuse("instance.user", f"user {asked!r} does not exist here", "name one from /etc/passwd")
     if found is None and asked == "auto":
-        problems.remark(f"QEMU runs as root, because none of the users {', '.join(QEMU_USERS)} exists here")
+        problems.remark(
+            "instance.user", f"QEMU runs as root, because none of the users {', '.join(QEMU_USERS)} exists here"
+        )
     return found or ROOT
 
 
@@ -229,7 +231,7 @@ def choose_cpu_model(
 def choose_idle(asked: IdleChoice, accel: Accel, problems: Problems) -> IdleChoice:
     """Decide who idles the CPUs; under TCG it is always the host."""
     if asked == "guest" and accel != "kvm":
-        problems.remark('cpu.idle = "guest" has no effect without KVM', "leave it out")
+        problems.remark("cpu.idle", 'cpu.idle = "guest" has no effect without KVM', "leave it out")
         return "host"
     return asked
 

@@ -40,7 +40,7 @@ IPV6_LEAST_MTU = 1280
 NO_MAC = "has no MAC address of Ethernet, which the guest's network is"
 
 SERVED = (
-    'give the interface one IPv4 address (its guest gets it by DHCP; pods with IPv6 alone are served by mode = "private" and '
+    'give the interface one IPv4 address (its guest gets it by DHCP, and pods with IPv6 alone are served by mode = "private" and '
     '"passt" only)'
 )
 """The remedy for an interface whose addresses no guest can take over."""
@@ -223,6 +223,7 @@ class _NetworkPlanner:
         """Return the MAC address of a guest on a link with others, and remark one that another guest there may have."""
         if network.mac is None and self._identity.repeated:
             self._remark(
+                f"network[{index}].mac",
                 f"network {index} works for one guest alone if another container of this machine has the same state directory and name: "
                 "both guests have the same MAC address then",
                 "set instance.uuid, or the network's mac",
@@ -262,7 +263,7 @@ class _NetworkPlanner:
                 if self._facts.machines_network:
                     self._refuse(f"network[{index}].subnet", f"{subnet} {lost}", OTHER_SUBNET)
                 else:
-                    self._remark(f"the subnet {subnet} of network {index} {lost}", OTHER_SUBNET)
+                    self._remark(f"network[{index}].subnet", f"the subnet {subnet} {lost}", OTHER_SUBNET)
 
     def _private_ipv6(self, index: int, network: NetworkSpec) -> Ipv6Plan | None:
         if not network.ipv6 or self._without_ipv6(index, network.mtu or 1500):
@@ -326,7 +327,7 @@ class _NetworkPlanner:
                 "give it one IPv4 gateway",
             )
         given = best_routes(pod.routes)
-        self._remark_kept(pod, given)
+        self._remark_kept(where, pod, given)
         guest = pod.addresses[0]
         resolver = guest_resolver(self._facts.resolver, pod, ipv6=network.ipv6, problems=self._problems)
         gateways = (route.gateway for route in given if route.destination.prefixlen == 0)
@@ -337,7 +338,7 @@ class _NetworkPlanner:
         routes = () if plain else given
         refuse_too_many_routes(where, name, guest, routes, self._problems)
         self._remark_options(guest, routes, resolver)
-        mtu = self._pods_mtu(network, pod)
+        mtu = self._pods_mtu(where, network, pod)
         return BridgedPlan(
             mac=network.mac or pod.mac,
             mtu=mtu,
@@ -356,37 +357,43 @@ class _NetworkPlanner:
             dns_options=self._facts.resolver.options,
         )
 
-    def _pods_mtu(self, network: NetworkSpec, pod: Interface) -> int:
+    def _pods_mtu(self, where: str, network: NetworkSpec, pod: Interface) -> int:
         """Return the guest's MTU: no more than the pod's routes take, which a CNI plugin with a tunnel lowers instead of the link's."""
         routes = pod.routes + (pod.routes6 if network.ipv6 else ())
         least = min((pod.mtu, *(route.mtu for route in routes if route.mtu)))
         if network.mtu is not None and network.mtu > least:
             self._remark(
+                f"{where}.mtu",
                 f"packets of more than {least} bytes may be lost: the routes of {pod.name!r} take no larger ones, and the guest sends "
                 f"up to {network.mtu}",
                 "leave the network's mtu out",
             )
         return network.mtu or least
 
-    def _remark_kept(self, pod: Interface, given: Sequence[Route]) -> None:
+    def _remark_kept(self, where: str, pod: Interface, given: Sequence[Route]) -> None:
         """Remark what the guest does not get of *pod*; it is restored at the end. ARP for IPv4 neighbours is answered."""
         if pod.virtual_function:
             self._remark(
+                where,
                 f"the guest may receive nothing: {pod.name!r} is a virtual function (SR-IOV), which passes frames to and from its own "
                 "MAC address alone unless it is trusted",
                 "on the node: `ip link set PF vf N trust on spoofchk off`, or give the guest the function itself ([[device]])",
             )
         if others := ", ".join(str(each) for each in pod.routes if each not in given):
             self._remark(
+                where,
                 f"the guest does not get the route {others} of {pod.name!r}: by DHCP it gets one to each destination, that of the "
-                "lowest metric"
+                "lowest metric",
             )
         lost = ", ".join(str(each.address) for each in pod.neighbours if isinstance(each.address, IPv6Address))
         if lost:
-            self._remark(f"the guest may not reach {lost}, which {pod.name!r} knows as a permanent neighbour alone")
+            self._remark(
+                where, f"the guest may not reach {lost}, which {pod.name!r} knows as a permanent neighbour alone"
+            )
         tables = ", ".join(map(str, sorted({route.table for route in pod.other_routes})))
         if tables:
             self._remark(
+                where,
                 f"the guest routes by the main table of {pod.name!r} alone: it does not get the routes of table {tables}, which a "
                 "rule of the pod may choose",
                 "configure them in the guest where it needs them",
@@ -417,7 +424,9 @@ class _NetworkPlanner:
     ) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
-            self._remark(f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6")
+            self._remark(
+                where, f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6"
+            )
         if not network.ipv6 or self._without_ipv6(index, mtu):
             return None
         if len(pod.addresses6) != 1:
@@ -428,8 +437,9 @@ class _NetworkPlanner:
             )
             return None
         self._remark(
+            where,
             f"the guest gets the IPv6 address of {pod.name!r} by DHCPv6, which has no routes: its IPv6 gateway must come from a router "
-            "advertisement of the pod's network, or from the guest's own configuration"
+            "advertisement of the pod's network, or from the guest's own configuration",
         )
         return Ipv6Plan(pod.addresses6[0], None, resolver.nameservers6)
 

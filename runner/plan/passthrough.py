@@ -13,6 +13,7 @@ from typing import assert_never
 import attrs
 
 from runner.base.errors import Problem
+from runner.base.table import some
 from runner.base.values import frozen
 from runner.facts.host import HostFacts, User
 from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, VfioFacts
@@ -20,7 +21,7 @@ from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import DENIED, LET_IN
 from runner.plan.machine import Accel
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
-from runner.plan.pci_judgements import device_remarks, some
+from runner.plan.pci_judgements import device_remarks
 from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
 from runner.plan.problems import Problems
 from runner.plan.qemu_limits import GIB, HOLE, HYPERTRANSPORT, LOW_RAM, parse_version
@@ -246,7 +247,7 @@ def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Said]]:
         if device.address is None:
             has = ", ".join(device.attributes) or "none"
             raise _NoDevicesError(
-                f"{file.path} does not say the PCI address of {what} (resource.kubernetes.io/pciBusID); its attributes: {has}",
+                f"{file.path} does not say the PCI address of {what} (resource.kubernetes.io/pciBusID), and its attributes are {has}",
                 "name the request of the PCI devices in `request`, use a driver that says their addresses, or name the address",
             )
         if not re.fullmatch(PCI_ADDRESS, device.address, re.ASCII):
@@ -311,8 +312,9 @@ class _DevicePlanner:
         if fact.numa_node < 0:
             return attrs.evolve(fact, numa_node=asked.numa_node)
         self._problems.remark(
+            "device",
             f"{fact.address} is on NUMA node {fact.numa_node} by its sysfs, and on {asked.numa_node} by the driver of the "
-            f"claim {asked.device.claim!r}; the first counts"
+            f"claim {asked.device.claim!r}; the first counts",
         )
         return fact
 
@@ -338,6 +340,7 @@ class _DevicePlanner:
         group, node = fact.group_node, fact.device_node
         if CLIQUE in dict(asked.device.properties) and backend == "iommufd":
             self._problems.remark(
+                "device",
                 f"{fact.address} has {CLIQUE}, but with iommufd no device can access another's memory: the guest's drivers "
                 "detect that",
                 'use iommu = "legacy"',
@@ -369,13 +372,15 @@ class _DevicePlanner:
         if fact.numa_node < 0:
             if several:
                 self._problems.remark(
-                    f"the firmware does not report the NUMA node of {fact.address}, so the guest does not see one either"
+                    "device",
+                    f"the firmware does not report the NUMA node of {fact.address}, so the guest does not see one either",
                 )
             return None
         near = next((number for number, each in enumerate(numa_nodes) if each.host == fact.numa_node), None)
         if self._spec.cpu.topology == "host" and near is None and several:
             hosts = ", ".join(str(each.host) for each in numa_nodes)
             self._problems.remark(
+                "device",
                 f"{fact.address} is on the host's NUMA node {fact.numa_node}, the vCPUs are on {hosts}: every access goes "
                 "farther",
                 "let the Topology Manager align devices and CPUs (policy restricted or single-numa-node)",
@@ -386,6 +391,7 @@ class _DevicePlanner:
         hidden = [each.fact.address for each in placed if each.topology == "host" and not each.fact.root]
         if hidden and len(placed) > 1:
             self._problems.remark(
+                "device",
                 "the guest cannot see which NIC is next to which GPU, and NCCL may leave GPUDirect RDMA off: sysfs does not show "
                 f"the bridges above {some(hidden)}",
                 "let the container see the host's /sys/devices",
@@ -405,9 +411,9 @@ class _DevicePlanner:
             self._problems.refuse(
                 "device",
                 f"the devices' memory needs a window of {format_size(window)} above {format_size(size)} of "
-                f"RAM, which ends at {format_size(top)}; the guest's CPU has addresses of {bits} bits, up to "
+                f"RAM, which ends at {format_size(top)}, and the guest's CPU has addresses of {bits} bits, up to "
                 f"{format_size(1 << bits)}",
-                "under KVM leave cpu.model out or add host-phys-bits=on to it, without host-phys-bits-limit; or pass fewer devices",
+                "under KVM leave cpu.model out or add host-phys-bits=on to it, without host-phys-bits-limit, or pass fewer devices",
             )
         return window
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from runner.base.judgement import Judgement, Level
+from runner.base.table import some
 from runner.facts.pci import PciFact, PciLink, is_gpu, is_network
 from runner.plan.pci_tree import gigatransfers
-from runner.plan.problems import Remark
 from runner.spec.rules import format_size
 
-SHOWN = 4
-"""Addresses that a remark names; of others it says the number."""
 
-
-def device_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def device_remarks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     """Yield remarks about all devices that are passed through, one for each kind and cause."""
     yield from _resets(facts)
     for fact in facts:
@@ -27,40 +25,37 @@ def device_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
     yield from _small_regions(facts)
 
 
-def power_remarks(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def power_remarks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     """Yield what may lose its power where no controller of the node sees to it."""
     cold = [fact.address for fact in facts if fact.d3cold and is_gpu(fact.device_class)]
     if cold:
-        yield Remark(
-            f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold); a GPU that does not wake "
+        yield _remark(
+            f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold), and a GPU that does not wake "
             "answers with ones until the machine is switched off",
-            "echo 0 to d3cold_allowed of its directory in sysfs before the start, or a rule of udev that does; with placement "
-            '"controller" it stays powered while an instance has it',
+            "echo 0 to d3cold_allowed of its directory in sysfs before the start, or a rule of udev that does, or placement "
+            '"controller", with which it stays powered while an instance has it',
         )
 
 
-def some(addresses: Iterable[str]) -> str:
-    """Return the first *addresses*, and how many more there are."""
-    listed = list(dict.fromkeys(addresses))
-    left = len(listed) - SHOWN
-    return ", ".join(listed[:SHOWN]) + (f" and {left} more" if left > 0 else "")
+def _remark(found: str, remedy: str) -> Judgement:
+    return Judgement("device", Level.WARNING, found, "", remedy)
 
 
 def _named(fact: PciFact) -> str:
     return f"{fact.address} ({fact.name})"
 
 
-def _resets(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _resets(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     resettable = {fact.slot for fact in facts if fact.resets}
     for fact in facts:
         if not fact.resets and (fact.slot not in resettable or fact.physical_function):
-            yield Remark(
+            yield _remark(
                 f"{_named(fact)} cannot be reset by itself: the next guest sees the state that this one leaves in it",
                 "see its reset_method in sysfs",
             )
 
 
-def _own_link(fact: PciFact) -> Iterator[Remark]:
+def _own_link(fact: PciFact) -> Iterator[Judgement]:
     """Yield what is wrong with the link of *fact* for good: a GPU that is idle lowers only its speed."""
     link, above = fact.link, fact.bridges[-1].link if fact.bridges else None
     if link is None or not link.best_width:
@@ -68,18 +63,18 @@ def _own_link(fact: PciFact) -> Iterator[Remark]:
     now, best = f"{link.speed} x{link.width}", f"{link.best_speed} x{link.best_width}"
     reachable = link.best_speed if above is None else min(link.best_speed, above.best_speed, key=_known)
     if link.width < link.best_width:
-        yield Remark(
+        yield _remark(
             f"{_named(fact)}: its PCI Express link is {now}, its best is {best}",
             "look at its riser and slot",
         )
     elif above is not None and reachable != link.best_speed:
-        yield Remark(
+        yield _remark(
             f"{_named(fact)}: its PCI Express link is {reachable} at most, its best is {best}: the port above it, "
             f"{fact.bridges[-1].address}, is slower",
             "put it into a faster slot, or look at the slot's speed in the firmware's settings",
         )
     elif link.speed != link.best_speed and not is_gpu(fact.device_class) and not _accompanies(fact):
-        yield Remark(
+        yield _remark(
             f"{_named(fact)}: its PCI Express link is {now}, its best is {best}",
             "seat it anew, and look for PCIe errors in the kernel's log and for the slot's speed in the firmware's settings",
         )
@@ -94,7 +89,7 @@ def _accompanies(fact: PciFact) -> bool:
     return not fact.address.endswith(".0") and not fact.physical_function
 
 
-def _idle(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _idle(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     idle = [
         (fact.address, fact.link)
         for fact in facts
@@ -104,13 +99,13 @@ def _idle(facts: Sequence[PciFact]) -> Iterator[Remark]:
     ]
     if idle:
         speeds = sorted({link.speed for _, link in idle}, key=gigatransfers)
-        yield Remark(
+        yield _remark(
             f"the PCI Express links of {some(address for address, _ in idle)} are below their best now ({', '.join(speeds)})",
-            "an idle GPU lowers its speed; under load `nvidia-smi -q` or `lspci -vv` in the guest shows the best",
+            "an idle GPU lowers its speed, and under load `nvidia-smi -q` or `lspci -vv` in the guest shows the best",
         )
 
 
-def _uplinks(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _uplinks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     """Yield switches whose own link has fewer lanes, or is slower, than both of its ends can do."""
     seen: set[str] = set()
     for fact in facts:
@@ -122,7 +117,7 @@ def _uplinks(facts: Sequence[PciFact]) -> Iterator[Remark]:
             best = min(below.link.best_speed, above.link.best_speed, key=_known)
             lanes = min(below.link.best_width, above.link.best_width)
             if 0 < below.link.width < lanes or 0 < gigatransfers(below.link.speed) < gigatransfers(best):
-                yield Remark(
+                yield _remark(
                     f"all devices behind the switch {below.address} share a link of {_link(below.link)}, where both of its ends "
                     f"can do {best} x{lanes}",
                     "look at the cabling or riser of the switch, and for PCIe errors in the kernel's log",
@@ -133,7 +128,7 @@ def _link(link: PciLink) -> str:
     return f"{link.speed} x{link.width}"
 
 
-def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     """Yield what sends traffic between devices behind one switch to the root complex, and NICs that cannot avoid it.
 
     The kernel puts devices behind one switch into groups of their own only if its ports redirect (``REQ_ACS_FLAGS`` in
@@ -150,17 +145,17 @@ def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Remark]:
             ]
     if not ports:
         return
-    yield Remark(
+    yield _remark(
         "traffic between the devices behind a switch (GPUDirect) goes up to the root complex and back, at about half of the "
         f"bandwidth: its ports redirect it (ACS): {some(ports)}",
         "have them let translated requests through: bit 6 of ECAP_ACS+6.w by setpci (or pci=config_acs= from Linux 6.11), and "
-        "ATS on the NIC; or, where one tenant has all devices behind the switch, no redirection",
+        "ATS on the NIC, or, where one tenant has all devices behind the switch, no redirection",
     )
     if untranslated:
-        yield Remark(
+        yield _remark(
             f"the requests of {some(untranslated)} are translated by the IOMMU alone, so that they take that way whatever the "
             "ports do: the NIC shows no ATS",
-            "mlxconfig -d ADDRESS set ATS_ENABLED=true, and reset the NIC; others have a like setting of their firmware",
+            "mlxconfig -d ADDRESS set ATS_ENABLED=true, and reset the NIC (others have a like setting of their firmware)",
         )
 
 
@@ -178,7 +173,7 @@ def _redirecting(one: PciFact, other: PciFact) -> Iterator[str]:
                 yield bridge.address
 
 
-def _companions(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _companions(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     passed = {fact.address for fact in facts}
     left = [
         member.address
@@ -187,13 +182,13 @@ def _companions(facts: Sequence[PciFact]) -> Iterator[Remark]:
         if not member.bridge and member.driver is None and member.address not in passed
     ]
     if left:
-        yield Remark(
+        yield _remark(
             f"nothing else can use {some(left)} meanwhile: an IOMMU group is one guest's, and theirs has devices that are passed",
             "pass them too, or have the device plugin give whole groups",
         )
 
 
-def _nvlink(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _nvlink(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     """Yield that NVLink does not work by itself where NVSwitches of the host stay behind."""
     passed = {fact.address for fact in facts}
     gpus = [fact for fact in facts if fact.nvswitches]
@@ -201,7 +196,7 @@ def _nvlink(facts: Sequence[PciFact]) -> Iterator[Remark]:
     if not missing:
         return
     some_passed = len(missing) < len(gpus[0].nvswitches)
-    yield Remark(
+    yield _remark(
         f"the GPUs have no NVLink to each other, or CUDA does not start: {'only some' if some_passed else 'none'} of the board's "
         f"NVSwitches are passed, {some(missing)} {'are' if len(missing) > 1 else 'is'} not",
         "pass all GPUs and all NVSwitches of the board to one guest, or give these GPUs a partition of the host's Fabric Manager "
@@ -209,11 +204,11 @@ def _nvlink(facts: Sequence[PciFact]) -> Iterator[Remark]:
     )
 
 
-def _small_regions(facts: Sequence[PciFact]) -> Iterator[Remark]:
+def _small_regions(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     for fact in facts:
         for bar in fact.bars:
             if is_gpu(fact.device_class) and 0 < bar.size < bar.largest:
-                yield Remark(
+                yield _remark(
                     f"{_named(fact)}: the CPU and other devices reach {format_size(bar.size)} of its memory at a time, where "
                     f"its region can have {format_size(bar.largest)}",
                     "switch on resizable BAR and above 4G decoding in the machine's firmware, or write the size to its "

@@ -48,6 +48,7 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
         )
     if backend == "affinity" and facts.pod is None and cpu.placement == "auto":
         problems.remark(
+            "cpu.placement",
             "placement 'affinity' is second best: processes of others may run on the vCPUs' CPUs",
             "examples/cpus.md, 'Whose CPUs', has the others, and `instance-runner check` what they lack here",
         )
@@ -57,8 +58,9 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
         }
         why = "".join(f"; no {name!r}: {reason}" for name, reason in unusable.items() if cpu.placement == "auto")
         problems.remark(
+            "cpu.placement",
             "placement 'affinity' is second best: nothing but CPU masks keeps the vCPUs' CPUs free, and processes "
-            f"of others may run there{why}"
+            f"of others may run there{why}",
         )
     return backend
 
@@ -88,7 +90,7 @@ def plan_placement(
             "cpu.count",
             f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "
             '"controller" each belongs to a vCPU',
-            f"give the container as many CPUs as vCPUs; so that they are its own, {OWN_CPUS}",
+            f"give the container as many CPUs as vCPUs, and so that they are its own {OWN_CPUS}",
         )
         return None
     pins = _choose_pins(cpu, vcpus, allowed, facts, problems)
@@ -104,13 +106,15 @@ def _placement(
         return ControllerPlacement(allowed, pins, cpu.controller, uid, enforced, sweep=cpu.sweep, tuning=tuning)
     if tuning != CpuTuning():
         problems.remark(
+            "cpu.placement",
             f"cpu.latency, cpu.cache_ways and cpu.memory_bandwidth have no effect with placement {backend!r}: only the node's "
-            "controller can change the machine's settings"
+            "controller can change the machine's settings",
         )
     cpus = CpuSet(pins)
     rest = allowed - cpus
     if not rest:
         problems.remark(
+            "cpu.count",
             f"all CPUs this process may use ('{allowed}') belong to vCPUs: QEMU's own threads, dnsmasq, virtiofsd and this "
             "program share them",
             "give it more CPUs than vCPUs",
@@ -129,7 +133,7 @@ def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostF
         if reason is None:
             continue
         if facts.pod is None or cpu.placement in ASKING_FOR_LESS:
-            problems.remark(reason, remedy)
+            problems.remark("cpu.placement", reason, remedy)
         else:
             problems.refuse("cpu.placement", reason, f'{remedy}, or set it to "affinity" and accept shared CPUs')
 
@@ -144,9 +148,11 @@ def _remark_mask(backend: Backend, facts: HostFacts, problems: Problems) -> str:
         return ""
     what = f"this process was started with the CPU mask '{facts.allowed_cpus - facts.masked_cpus}'"
     if backend != "affinity":
-        problems.remark(f"{what} of its cpuset '{facts.allowed_cpus}', and lifts it; {_MASK_REMEDY}")
+        problems.remark("cpu.cpus", f"{what} of its cpuset '{facts.allowed_cpus}', and lifts it", _MASK_REMEDY)
         return ""
-    problems.remark(f"'{facts.masked_cpus}' of the cpuset '{facts.allowed_cpus}' are not used: {what}", _MASK_REMEDY)
+    problems.remark(
+        "cpu.cpus", f"'{facts.masked_cpus}' of the cpuset '{facts.allowed_cpus}' are not used: {what}", _MASK_REMEDY
+    )
     return f": {what}, its cpuset has '{facts.allowed_cpus}'"
 
 
@@ -161,7 +167,7 @@ def _choose_pins(
         problems.refuse("cpu.cpus" if cpu.cpus else "cpu.count", error.message, error.remedy)
         return None
     for finding in placed.findings:
-        problems.remark(finding.statement, finding.remedy)
+        problems.remark("cpu.pinning", finding.found, finding.remedy)
     return placed.pins
 
 
@@ -191,8 +197,9 @@ def plan_topology(
         if each.bound and each.bound != (each.host,):
             where = " and ".join(map(str, each.bound))
             problems.remark(
+                "cpu.topology",
                 f"{format_size(each.memory)} of memory for the vCPUs on the host's NUMA node {each.host} come from {where}: "
-                "it has not that much, or none that this pod may use"
+                "it has not that much, or none that this pod may use",
             )
     return topology if real else flat(topology)
 

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import attrs
 
 from runner.base.errors import Problem
+from runner.base.judgement import Judgement, Level
 from runner.spec.instance import EnvironmentSpec, declaring
-
-
-class Remark(NamedTuple):
-    """A disadvantage of a plan that is possible; *remedy* is empty if there is none.
-
-    A named tuple, because an attrs class costs PID 1 a quarter of a millisecond more.
-    """
-
-    message: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
 class Problems:
@@ -30,7 +17,7 @@ class Problems:
 
     def __init__(self) -> None:
         self.found: list[Problem] = []
-        self.remarks: list[Remark] = []
+        self.remarks: list[Judgement] = []
 
     def refuse(self, path: str, message: str, remedy: str = "") -> None:
         """Add a problem with the value at *path*."""
@@ -43,6 +30,6 @@ class Problems:
             remedy = "; ".join(filter(None, (declaring(names) if names else "", problem.remedy)))
             yield attrs.evolve(problem, remedy=remedy)
 
-    def remark(self, message: str, remedy: str = "") -> None:
-        """Add a remark."""
-        self.remarks.append(Remark(message, remedy))
+    def remark(self, path: str, found: str, remedy: str = "") -> None:
+        """Add a disadvantage that the value at *path*, or what is planned for it, has."""
+        self.remarks.append(Judgement(path, Level.WARNING, found, "", remedy))

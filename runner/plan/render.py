@@ -7,6 +7,7 @@ from typing import Any, assert_never
 
 import attrs
 
+from runner.base.judgement import FORMAT, judgement_lines
 from runner.placement.backends import ControllerPlacement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
@@ -17,28 +18,14 @@ from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, Netw
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan, PciPort
 from runner.spec.rules import format_size
 
-KEYS = {
-    "smbios_uuid": "uuid",
-    "overhead": "beside",
-    "passthrough": "passing",
-    "vfio_backend": "way",
-    "start_timeout": "patience",
-}
-"""Attribute → its key in version 1 of the JSON form, where that differs."""
-
 
 def plan_json(plan: InstancePlan) -> dict[str, Any]:
     """Return *plan* as plain values; CPU sets, paths and addresses in their text forms."""
-    plain = _with_keys(attrs.asdict(plan, recurse=True, value_serializer=_plain))
+    plain = attrs.asdict(plan, filter=lambda field, _: field.name != "remarks", value_serializer=_plain)
     placement = {"backend": plan.placement.backend, "shared": plan.placement.shared, **plain.pop("placement")}
     guest_sees = {name: plain["machine"].pop(name) for name in ("networks", "shares")}
-    return {"version": 1, **plain, "placement": placement, **guest_sees, "remarks": list(map(str, plan.remarks))}
-
-
-def _with_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {KEYS.get(name, name): _with_keys(each) for name, each in value.items()}
-    return [_with_keys(each) for each in value] if isinstance(value, list | tuple) else value
+    judgements = [each.to_json() for each in plan.remarks]
+    return {"version": FORMAT, **plain, "placement": placement, **guest_sees, "judgements": judgements}
 
 
 def _plain(_instance: type, _attribute: object, value: object) -> object:
@@ -82,8 +69,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
         f"  8 SIGTERM    ACPI power button for up to {shutdown.power_down:g} s, then quit, SIGTERM and SIGKILL "
         f"within {shutdown.forced:g} s; then all of it from below"
     )
-    for remark in plan.remarks:
-        yield f"  note: {remark}"
+    yield from judgement_lines(plan.remarks)
 
 
 def _devices_of_guest(machine: MachinePlan) -> Iterator[str]:

@@ -16,9 +16,9 @@ import trio
 import trio.testing
 
 from runner.base.errors import Status
-from runner.check.context import CheckedHost
-from runner.check.finding import Level, Place
-from runner.check.host_reader import ask_controller, check_host
+from runner.base.judgement import Level
+from runner.check.checks import CheckedHost, Place
+from runner.check.host import ask_controller, check_host
 from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
 from tests.support.fake_kernel import FAKE_KERNEL
@@ -139,7 +139,9 @@ OF_THIS_MACHINE = {"memlock", "mbind", "qemu", "dnsmasq", "virtiofsd", "sleep", 
 
 async def levels(where: CheckedHost) -> tuple[Place, dict[str, str]]:
     report = await check_host(where, None)
-    return report.place, {each.check: each.level.value for each in report.findings if each.check not in OF_THIS_MACHINE}
+    return report.place, {
+        each.subject: each.level.value for each in report.judgements if each.subject not in OF_THIS_MACHINE
+    }
 
 
 GOOD_KERNEL = dict.fromkeys(
@@ -200,9 +202,9 @@ async def all_noticed(where: CheckedHost, faults: list[Fault]) -> None:
         (where.root / file).unlink()  # a link to the good machine's
         if content is not None:
             write(where.root / file, content)
-    found = (await check_host(where, None)).findings
+    found = (await check_host(where, None)).judgements
     for file, _, check, level, word in faults:
-        about = [(each.level.value, each.found) for each in found if each.check == check]
+        about = [(each.level.value, each.found) for each in found if each.subject == check]
         assert any(each == level and word in sentence for each, sentence in about), (file, about)
 
 
@@ -215,7 +217,7 @@ async def test_every_misconfiguration_of_a_node_is_found(node: Path) -> None:
                 "proc/self/mountinfo",
                 "3 2 0:3 / /c rw - cgroup cgroup rw,cpuset",
                 "cgroups",
-                "fatal",
+                "error",
                 "v1's (hybrid: /c)",
             ),
             ("proc/sys/kernel/osrelease", "5.15.0", "kernel", "warning", "before 6.2"),
@@ -242,7 +244,7 @@ async def test_every_misconfiguration_of_a_node_is_found(node: Path) -> None:
                 "0",
                 "hugepages",
                 "warning",
-                "none of 1 GiB is free on NUMA node 1",
+                "none of 1GiB is free on NUMA node 1",
             ),
             ("proc/irq/9/effective_affinity_list", "2-70", "interrupts", "warning", "1-2': 9 (acpi)"),
             (
@@ -269,8 +271,8 @@ async def test_a_kubelet_without_exclusive_cpus(node: Path) -> None:
     await all_noticed(
         here(node),
         [
-            ("sys/fs/cgroup/cgroup.controllers", "cpu memory", "cgroups", "fatal", "does not offer cpuset"),
-            ("kubelet/cpu_manager_state", state, "cpu-manager", "fatal", "'none'"),
+            ("sys/fs/cgroup/cgroup.controllers", "cpu memory", "cgroups", "error", "does not offer cpuset"),
+            ("kubelet/cpu_manager_state", state, "cpu-manager", "error", "'none'"),
             ("kubelet/memory_manager_state", "{", "memory-manager", "unknown", "is not JSON"),
         ],
     )
@@ -280,8 +282,8 @@ async def test_every_misconfiguration_of_a_pod_is_found(pod: Path) -> None:
     await all_noticed(
         here(pod, IN_KUBERNETES),
         [
-            ("proc/self/oom_score_adj", "900", "own-cpus", "fatal", "the pod is Burstable (its oom_score_adj is 900)"),
-            ("sys/fs/cgroup/cpu.max", "250000 100000", "cpu-time", "fatal", "the time of 2.5 CPUs"),
+            ("proc/self/oom_score_adj", "900", "own-cpus", "error", "the pod is Burstable (its oom_score_adj is 900)"),
+            ("sys/fs/cgroup/cpu.max", "250000 100000", "cpu-time", "error", "the time of 2.5 CPUs"),
             ("proc/self/status", f"{POD_STATUS}\nSeccomp:\t0", "seccomp", "warning", "user namespaces may be made"),
         ],
     )
@@ -303,9 +305,11 @@ async def test_facts_hidden_from_a_pod_are_unknown(pod: Path) -> None:
 async def test_a_pod_with_the_hosts_processes(pod: Path) -> None:
     name_namespace(pod, FIRST_NAMESPACE)
     [found] = [
-        each for each in (await check_host(here(pod, IN_KUBERNETES), None)).findings if each.check == "pid-namespace"
+        each
+        for each in (await check_host(here(pod, IN_KUBERNETES), None)).judgements
+        if each.subject == "pid-namespace"
     ]
-    assert (found.level, "hostPID" in found.remedy) == (Level.FATAL, True)
+    assert (found.level, "hostPID" in found.remedy) == (Level.ERROR, True)
 
 
 async def test_missing_state_files_leave_their_checks_unknown(node: Path) -> None:
@@ -324,10 +328,10 @@ async def test_checks_without_a_plan_are_unknown_or_estimated(pod: Path) -> None
 
     async def found(count: str, lock: str) -> dict[str, tuple[str, str]]:
         report = await check_host(where, ("spec.toml", text.format(count, lock).encode()))
-        return {each.check: (each.level.value, each.found) for each in report.findings}
+        return {each.subject: (each.level.value, each.found) for each in report.judgements}
 
     everything = await found('"all"', "true")
-    assert everything["spec"][0] == "fatal"
+    assert everything["boot.kernel"][0] == "error"
     assert everything["cpu-time"][1].endswith(" to 4"), "the four CPUs of the pod"
     assert everything["memlock"][0] == "unknown"
     assert (await found("1", "true"))["memlock"][0] != "unknown"
@@ -410,38 +414,37 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_this_machine() -> None:
     done = command("--json")
     report = json.loads(done.stdout)
-    assert done.returncode == (Status.FINDINGS if report["verdict"] == "fatal" else 0), done.stderr
+    assert done.returncode == (Status.FINDINGS if report["verdict"] == "error" else 0), done.stderr
     assert done.stderr == ""
-    found = {each["check"]: each["level"] for each in report["findings"]}
+    found = {each["subject"]: each["level"] for each in report["judgements"]}
     assert found["mbind"] == "ok", "the tests run as root and without a seccomp profile"
     assert found["qemu"] == "ok", "the tests take a QEMU"
 
 
-def test_an_impossible_spec_is_fatal(tmp_path: Path) -> None:
+def test_an_impossible_spec_is_an_error(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text(f'[cpu]\ncount = {len(os.sched_getaffinity(0)) + 1}\n[boot]\nkernel = "{tmp_path}/none"\n')
     done = command(spec)
     assert done.returncode == Status.FINDINGS
-    fatal = [line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if line.startswith("fatal")]
-    assert [line.partition(":")[0] for line in fatal if line.startswith(("cpu.", "boot."))] == [
-        "cpu.count",
-        "boot.kernel",
-    ]
+    errors = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error")]
+    assert [each for each in errors if each.startswith(("cpu.", "boot."))] == ["cpu.count", "boot.kernel"]
     spec.write_text("[cpu]\ncounts = 1\n")
-    [unknown] = [each for each in json.loads(command("--json", spec).stdout)["findings"] if each["check"] == "spec"]
-    assert (unknown["found"], unknown["remedy"]) == ("cpu.counts: unknown key", "did you mean 'count'?")
+    [unknown] = [
+        each for each in json.loads(command("--json", spec).stdout)["judgements"] if each["subject"] == "cpu.counts"
+    ]
+    assert (unknown["found"], unknown["remedy"]) == ("unknown key", "did you mean 'count'?")
 
 
 def test_a_spec_that_fits_is_reported_as_fitting(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     (tmp_path / "kernel").write_bytes(FAKE_KERNEL)
     spec.write_text(f'[cpu]\nplacement = "affinity"\n[boot]\nkernel = "{tmp_path}/kernel"\n')
-    found = json.loads(command("--json", spec).stdout)["findings"]
-    about = {each["found"]: each["level"] for each in found if each["check"] == "spec"}
-    [fits] = [sentence for sentence, level in about.items() if level == "ok"]
+    found = json.loads(command("--json", spec).stdout)["judgements"]
+    about = {each["found"] for each in found}
+    [fits] = [each["found"] for each in found if each["subject"] == "spec"]
     assert fits.startswith(f"{spec}: 1 vCPUs on CPUs '")
     assert any(sentence.startswith("placement 'affinity' is second best") for sentence in about)
-    assert not any("/dev/kvm" in sentence for sentence in about), "the check of KVM has reported it"
+    assert {each["subject"] for each in found if "/dev/kvm" in each["found"]} <= {"kvm"}, "it is reported once"
 
 
 def test_a_spec_that_cannot_be_read_is_a_wrong_command_line() -> None:

@@ -50,9 +50,15 @@ class Instance:
     def command(self, *more: str, before: tuple[str, ...] = ()) -> tuple[str, ...]:
         return self.fake_instance.command(*before, *INSPECT, "--state-dir", str(self.receipt.parent), *more)
 
-    def verdicts(self) -> dict[str, dict[str, Any]]:
-        report = json.loads(self.inspect("--json").stdout)
-        return {verdict["rule"]: verdict for verdict in (*report["instances"][0]["verdicts"], *report["verdicts"])}
+    def judged(self, rule: str) -> tuple[str, str]:
+        """Return the level of *rule*, and what was found; it has one judgement."""
+        return judged(json.loads(self.inspect("--json").stdout), rule)
+
+
+def judged(report: dict[str, Any], rule: str) -> tuple[str, str]:
+    judgements = (*report["instances"][0]["judgements"], *report["judgements"])
+    [found] = [(each["level"], each["found"]) for each in judgements if each["subject"] == rule]
+    return found
 
 
 @pytest.fixture
@@ -77,11 +83,11 @@ def test_a_good_instance_from_its_container(instance: Instance) -> None:
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert lines[1][:6] == ["ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE"]
     assert ["vcpu", "0", str(instance.vcpu), "CPU", "0/TCG", str(CPU), str(CPU), "0"] in [line[:8] for line in lines]
-    assert [" ".join(line[:2]) for line in lines if line and line[0] in {"ok", "unknown", "violated"}] == [
+    assert [" ".join(line[:2]) for line in lines if line and line[0] in {"ok", "unknown", "error"}] == [
         "ok vcpus",
         "unknown exclusive",
         "ok local",
-        *(["ok charged"] if "ok        charged" in shown.stdout else ["unknown charged"]),
+        *(["ok charged"] if "ok       charged" in shown.stdout else ["unknown charged"]),
         "unknown kubelet",
     ]
     assert "cannot be seen from inside a PID namespace; inspect on the node" in shown.stdout
@@ -98,7 +104,7 @@ def test_why_the_guarantee_is_no_better_is_taken_from_the_receipt(instance: Inst
 
 def test_the_json_report(instance: Instance) -> None:
     report = json.loads(instance.inspect("--json").stdout)
-    assert (report["version"], report["seen_from"], report["violated"]) == (1, "container", False)
+    assert (report["version"], report["seen_from"], report["verdict"]) == (2, "container", "unknown")
     (found,) = report["instances"]
     assert (found["name"], found["backend"], found["cpus"]) == ("instance", "affinity", str(CPU))
     assert (found["guarantee"], found["guarantee_reason"]) == ("arranged", None)
@@ -118,7 +124,7 @@ def test_an_intruder_is_named(instance: Instance) -> None:
     pid, _ = instance.fake_instance.start("intruder", [FLOAT, CPU])
     shown = instance.inspect()
     assert shown.returncode == 3, shown.stdout
-    assert f"violated  exclusive  other (thread {pid}, 'intruder')" in shown.stdout
+    assert f"error    exclusive  other (thread {pid}, 'intruder')" in shown.stdout
     assert f"may run on '{CPU}'" in shown.stdout
     instance.fake_instance.request("pin", pid, [FLOAT])
     assert instance.inspect().returncode == 0
@@ -126,23 +132,16 @@ def test_an_intruder_is_named(instance: Instance) -> None:
 
 def test_a_vcpu_that_lost_its_pin(instance: Instance) -> None:
     instance.fake_instance.request("pin", instance.vcpu, [FLOAT, CPU])
-    assert instance.verdicts()["vcpus"] == {
-        "rule": "vcpus",
-        "result": "violated",
-        "reasons": [
-            f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT}-{CPU}' instead of '{CPU}'"
-            if CPU == FLOAT + 1
-            else f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{FLOAT},{CPU}' instead of '{CPU}'"
-        ],
-    }
+    both = f"{FLOAT}-{CPU}" if CPU == FLOAT + 1 else f"{FLOAT},{CPU}"
+    sentence = f"vcpu 0 (thread {instance.vcpu}, 'CPU 0/TCG') may run on '{both}' instead of '{CPU}'"
+    assert instance.judged("vcpus") == ("error", sentence)
     assert instance.inspect().returncode == 3
 
 
 def test_qemu_has_died(instance: Instance) -> None:
     instance.fake_instance.request("end", instance.qemu)
-    verdicts = instance.verdicts()
-    assert verdicts["vcpus"]["reasons"] == ["vCPU 0 has no thread"]
-    assert (verdicts["local"]["result"], verdicts["local"]["reasons"]) == ("unknown", ["there is no QEMU"])
+    assert instance.judged("vcpus") == ("error", "vCPU 0 has no thread")
+    assert instance.judged("local") == ("unknown", "there is no QEMU")
 
 
 def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
@@ -152,18 +151,16 @@ def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
     report = json.loads(instance.inspect("--json").stdout)
     roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
     assert roles[pid] == "anchor"
-    assert not report["violated"]
+    assert report["verdict"] != "error"
 
 
 def test_memory_that_may_not_be_read(instance: Instance) -> None:
     """Docker's default capabilities do not allow it, because QEMU runs as another user."""
     shown = subprocess.run(instance.command("--json", before=NO_TRACE), check=True, capture_output=True, text=True)
-    verdicts = {verdict["rule"]: verdict for verdict in json.loads(shown.stdout)["instances"][0]["verdicts"]}
-    assert verdicts["vcpus"]["result"] == "ok"
-    assert verdicts["local"]["result"] == "unknown"
-    assert verdicts["local"]["reasons"] == [
-        f"cannot read the memory of process {instance.qemu}: Permission denied; inspect on the node, as root"
-    ]
+    report = json.loads(shown.stdout)
+    assert judged(report, "vcpus")[0] == "ok"
+    reason = f"cannot read the memory of process {instance.qemu}: Permission denied; inspect on the node, as root"
+    assert judged(report, "local") == ("unknown", reason)
 
 
 def test_watching_prints_changes_until_ctrl_c(instance: Instance) -> None:
@@ -180,7 +177,7 @@ def test_watching_prints_changes_until_ctrl_c(instance: Instance) -> None:
             ["+", "instance", "vcpu"],
             ["+", "instance", "vcpus"],
         ]
-        assert "vcpus violated" in changed[3]
+        assert "vcpus error" in changed[3]
         inspector = int(Path(f"/proc/{watching.pid}/task/{watching.pid}/children").read_text())
         os.kill(inspector, signal.SIGINT)
         assert watching.wait(30) == 3
@@ -272,33 +269,26 @@ def test_from_the_node_a_pod_has_the_name_that_the_kubelet_gives_its_logs(node: 
     head, row, *_ = node.inspect("--pod-logs-dir", str(logs)).stdout.splitlines()
     assert head.split() == ["INSTANCE", "POD", "UUID", "CPUS", "UPTIME", "VERDICT"]
     assert row.split()[:4] == ["web-1", "prod/web-1", UID, str(CPU)]
-    assert "violated: " in row
+    assert "error: " in row
 
 
 def test_from_the_node_other_processes_are_intruders(node: Node) -> None:
     """This machine's other processes may run anywhere, and this test is one of them."""
     shown = node.inspect("--json")
     assert shown.returncode == 3
-    verdict = json.loads(shown.stdout)["instances"][0]["verdicts"][1]
-    assert (verdict["rule"], verdict["result"]) == ("exclusive", "violated")
-    assert any(f"other (thread {os.getpid()}, " in reason for reason in verdict["reasons"])
+    found = json.loads(shown.stdout)["instances"][0]["judgements"]
+    intruders = [each["found"] for each in found if (each["subject"], each["level"]) == ("exclusive", "error")]
+    assert any(f"other (thread {os.getpid()}, " in each for each in intruders)
 
 
 def test_float_is_compared_with_the_kubelets_shared_pool(node: Node) -> None:
-    (verdict,) = node.report()["verdicts"]
-    assert verdict == {
-        "rule": "kubelet",
-        "result": "ok",
-        "reasons": [f"float has '{FLOAT}', the kubelet's shared pool"],
-    }
+    assert judged(node.report(), "kubelet") == ("ok", f"float has '{FLOAT}', the kubelet's shared pool")
     node.write(float_cpus=f"{FLOAT},{CPU}")
-    (verdict,) = node.report()["verdicts"]
-    assert verdict["result"] == "violated"
-    assert f"but the kubelet's shared pool is '{FLOAT}'" in verdict["reasons"][0]
+    level, found = judged(node.report(), "kubelet")
+    assert (level, f"but the kubelet's shared pool is '{FLOAT}'" in found) == ("error", True)
     (node.directory / "cpu_manager_state").write_text("{")
-    (verdict,) = node.report()["verdicts"]
-    assert verdict["result"] == "unknown"
-    assert "cpu_manager_state" in verdict["reasons"][0]
+    level, found = judged(node.report(), "kubelet")
+    assert (level, "cpu_manager_state" in found) == ("unknown", True)
 
 
 @pytest.mark.parametrize(
@@ -331,9 +321,9 @@ def test_the_guarantee_is_that_of_the_kernel(
     (found,) = report["instances"]
     assert (found["guarantee"], found["guarantee_reason"]) == (guarantee, reason)
     assert found["cpus"] == str(CPU)
-    assert report["verdicts"][0]["result"] == "ok"
+    assert judged(report, "kubelet")[0] == "ok"
     anchor = instance.fake_instance.outside(instance.anchor)
-    assert not any(f"(thread {anchor}, " in reason for reason in found["verdicts"][1]["reasons"])
+    assert not any(f"(thread {anchor}, " in each["found"] for each in found["judgements"])
 
 
 def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
@@ -343,7 +333,7 @@ def test_an_instance_is_chosen_by_the_beginning_of_its_uuid(node: Node) -> None:
     (other / "vcpus/cgroup.threads").write_text("")
     assert [found["name"] for found in node.report()["instances"]] == [UID, other.name.removeprefix("instance-")]
     (empty,) = node.report("416de")["instances"]
-    assert [verdict["result"] for verdict in empty["verdicts"][:1]] == ["unknown"]
+    assert [each["level"] for each in empty["judgements"][:1]] == ["unknown"]
     refused = node.inspect("77")
     assert refused.returncode == 4
     assert refused.stderr.startswith("instance-runner: cannot find an instance whose uuid begins with '77' in ")
@@ -354,7 +344,9 @@ def test_without_permission_to_trace_memory_is_unknown(node: Node, instance: Ins
     shown = subprocess.run((*NO_TRACE, *node.command("--json")), check=False, capture_output=True, text=True)
     (found,) = json.loads(shown.stdout)["instances"]
     assert instance.fake_instance.outside(instance.vcpu) in {thread["tid"] for thread in found["threads"]}
-    assert "Permission denied" in found["verdicts"][2]["reasons"][0]
+    assert ["Permission denied" in each["found"] for each in found["judgements"] if each["subject"] == "local"] == [
+        True
+    ]
 
 
 def test_without_instances_the_error_names_both_places(tmp_path: Path) -> None:
@@ -419,7 +411,7 @@ def test_a_loop_on_the_vcpus_cpu_is_named(node: Node, busy: subprocess.Popen[byt
     shown = node.inspect("--trace", "0.5", "--json")
     assert shown.returncode == 3, shown.stderr
     report = json.loads(shown.stdout)
-    assert (report["source"], report["violated"], report["seen_from"]) == ("sched_switch", True, "node")
+    assert (report["source"], report["verdict"], report["seen_from"]) == ("sched_switch", "error", "node")
     assert 0.5e9 <= report["nanoseconds"] < 5e9
     [account] = report["instances"][0]["accounts"]
     assert (account["cpu"], account["vcpu"]) == (CPU, 0)
@@ -430,7 +422,7 @@ def test_a_loop_on_the_vcpus_cpu_is_named(node: Node, busy: subprocess.Popen[byt
     assert spent + sum(task["ns"] for task in account["kernel"]) == report["nanoseconds"]
     readable = node.inspect("--trace", "0.1")
     assert readable.returncode == 3
-    assert "violated  trace" in readable.stdout
+    assert "error    trace" in readable.stdout
 
 
 @pytest.mark.parametrize(

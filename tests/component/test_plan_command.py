@@ -180,13 +180,14 @@ def test_problems_are_data_for_a_program_and_sentences_for_a_reader(tmp_path: Pa
     assert refused.stderr.count(f"instance-runner: {wrong}: ") == len(expected)
     assert not judged.stderr
     [first, right, unreadable] = json.loads(judged.stdout)["documents"]
-    assert json.loads(refused.stdout) == {"version": 1, "problems": first["problems"]}
-    found = sorted((each["path"], each["found"], each["message"]) for each in first["problems"])
+    assert json.loads(refused.stdout) == {"version": 2, "judgements": first["judgements"]}
+    found = sorted((each["subject"], each["written"], each["found"]) for each in first["judgements"])
     assert [(path, value) for path, value, _ in found] == [(path, value) for path, value, _ in expected]
     assert all(message.startswith(begins) for (_, _, message), (_, _, begins) in zip(found, expected, strict=True))
-    assert all(each["document"] == str(wrong) and each["remedy"] for each in first["problems"])
-    assert (right["right"], right["problems"]) == (True, [])
-    assert [each["message"] for each in unreadable["problems"]] == [
+    assert all(each["document"] == str(wrong) and each["remedy"] for each in first["judgements"])
+    assert {each["level"] for each in first["judgements"]} == {"error"}
+    assert (right["right"], right["judgements"]) == (True, [])
+    assert [each["found"] for each in unreadable["judgements"]] == [
         f"cannot read the spec {str(tmp_path)!r}: it is not a file"
     ]
 

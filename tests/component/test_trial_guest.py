@@ -10,8 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from runner.check.finding import Finding
-from runner.check.host_reader import check_host
+from runner.base.judgement import Judgement
+from runner.check.host import check_host
 from runner.facts.host import HostFacts, Kvm
 from runner.facts.roots import Roots
 from runner.host import trial_guest
@@ -102,11 +102,11 @@ async def test_a_qemu_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
     assert trial.error.startswith("cannot start trial-guest")
 
 
-async def finding(tmp_path: Path, accel: str, *, asked: bool = True) -> Finding | None:
+async def finding(tmp_path: Path, accel: str, *, asked: bool = True) -> Judgement | None:
     host = attrs.evolve(here(Path("/")), state_directory=PurePosixPath(tmp_path / "state"), try_guest=asked)
     text = f'[cpu]\naccel = "{accel}"\nplacement = "affinity"\n[boot]\nfirmware = "{tmp_path}/firmware"\n'
     report = await check_host(host, ("spec.toml", text.encode()))
-    return next((each for each in report.findings if each.check == "trial-guest"), None)
+    return next((each for each in report.judgements if each.subject == "trial-guest"), None)
 
 
 async def test_check_boots_it_where_that_is_asked_for_and_says_what_came_of_it(
@@ -121,7 +121,7 @@ async def test_check_boots_it_where_that_is_asked_for_and_says_what_came_of_it(
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/sbin:/usr/bin:/sbin:/bin")
     bad = await finding(tmp_path, "tcg")
     assert bad is not None
-    assert (bad.level.value, bad.found) == ("fatal", "QEMU emulates no guest here: QEMU exited with status 0")
+    assert (bad.level.value, bad.found) == ("error", "QEMU emulates no guest here: QEMU exited with status 0")
     assert bad.remedy == "install the packages of QEMU and SeaBIOS again"
 
 

@@ -26,7 +26,7 @@ SPEC = '[cpu]\nplacement = "{0}"\naccel = "tcg"\n[memory]\nsize = "64MiB"\n[boot
 
 
 def findings(report: dict[str, Any]) -> dict[str, dict[str, str]]:
-    return {each["check"]: each for each in report["findings"]}
+    return {each["subject"]: each for each in report["judgements"]}
 
 
 def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
@@ -58,7 +58,7 @@ def test_a_node_with_its_controller(kubelet: Kubelet, controller: Controller, co
     status, report = checked_here(kubelet, "--socket", str(controller.socket))
     found = findings(report)
     assert (status, report["place"]) == (0, "node"), report
-    assert report["verdict"] != "fatal"
+    assert report["verdict"] != "error"
     good = ("cgroups", "kernel", "cores", "cpu-manager", "memory-manager", "controller")
     assert {name: found[name]["level"] for name in good} == dict.fromkeys(good, "ok"), report
     assert f"exclusive '{core}'" in found["cpu-manager"]["found"]
@@ -112,12 +112,12 @@ def test_a_guaranteed_pod_with_what_it_should_not_have(kubelet: Kubelet, core: C
 def test_a_pod_without_cpus_of_its_own_and_with_the_hosts_processes(kubelet: Kubelet) -> None:
     status, report = checked_in(kubelet, Pod(UID, (Container(CHECK),), qos="besteffort", host_pid=True))
     found = findings(report)
-    assert (status, report["place"], report["verdict"]) == (3, "pod", "fatal")
-    assert (found["own-cpus"]["level"], "requests equal to limits" in found["own-cpus"]["remedy"]) == ("fatal", True)
-    assert (found["pid-namespace"]["level"], "hostPID" in found["pid-namespace"]["remedy"]) == ("fatal", True)
+    assert (status, report["place"], report["verdict"]) == (3, "pod", "error")
+    assert (found["own-cpus"]["level"], "requests equal to limits" in found["own-cpus"]["remedy"]) == ("error", True)
+    assert (found["pid-namespace"]["level"], "hostPID" in found["pid-namespace"]["remedy"]) == ("error", True)
 
 
-def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) -> None:
+def test_run_refuses_what_check_calls_an_error(kubelet: Kubelet, tmp_path: Path) -> None:
     (tmp_path / "kernel").write_bytes(FAKE_KERNEL)
     (tmp_path / "auto").write_text(SPEC.format("auto"))
     (tmp_path / "less").write_text(SPEC.format("affinity"))
@@ -127,8 +127,8 @@ def test_run_refuses_what_check_calls_fatal(kubelet: Kubelet, tmp_path: Path) ->
     main = kubelet.run(Pod(UID, (container,), qos="burstable"))["main"]
     assert main.wait(TIMEOUT) == 30, main.output
     sentence = "the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs with other pods"
-    assert [line.split()[:2] for line in main.lines if line.startswith("fatal")] == [["fatal", "own-cpus"]], main.output
+    assert [line.split()[:2] for line in main.lines if line.startswith("error")] == [["error", "own-cpus"]], main.output
     assert "check 3" in main.lines
-    assert any(line.startswith(f"  note: {sentence}") for line in main.lines), main.output
+    assert any(line.startswith("warning") and sentence in line for line in main.lines), main.output
     assert "plan 0" in main.lines
     assert f"/spec/auto: cpu.placement: {sentence}" in main.lines[-2], main.output

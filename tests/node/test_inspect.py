@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from runner.base.cpuset import CpuSet
+from runner.base.judgement import worst
 from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge
@@ -53,15 +54,17 @@ class Node:
         return subprocess.run(argv, check=False, capture_output=True, text=True, cwd=PROJECT, env=environment)
 
     def verdicts(self) -> dict[str, tuple[str, str]]:
-        """Return rule → result and reasons, as this process sees it."""
+        """Return rule → worst level and what was found, as this process sees it."""
         report = judge(trio.run(observe_node, Roots(), cgroup.Cgroup(TREE.path), self.kubelet.directory))
-        return {verdict.rule: (verdict.result.value, "; ".join(verdict.reasons)) for verdict in report.verdicts}
+        judgements = (*(found for each in report.instances for found in each.judgements), *report.kubelet)
+        by_rule = {rule: [each for each in judgements if each.subject == rule] for rule in RULES}
+        return {rule: (worst(found).value, "; ".join(each.found for each in found)) for rule, found in by_rule.items()}
 
     def violation(self, rule: str) -> str:
-        """Return why *rule* is violated; every other one holds."""
+        """Return why *rule* does not hold; every other one holds."""
         verdicts = self.verdicts()
-        assert {each for each, (result, _) in verdicts.items() if result != "ok"} == {rule}, verdicts
-        assert verdicts[rule][0] == "violated"
+        assert {each for each, (level, _) in verdicts.items() if level != "ok"} == {rule}, verdicts
+        assert verdicts[rule][0] == "error"
         return verdicts[rule][1]
 
     def vcpu(self, index: int) -> int:
@@ -110,7 +113,7 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     # Inside the container, without privilege and without a mount of cgroupfs, most of the rules are unknown.
     report = json.loads(node.instance.running.execute(*INSPECT, "--json"))
     (inside,) = report["instances"]
-    assert {verdict["rule"]: verdict["result"] for verdict in (*inside["verdicts"], *report["verdicts"])} == {
+    assert {each["subject"]: each["level"] for each in (*inside["judgements"], *report["judgements"])} == {
         "vcpus": "ok",
         "exclusive": "unknown",
         "local": "unknown",
@@ -136,7 +139,8 @@ def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusiv
         assert f"may run on '{min(exclusive)}'" in message
         shown = node.inspect("00000001-0000", "--json")
         assert shown.returncode == 3, shown.stderr
-        assert json.loads(shown.stdout)["instances"][0]["verdicts"][1]["reasons"] == [message]
+        judgements = json.loads(shown.stdout)["instances"][0]["judgements"]
+        assert [each["found"] for each in judgements if each["subject"] == "exclusive"] == [message]
     with task(node.instance.running.scope) as shell:
         message = node.violation("exclusive")
         assert f"(thread {shell.pid}, " in message

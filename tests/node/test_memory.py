@@ -82,8 +82,8 @@ def test_huge_pages_are_the_pods_and_each_on_its_numa_node(start: Start, reserve
         assert "kernelpagesize_kB=2048" in line
     argv = [sys.executable, "-m", "runner", "inspect", "--json", "--kubelet-dir", str(instance.kubelet.directory)]
     inspected = subprocess.run(argv, cwd=PROJECT, stdout=subprocess.PIPE, check=False).stdout
-    verdicts = {each["rule"]: each for each in json.loads(inspected)["instances"][0]["verdicts"]}
-    assert verdicts["local"]["result"] == "ok"
+    verdicts = {each["subject"]: each for each in json.loads(inspected)["instances"][0]["judgements"]}
+    assert verdicts["local"]["level"] == "ok"
     assert "64 MiB on NUMA node 0, 64 MiB on NUMA node 1" in str(verdicts["local"])
     assert "it is bound to '0-1'" in str(verdicts["local"])
     assert "the guest's memory is there size=128MiB" in instance.running.output

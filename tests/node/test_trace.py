@@ -92,7 +92,7 @@ def test_nothing_else_runs_on_the_vcpus_cpus(instance: Instance, exclusive: CpuS
     assert shown.returncode == 0, shown.stdout + shown.stderr
     guarantee = "enforced" if PARTITIONED else "arranged"
     assert f"instance {instance.uid}: CPUs '{exclusive}', guarantee {guarantee}" in shown.stdout
-    assert f"ok        trace      0 ns of any other task on the CPUs '{exclusive}'" in shown.stdout
+    assert f"ok       trace  0 ns of any other task on the CPUs '{exclusive}'" in shown.stdout
     found = accounts(trace(2, "--json"))
     assert {cpu: account["vcpu"] for cpu, account in found.items()} == dict(zip(exclusive, range(2), strict=True))
     assert [task for account in found.values() for task in account["others"]] == []
@@ -110,8 +110,8 @@ def test_a_busy_loop_on_a_vcpus_cpu_is_named_with_its_time(instance: Instance, e
     assert (task["pid"], task["tid"], task["cgroup"]) == (loop.pid, loop.pid, str(instance.group))
     assert task["ns"] > 1e9, "it competes with a guest that sleeps"
     assert found[max(exclusive)]["others"] == []
-    [verdict] = json.loads(shown.stdout)["instances"][0]["verdicts"]
-    assert verdict["result"] == "violated"
+    [verdict] = json.loads(shown.stdout)["instances"][0]["judgements"]
+    assert verdict["level"] == "error"
     assert f"(thread {loop.pid} of process {loop.pid}) in the cgroup '{instance.group}' ran {task['ns']} ns" in str(
         verdict
     )

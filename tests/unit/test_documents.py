@@ -14,9 +14,10 @@ import pytest
 import runner.base.errors
 from runner.base.cpuset import CpuSet
 from runner.base.errors import SpecError, Status
+from runner.base.judgement import Level
 from runner.base.table import aligned
-from runner.check import cpu_owners, device_rights, host_reader, kernel_settings, programs
-from runner.check.finding import Check, Level
+from runner.check.checks import OFF_NODE, Place
+from runner.check.host import CHECKS, SPEC
 from runner.cli.commands import program_parser
 from runner.cli.events_table import events_markdown
 from runner.cli.outcomes import OUTCOMES
@@ -233,15 +234,20 @@ def test_every_exit_status_is_in_the_table() -> None:
         assert f"| {status.value} | `{status.name.lower()}` | {means} | {remedy} |" in SPECS
 
 
-def test_every_check_is_named() -> None:
-    checks = {
-        value.name
-        for module in (cpu_owners, device_rights, kernel_settings, host_reader, programs)
-        for value in vars(module).values()
-        if isinstance(value, Check)
+def test_every_check_is_named_with_its_places() -> None:
+    rows = {where: re.findall(r"`([a-z-]+)`", names) for where, names in table_rows(CHECK, "| where | checks |")}
+    asked_for = {"trial-guest": "with `--try-guest`"}
+    places = {
+        tuple(Place): "everywhere",
+        (Place.NODE,): "node only",
+        OFF_NODE: "not on a node",
+        (Place.POD, Place.CONTAINER): "pod, container",
+        (Place.POD,): "pod",
     }
-    rows = table_rows(CHECK, "| where | checks |")
-    assert {name for _, names in rows for name in re.findall(r"`([a-z-]+)`", names)} == checks
+    for check in CHECKS:
+        assert check.name in rows[asked_for.get(check.name, places[check.places])]
+    assert SPEC.name in rows["with a SPEC"]
+    assert sum(map(len, rows.values())) == len(CHECKS) + 1
     for level in Level:
         assert f"| `{level.value}` | " in CHECK
 

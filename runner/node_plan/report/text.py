@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import escaped
+from runner.base.judgement import FORMAT
 from runner.facts.hardware import Hardware
 from runner.kubelet.pod import CPU, ContainerKind, format_bytes
 from runner.kubelet.state import Block
@@ -64,6 +65,8 @@ def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
     if plan.fit:
         yield ""
         yield from _wrapped("instance", _fit(plan.fit), width)
+        if plan.fit.placement is not None:
+            yield from _finding_lines(plan.fit.placement, width)
     yield ""
     yield from _wrapped("remains" if plan.pods else "free", _remains(plan), width)
     yield from _wrapped("unrequested", _allocatable(_unrequested(plan.after)), width)
@@ -257,8 +260,12 @@ def _placement_lines(placement: Pinning, width: int) -> Iterator[str]:
     yield from _wrapped(
         "  vCPUs", f"{placement.policy.value}, {_count(placement.threads, 'thread')} a core: {pins}", width
     )
+    yield from _finding_lines(placement, width)
+
+
+def _finding_lines(placement: Pinning, width: int) -> Iterator[str]:
     for finding in placement.findings:
-        yield from _wrapped("  finding", finding.message, width)
+        yield from _wrapped(f"  {finding.level.value}", str(finding), width)
 
 
 def runs_of(pins: Sequence[int]) -> Iterator[str]:
@@ -314,8 +321,7 @@ def _fit(fit: Fit) -> str:
     where = f" in container {fit.container!r} of pod {fit.pod!r}" if fit.container else ""
     if fit.placement is None:
         return f"{_count(fit.vcpus, 'vCPU')} do not fit{where}: {fit.error}"
-    findings = "".join(f"; {finding.message}" for finding in fit.placement.findings)
-    return f"{_count(fit.vcpus, 'vCPU')} fit{where}: vCPU→CPU {', '.join(runs_of(fit.placement.pins))}{findings}"
+    return f"{_count(fit.vcpus, 'vCPU')} fit{where}: vCPU→CPU {', '.join(runs_of(fit.placement.pins))}"
 
 
 # --- what if ----------------------------------------------------------------------------------------------------------
@@ -380,7 +386,7 @@ def _answer(pod: PodPlan) -> str:
 def node_json(plan: NodePlan) -> dict[str, Any]:
     """Return *plan* as plain values; CPU sets in their text form, memory in bytes."""
     return {
-        "version": 1,
+        "version": FORMAT,
         "fits": plan.fits,
         "host": {
             "cpus": str(plan.machine.online),
@@ -540,9 +546,7 @@ def _placement_json(placement: Pinning | None) -> dict[str, Any] | None:
         "policy": placement.policy.value,
         "threads": placement.threads,
         "pins": list(placement.pins),
-        "findings": [
-            {"kind": each.kind.value, "cpus": str(each.cpus), "message": each.message} for each in placement.findings
-        ],
+        "judgements": [each.to_json() for each in placement.findings],
     }
 
 

@@ -20,9 +20,10 @@ import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
-from runner.check.finding import Level, Place
-from runner.check.host_reader import ask_controller
-from runner.check.programs import judge_controller
+from runner.base.judgement import Level
+from runner.check.checks import Place
+from runner.check.host import ask_controller
+from runner.check.node import judge_controller
 from runner.controller.serve import methods
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.partition_writer import PartitionWriter, obey
@@ -515,9 +516,9 @@ async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
         assert await guarantees(client) == [("arranged", reason)]
         status = await ask_controller(path)
         assert isinstance(status, dict)
-        finding = judge_controller(Place.POD, str(path), status, "auto")
+        [finding] = judge_controller(Place.POD, str(path), status, "auto")
         assert finding.level is Level.WARNING
-        assert f"arranged, not enforced: {B}: {reason}" in finding.found
+        assert f"instance {B} is arranged, not enforced: {reason}" in finding.found
         metrics = (await controller.pages().respond("/metrics")).text
         assert "instances_enforced 0.0" in metrics
         refusing.append("isolated")

@@ -11,7 +11,6 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
-from runner.inspect.rules import RuleResult
 from runner.inspect.trace_render import trace_json, trace_lines
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
@@ -85,9 +84,9 @@ def report(*, source: str = "sched_switch", ended: bool = False, **account: Any)
 
 
 def verdict(found: TraceReport) -> tuple[str, tuple[str, ...]]:
-    judged = found.verdict(found.instances[0])
-    assert found.violated == (judged.result is RuleResult.VIOLATED)
-    return judged.result.value, judged.reasons
+    judgements = found.judgements(found.instances[0])
+    assert {each.subject for each in judgements} == {"trace"}
+    return found.verdict.value, tuple(each.found for each in judgements)
 
 
 def test_nothing_but_the_vcpu_and_bound_kernel_threads() -> None:
@@ -99,7 +98,7 @@ def test_nothing_but_the_vcpu_and_bound_kernel_threads() -> None:
 
 def test_every_other_task_is_named_the_longest_first() -> None:
     assert verdict(report(others=(WORKER, LOOP), other_nanoseconds=5300)) == (
-        "violated",
+        "error",
         (
             "'py\\\\nthon' (thread 301 of process 300) in the cgroup '/kubepods/other' ran 5000 ns on CPU 2",
             "'kworker/u8:1' (thread 40 of process 40) in a cgroup that is not known ran 300 ns on CPU 2",
@@ -107,7 +106,7 @@ def test_every_other_task_is_named_the_longest_first() -> None:
     )
     many = tuple(attrs.evolve(LOOP, tid=tid) for tid in range(15))
     result, reasons = verdict(report(others=many, other_nanoseconds=75000))
-    assert (result, len(reasons), reasons[-1]) == ("violated", 13, "and 3 more")
+    assert (result, len(reasons)) == ("error", 15)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_every_other_task_is_named_the_longest_first() -> None:
 def test_what_was_not_seen_is_not_judged(change: dict[str, Any], reason: str) -> None:
     assert verdict(report(**change)) == ("unknown", (reason,))
     result, reasons = verdict(report(**change, others=(LOOP,), other_nanoseconds=5000))
-    assert (result, reasons[-1]) == ("violated", reason)
+    assert (result, reasons[-1]) == ("error", reason)
 
 
 def test_a_sum_proves_nothing_below_its_tolerance() -> None:
@@ -134,7 +133,7 @@ def test_a_sum_proves_nothing_below_its_tolerance() -> None:
         ("1000000 ns of other tasks, by sums that name none and prove nothing below 1/1000 of the time",),
     )
     result, reasons = verdict(report(source="schedstat", others=None, other_nanoseconds=1_000_001))
-    assert (result, reasons[0]) == ("violated", "other tasks ran 1000001 ns on CPU 2")
+    assert (result, reasons[0]) == ("error", "other tasks ran 1000001 ns on CPU 2")
 
 
 def test_the_table() -> None:
@@ -166,9 +165,9 @@ def test_the_table_of_sums_says_why_it_has_no_names() -> None:
 def test_the_json() -> None:
     document = json.loads(json.dumps(trace_json(report(others=(WORKER,), other_nanoseconds=300))))
     assert {key: value for key, value in document.items() if key != "instances"} == {
-        "version": 1,
+        "version": 2,
         "seen_from": "node",
-        "violated": True,
+        "verdict": "error",
         "nanoseconds": 1_000_000_000,
         "source": "sched_switch",
         "fallback": None,
@@ -188,5 +187,5 @@ def test_the_json() -> None:
             "lost_events": 0,
         }
     ]
-    assert instance["verdicts"][0]["result"] == "violated"
+    assert instance["judgements"][0]["level"] == "error"
     assert trace_json(report(source="schedstat", others=None))["instances"][0]["accounts"][0]["others"] is None

@@ -24,6 +24,7 @@ from runner.inspect.observation import (
     Unknown,
 )
 from runner.inspect.render import report_json, report_lines
+from runner.inspect.rules import KUBELET as KUBELET_RULE
 from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.settings import CpuSettings
 from runner.placement.children import Role
@@ -62,20 +63,21 @@ REPORT = judge(Observation("node", (INSTANCE,), KUBELET))
 
 SHOWN = """\
 INSTANCE  POD         UUID                                  CPUS  UPTIME     VERDICT
-web-1     prod/web-1  3ceda12c-3ee9-40fa-9f42-61428fe654a6  4     2 h 5 min  violated: local
+web-1     prod/web-1  3ceda12c-3ee9-40fa-9f42-61428fe654a6  4     2 h 5 min  error: local
 
 instance web-1, pod prod/web-1, 3ceda12c-3ee9-40fa-9f42-61428fe654a6: CPUs '4' on NUMA node '1', placement controller, guarantee arranged
 ROLE      TID  NAME             ALLOWED_CPUS  RUNNING_ON  NUMA_NODE  CGROUP
 emulator  10   qemu-system-x86  0             0           0          /stelia/float
 vcpu 0    14   CPU 0/KVM        4             4           1          /stelia/instance-3ceda12c-3ee9-40fa-9f42-61428fe654a6
-ok        vcpus      vCPU threads: 1, each alone on one of the CPUs '4'
-ok        exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel threads (bound to one CPU: 0, others, \
+ok       vcpus      vCPU threads: 1, each alone on one of the CPUs '4'
+ok       exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel threads (bound to one CPU: 0, others, \
 in no cgroup: 0) may run there besides the vCPUs
-violated  local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
-ok        charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
-          settings   interrupts: 26 (nvme0q3); unbound work queues: none; idle states: up to 2 µs; governor: performance
+error    local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
+                      why   memory of another NUMA node is slower by half
+ok       charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
+         settings   interrupts: 26 (nvme0q3); unbound work queues: none; idle states: up to 2 µs; governor: performance
 
-ok        kubelet    float has '0', the kubelet's shared pool
+ok       kubelet    float has '0', the kubelet's shared pool
 """
 
 
@@ -92,11 +94,11 @@ def changed(report: InspectionReport, change: Callable[[ThreadStatus], ThreadSta
     return judge(Observation("node", (instance,), KUBELET))
 
 
-def test_the_table_and_its_verdicts() -> None:
+def test_the_table_and_its_judgements() -> None:
     assert ReportFormatter(as_json=False, redraw=False, repeated=False).text(REPORT) == SHOWN
 
 
-def test_the_table_shows_some_of_many_reasons() -> None:
+def test_the_table_shows_some_of_many_judgements() -> None:
     others = tuple(
         ObservedThread(Role.OTHER, None, attrs.evolve(thread(n, "x", "4", 4, "/"), pid=n)) for n in range(20)
     )
@@ -104,7 +106,7 @@ def test_the_table_shows_some_of_many_reasons() -> None:
     lines = list(report_lines(crowded))
     assert sum("'x'" in line for line in lines) == 12
     assert any(line.strip() == "and 8 more; --json names all" for line in lines)
-    assert len(report_json(crowded)["instances"][0]["verdicts"][1]["reasons"]) == 20
+    assert len(report_json(crowded)["instances"][0]["judgements"]) == 23
 
 
 def test_the_list_says_what_is_not_known() -> None:
@@ -126,7 +128,7 @@ def test_a_node_without_instances_says_where_to_look() -> None:
     empty = judge(Observation("node", (), Unknown("no file")))
     assert list(report_lines(empty)) == [
         "no instance is placed by the controller here; others are inspected in their containers",
-        "unknown   kubelet    no file",
+        "unknown  kubelet    no file",
     ]
 
 
@@ -134,11 +136,17 @@ def test_json_has_the_same_content() -> None:
     report = json.loads(json.dumps(report_json(REPORT)))
     (instance,) = report.pop("instances")
     assert report == {
-        "version": 1,
+        "version": 2,
         "seen_from": "node",
-        "violated": True,
-        "verdicts": [
-            {"rule": "kubelet", "result": "ok", "reasons": ["float has '0', the kubelet's shared pool"]},
+        "verdict": "error",
+        "judgements": [
+            {
+                "subject": "kubelet",
+                "level": "ok",
+                "found": "float has '0', the kubelet's shared pool",
+                "why": KUBELET_RULE.why,
+                "remedy": "",
+            },
         ],
     }
     assert instance["threads"][1] == {
@@ -162,7 +170,7 @@ def test_json_has_the_same_content() -> None:
     )
     assert instance["memory"] == {"small_pages": {"0": 3 * MIB}, "huge_pages": {"1": 2 * MIB}}
     assert instance["charge"] == {"cgroup": "/pod", "memory": 3 * MIB, "hugetlb": 2 * MIB}
-    assert [verdict["rule"] for verdict in instance["verdicts"]] == ["vcpus", "exclusive", "local", "charged"]
+    assert [each["subject"] for each in instance["judgements"]] == ["vcpus", "exclusive", "local", "charged"]
 
 
 def test_watching_without_a_terminal_prints_changes_only() -> None:
@@ -179,7 +187,7 @@ def test_watching_without_a_terminal_prints_changes_only() -> None:
         "- 3ceda12c emulator 10 'qemu-system-x86' may run on '0' in '/stelia/float'",
         "- 3ceda12c exclusive ok",
         "+ 3ceda12c emulator 10 'qemu-system-x86' may run on '0,4' in '/stelia/float'",
-        f"+ 3ceda12c exclusive violated: {INTRUDER}",
+        f"+ 3ceda12c exclusive error: {INTRUDER}",
     ]
     assert formatter.status is Status.FINDINGS
 

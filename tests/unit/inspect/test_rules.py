@@ -1,11 +1,15 @@
-"""Each rule of inspect where it holds, where it is violated, and where its result is unknown."""
+"""Each rule of inspect where it holds, where it does not, and where that is unknown."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
 
 import attrs
 import pytest
 
 from runner.base.cpuset import CpuSet
+from runner.base.judgement import Judgement, Level
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
@@ -18,8 +22,7 @@ from runner.inspect.observation import (
     Unknown,
 )
 from runner.inspect.rules import (
-    RuleResult,
-    RuleVerdict,
+    InspectionReport,
     as_the_kubelet_says,
     cpus_exclusive,
     judge,
@@ -90,22 +93,30 @@ def without(*threads: ObservedThread) -> tuple[ObservedThread, ...]:
     return tuple(each for each in GOOD.threads if each not in threads)
 
 
-def violations(verdict: RuleVerdict) -> str:
-    assert verdict.result is RuleResult.VIOLATED, verdict
-    return "; ".join(verdict.reasons)
+def found(level: Level, judgements: Iterable[Judgement]) -> str:
+    """Return what *judgements*, which all have this *level*, have found."""
+    judged = list(judgements)
+    assert {each.level for each in judged} == {level}, judged
+    assert len({each.subject for each in judged}) == 1
+    assert all(each.why for each in judged)
+    return "; ".join(each.found for each in judged)
 
 
-def unknown(verdict: RuleVerdict) -> str:
-    assert verdict.result is RuleResult.UNKNOWN, verdict
-    return "; ".join(verdict.reasons)
+violations = partial(found, Level.ERROR)
+unknown = partial(found, Level.UNKNOWN)
+holds = partial(found, Level.OK)
+
+
+def everything(report: InspectionReport) -> list[Judgement]:
+    return [*(judgement for each in report.instances for judgement in each.judgements), *report.kubelet]
 
 
 def test_a_good_instance_passes_every_rule() -> None:
     report = judge(Observation("node", (GOOD,), KUBELET))
-    assert [(verdict.rule, verdict.result) for verdict in report.verdicts] == [
-        (rule, RuleResult.OK) for rule in ("vcpus", "exclusive", "local", "charged", "kubelet")
+    assert [(each.subject, each.level) for each in everything(report)] == [
+        (rule, Level.OK) for rule in ("vcpus", "exclusive", "local", "charged", "kubelet")
     ]
-    assert not report.violated
+    assert report.verdict is Level.OK
 
 
 def test_an_isolated_partition_takes_the_cpus_from_the_anchors_and_from_the_rest_of_the_node() -> None:
@@ -117,21 +128,18 @@ def test_an_isolated_partition_takes_the_cpus_from_the_anchors_and_from_the_rest
     )
     sealed = attrs.evolve(GOOD, guarantee=ObservedGuarantee("enforced"), threads=threads, others=GOOD.others[:1])
     report = judge(Observation("node", (sealed,), KUBELET))
-    assert not report.violated
-    exclusive = report.instances[0].verdicts[1]
-    assert (exclusive.result, exclusive.reasons[0].partition(" and ")[0]) == (
-        RuleResult.OK,
-        "only sleepers (anchors: 0, pod sandboxes: 0)",
-    )
+    assert report.verdict is Level.OK
+    exclusive = report.instances[0].judgements[1]
+    assert exclusive.found.partition(" and ")[0] == "only sleepers (anchors: 0, pod sandboxes: 0)"
 
 
 def test_an_unknown_is_no_violation_and_one_violation_outweighs_it() -> None:
     hidden = attrs.evolve(GOOD, hidden="hidden", memory=Unknown("hidden"), charge=Unknown("hidden"))
     report = judge(Observation("container", (hidden,), Unknown("hidden")))
-    assert [verdict.result for verdict in report.verdicts] == [RuleResult.OK, *[RuleResult.UNKNOWN] * 4]
-    assert not report.violated
+    assert [each.level for each in everything(report)] == [Level.OK, *[Level.UNKNOWN] * 4]
+    assert report.verdict is Level.UNKNOWN
     remote = attrs.evolve(hidden, memory=GuestMemory({1: 1}, {}))
-    assert judge(Observation("container", (remote,), Unknown("hidden"))).violated
+    assert judge(Observation("container", (remote,), Unknown("hidden"))).verdict is Level.ERROR
 
 
 @pytest.mark.parametrize(
@@ -174,9 +182,9 @@ def test_every_vcpu_of_the_rules_has_a_thread() -> None:
 
 def test_the_cgroup_counts_only_where_there_is_one_and_by_its_end() -> None:
     namespaced = [seen("vcpu", 11 + n, str(2 + n), f"/../..{MINE}", n) for n in range(2)]
-    assert vcpus_alone(ruled(RULES, *namespaced)).result is RuleResult.OK
+    assert holds(vcpus_alone(ruled(RULES, *namespaced)))
     affinity = [seen("vcpu", 11 + n, str(2 + n), POD, n) for n in range(2)]
-    assert vcpus_alone(ruled(attrs.evolve(RULES, cgroups=None), *affinity)).result is RuleResult.OK
+    assert holds(vcpus_alone(ruled(attrs.evolve(RULES, cgroups=None), *affinity)))
 
 
 def test_a_known_pin_counts() -> None:
@@ -191,14 +199,11 @@ def test_a_thread_of_the_instance_outside_of_its_cgroup() -> None:
     outside = seen("emulator", 13, "0", POD, pid=10, name="worker")
     verdict = violations(cpus_exclusive(ruled(RULES, *GOOD.threads, outside)))
     assert verdict == f"emulator (thread 13, 'worker') is in the cgroup '{POD}' instead of '{FLOAT}'"
-    assert vcpus_alone(ruled(RULES, *GOOD.threads, outside)).result is RuleResult.OK
+    assert holds(vcpus_alone(ruled(RULES, *GOOD.threads, outside)))
 
 
 def test_threads_that_run_there_without_competing_are_counted() -> None:
-    verdict = cpus_exclusive(GOOD)
-    assert verdict.result is RuleResult.OK
-    (reason,) = verdict.reasons
-    assert reason == (
+    assert holds(cpus_exclusive(GOOD)) == (
         "only sleepers (anchors: 1, pod sandboxes: 1) and kernel threads (bound to one CPU: 1, others, in no "
         "cgroup: 1) may run there besides the vCPUs"
     )
@@ -253,16 +258,14 @@ def test_memory_on_another_numa_node() -> None:
     both = attrs.evolve(
         GOOD, rules=attrs.evolve(RULES, cpus=CpuSet.parse("3-4")), memory=GuestMemory({0: MIB, 1: MIB}, {})
     )
-    assert memory_local(both).result is RuleResult.OK
+    assert holds(memory_local(both))
 
 
 def test_memory_is_judged_by_its_binding() -> None:
     """The CPUs' NUMA node may have no memory that the pod may use."""
     elsewhere = GuestMemory({1: MIB}, {}, CpuSet([1]))
-    verdict = memory_local(attrs.evolve(GOOD, memory=elsewhere))
-    assert verdict.result is RuleResult.OK
-    assert verdict.reasons == (
-        "1 MiB on NUMA node 1 of the guest's RAM is mapped; it is bound to '1', its CPUs are on '0'",
+    assert holds(memory_local(attrs.evolve(GOOD, memory=elsewhere))) == (
+        "1 MiB on NUMA node 1 of the guest's RAM is mapped; it is bound to '1', its CPUs are on '0'"
     )
     mixed = GuestMemory({0: MIB, 1: MIB}, {}, CpuSet([0, 1]), remote_bytes=4096)
     assert "bound to '0-1'" in violations(memory_local(attrs.evolve(GOOD, memory=mixed)))
@@ -288,7 +291,7 @@ def test_memory_charged_elsewhere(memory: int, huge: int, sentence: str) -> None
 
 
 def test_float_is_the_shared_pool_as_far_as_it_is_online() -> None:
-    assert as_the_kubelet_says(KUBELET).result is RuleResult.OK
+    assert holds(as_the_kubelet_says(KUBELET))
     other = attrs.evolve(KUBELET, floats=(CpuSet.parse("0-4"),))
     assert violations(as_the_kubelet_says(other)) == "float has '0-4', but the kubelet's shared pool is '0-1,4'"
 
@@ -306,12 +309,12 @@ def test_an_instance_with_more_than_its_pods() -> None:
 
 
 def test_policy_none_gives_no_exclusive_cpus() -> None:
-    assert as_the_kubelet_says(attrs.evolve(KUBELET, given=None)).result is RuleResult.OK
+    assert holds(as_the_kubelet_says(attrs.evolve(KUBELET, given=None)))
 
 
 def test_under_resource_claims_float_may_lack_what_the_driver_reserves_and_have_nothing_of_a_claim() -> None:
     claimed = attrs.evolve(KUBELET, by_claims=True, floats=(CpuSet.parse("1,4"),))
-    assert as_the_kubelet_says(claimed).result is RuleResult.OK
+    assert holds(as_the_kubelet_says(claimed))
     assert "float has '1-2'" in violations(as_the_kubelet_says(attrs.evolve(claimed, floats=(CpuSet.parse("1-2"),))))
     assert "has '2-3', but" in violations(as_the_kubelet_says(attrs.evolve(claimed, given={UID: CpuSet.parse("2")})))
 

@@ -40,7 +40,6 @@ from runner.node_plan.quirks import KubeletConfigError
 from runner.node_plan.report.picture import MORE, owners_of, picture_lines
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import node_json, node_lines, runs_of
-from runner.placement.pins import PinFindingKind
 from runner.spec.value import Value
 
 pytestmark = pytest.mark.kubelet_model
@@ -612,7 +611,7 @@ def test_an_instance_fits_the_container_with_the_most_cpus() -> None:
     assert fit.placement.cpus == plan.pods[1].cpus
     fewer = fit_of(38, None, plan).placement
     assert fewer
-    assert [finding.kind for finding in fewer.findings] == [PinFindingKind.UNUSED_CPUS]
+    assert [finding.subject for finding in fewer.findings] == ["unused-cpus"]
     insisting = fit_of(2, CpuSet((3, 4)), plan).placement
     assert insisting
     assert insisting.cpus == CpuSet((3, 4))

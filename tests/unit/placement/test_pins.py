@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RefusedError
 from runner.facts.hardware import Cpu, Hardware, NumaNode
-from runner.placement.pins import PinFindingKind, Pinning, PinPolicy, choose_cpus, place
+from runner.placement.pins import Pinning, PinPolicy, choose_cpus, place
 
 HOSTS = Path(__file__).parents[2] / "data/hosts"
 
@@ -23,8 +23,13 @@ EPYC = host("epyc-7543-2s-nps1")
 EVERY_HOST = [pytest.param(host(path.stem), id=path.stem) for path in sorted(HOSTS.glob("*.json"))]
 
 
-def kinds(placement: Pinning) -> dict[PinFindingKind, str]:
-    return {finding.kind: str(finding.cpus) for finding in placement.findings}
+def found(placement: Pinning) -> dict[str, str]:
+    return {finding.subject: finding.found for finding in placement.findings}
+
+
+def kinds(placement: Pinning) -> dict[str, str]:
+    """Return the kind of each finding, and the CPUs with which it begins."""
+    return {kind: sentence.split()[1] for kind, sentence in found(placement).items()}
 
 
 def test_whole_cores_are_packed_by_siblings() -> None:
@@ -46,10 +51,10 @@ def test_linear_puts_vcpu_i_on_the_ith_cpu() -> None:
 def test_half_cores_are_linear_and_a_remark() -> None:
     placement = place(4, CpuSet.parse("1-3,65"), EPYC)
     assert placement.policy is PinPolicy.LINEAR
-    assert kinds(placement) == {PinFindingKind.HALF_CORE: "2-3"}
+    assert kinds(placement) == {"half-core": "2-3"}
     placement = place(4, CpuSet.parse("1-3,65"), EPYC, others=CpuSet.parse("66"))
-    assert kinds(placement) == {PinFindingKind.SIBLING_OF_ANOTHER: "2", PinFindingKind.HALF_CORE: "3"}
-    assert "CPUs 2 share their cores with CPUs 66, which are exclusive to another pod" in placement.findings[0].message
+    assert kinds(placement) == {"sibling-of-another": "2", "half-core": "3"}
+    assert "CPUs 2 share their cores with CPUs 66, which are exclusive to another pod" in placement.findings[0].found
 
 
 def test_packed_half_cores_come_after_the_whole_ones() -> None:
@@ -62,15 +67,15 @@ def test_more_cpus_than_vcpus_and_numa_nodes_are_remarks() -> None:
     placement = place(4, CpuSet.parse("31-33,95-97"), EPYC)
     assert placement.pins == (31, 95, 32, 96)
     assert placement.threads == 2
-    assert kinds(placement) == {PinFindingKind.ACROSS_NUMA_NODES: "31-32,95-96", PinFindingKind.UNUSED_CPUS: "33,97"}
-    assert "2 on 0, 2 on 1" in placement.findings[0].message
+    assert found(placement).keys() == {"across-numa-nodes", "unused-cpus"}
+    assert "2 on 0, 2 on 1" in found(placement)["across-numa-nodes"]
+    assert "CPUs 33,97 " in found(placement)["unused-cpus"]
 
 
 def test_unequal_cores_are_a_remark() -> None:
     placement = place(4, CpuSet.parse("14-17"), host("core-i9-13900k"))
     assert placement.threads == 1
-    assert kinds(placement) == {PinFindingKind.UNEQUAL_CORES: "14-17"}
-    assert "2 efficiency and 2 performance" in placement.findings[0].message
+    assert "2 efficiency and 2 performance" in found(placement)["unequal-cores"]
 
 
 @pytest.mark.parametrize(

@@ -122,12 +122,12 @@ UEFI = '[boot]\nfirmware = "uefi"\n'
         (
             [EFI],
             "",
-            "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one; '/0' has an EFI",
+            "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one: '/0' has an EFI",
         ),
         (
             [EMPTY, EFI],
             "",
-            "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one; '/1' has",
+            "boot.firmware: is missing, so a BIOS would boot the guest, and no disk has boot code for one: '/1' has",
         ),
         (
             [EMPTY],

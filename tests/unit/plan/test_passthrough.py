@@ -232,8 +232,8 @@ def test_a_claim_without_files_is_refused_with_what_writes_them() -> None:
         (
             {"model": {"string": "H100"}, "resource.kubernetes.io/pcieRoot": {"string": "pci0000:16"}},
             (
-                "does not say the PCI address of the device 'gpu-0' of the driver gpu.example.com (resource.kubernetes.io/pciBusID); "
-                "its attributes: model, resource.kubernetes.io/pcieRoot; name the request of the PCI devices in `request`, use"
+                "does not say the PCI address of the device 'gpu-0' of the driver gpu.example.com (resource.kubernetes.io/pciBusID), "
+                "and its attributes are model, resource.kubernetes.io/pcieRoot; name the request of the PCI devices in `request`, use"
             ),
         ),
         (
@@ -564,7 +564,7 @@ def test_eight_gpus_are_on_the_guest_numa_nodes_of_their_host_numa_nodes(hgx: Ho
     text = "\n".join(plan_lines(plan))
     assert f"device {GPUS[7]} (10de:2330) by iommufd, on NUMA node 1, the guest's 1, 131120MiB of device memory" in text
     assert "4TiB of addresses for device memory" in text
-    assert plan_json(plan)["machine"]["passing"]["devices"][0]["address"] == GPU
+    assert plan_json(plan)["machine"]["passthrough"]["devices"][0]["address"] == GPU
 
 
 def test_a_device_by_its_group_and_in_the_script(hgx: HostFacts) -> None:
@@ -677,7 +677,7 @@ def test_a_window_beyond_the_guests_addresses_is_refused(hgx: HostFacts) -> None
     text = KERNEL + ON_BOTH + '[[device]]\nresource = "nvidia.com/GH100"\n'
     [problem] = problems(text, with_vfio(hgx, address_bits=39))
     assert problem.startswith(
-        "device: the devices' memory needs a window of 4TiB above 64GiB of RAM, which ends at 8TiB; the guest's CPU has "
+        "device: the devices' memory needs a window of 4TiB above 64GiB of RAM, which ends at 8TiB, and the guest's CPU has "
         "addresses of 39 bits, up to 512GiB; under KVM leave cpu.model out"
     )
     for enough in (43, 0):  # 0: a kernel that does not report it

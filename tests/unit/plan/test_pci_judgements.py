@@ -9,7 +9,6 @@ import attrs
 import pytest
 
 from runner.placement.backends import ControllerPlacement, CpuTuning
-from runner.plan.render import plan_json
 from tests.support.fake_pci import Record, recorded_pci, vfio_facts
 from tests.unit.plan.test_plan import EPYC, KERNEL, NODE, plan_of
 
@@ -24,13 +23,12 @@ def changed(records: list[Record], changes: Mapping[str, Mapping[str, object]]) 
 
 
 def remarks(root: Path, records: list[Record], *addresses: str) -> list[str]:
-    """Return the remarks on a plan with the devices at *addresses*, as its JSON form has them."""
+    """Return the remarks on a plan with the devices at *addresses*."""
     facts = vfio_facts(root, records)
     if addresses:
         facts = attrs.evolve(facts, environment={"ALL": ",".join(addresses)})
     plan = plan_of(f'{KERNEL}{ON_BOTH}[[device]]\nvariable = "ALL"\n', attrs.evolve(EPYC, vfio=facts))
-    found: list[str] = plan_json(plan)["remarks"]
-    return found
+    return list(map(str, plan.remarks))
 
 
 def about(found: list[str], words: str) -> list[str]:
@@ -165,7 +163,7 @@ def test_power_that_may_be_cut_is_one_remark_about_gpus(tmp_path: Path) -> None:
     assert remark.startswith(
         "the kernel may cut the power of 0000:18:00.0, 0000:2a:00.0, 0000:3a:00.0, 0000:5d:00.0 and 4 more while"
     )
-    assert remark.endswith('with placement "controller" it stays powered while an instance has it')
+    assert remark.endswith('or placement "controller", with which it stays powered while an instance has it')
     kept = changed(HGX, {GPU: {"d3cold_allowed": 0}})
     assert about(remarks(tmp_path / "kept", kept, GPU), "D3cold") == []
 
@@ -180,4 +178,4 @@ def test_with_the_controller_the_devices_keep_their_power(tmp_path: Path) -> Non
     plan = plan_of(f'{KERNEL}{cpu}[[device]]\nvariable = "ALL"\n', facts)
     assert isinstance(plan.placement, ControllerPlacement)
     assert plan.placement.tuning == CpuTuning("low", devices=(GPU, NIC))
-    assert about(plan_json(plan)["remarks"], "D3cold") == []
+    assert about(list(map(str, plan.remarks)), "D3cold") == []

@@ -741,7 +741,7 @@ def test_with_the_controller_every_cpu_of_the_container_is_a_vcpus() -> None:
     assert any("the node's shared CPUs" in line for line in plan_lines(plan))
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 3\n', NODE)
     assert problem.startswith("cpu.count: asks for 3 vCPUs, but the container has 4 CPUs ('2-3,10-11')")
-    assert problem.endswith(f"; so that they are its own, {OWN_CPUS}")
+    assert problem.endswith(f", and so that they are its own {OWN_CPUS}")
     assert "the pod itself no resources (spec.resources)" in problem
     [problem] = problems(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 5\n', NODE)
     assert problem.startswith("cpu.count: asks for 5 vCPUs, but this process may use 4 CPUs ('2-3,10-11')")
@@ -973,7 +973,7 @@ def test_a_plan_is_printed_as_text_and_json() -> None:
         "NUMA node 0: vCPUs 0-2, 1GiB from any NUMA node of the host",
         "/srv as 'home'",
         "in the place of eth0",
-        "note: placement 'affinity' is second best",
+        "cpu.placement  placement 'affinity' is second best",
     ):
         assert word in text
     as_json = json.loads(json.dumps(plan_json(plan)))
@@ -987,10 +987,13 @@ def test_a_plan_is_printed_as_text_and_json() -> None:
     assert as_json["networks"][1]["pod"]["name"] == "eth0"
     assert as_json["shares"][0]["tag"] == "home"
     assert not {"networks", "shares"} & as_json["machine"].keys(), "the document has each of them once"
-    assert {"uuid", "passing"} <= as_json["machine"].keys(), "version 1 keeps its keys"
-    assert as_json["patience"] == plan.start_timeout
-    assert as_json["machine"]["ram"]["beside"] == plan.machine.ram.overhead
-    assert as_json["remarks"] == [str(remark) for remark in plan.remarks]
+    assert as_json["version"] == 2
+    assert as_json["start_timeout"] == plan.start_timeout
+    assert as_json["machine"]["ram"]["overhead"] == plan.machine.ram.overhead
+    assert "remarks" not in as_json
+    [second_best] = [each for each in as_json["judgements"] if "second best" in each["found"]]
+    assert second_best.keys() == {"subject", "level", "found", "why", "remedy"}
+    assert (second_best["subject"], second_best["level"]) == ("cpu.placement", "warning")
 
 
 TUNED = 'latency = "low"\ncache_ways = 2\nmemory_bandwidth = 40\n'
@@ -998,13 +1001,13 @@ TUNED = 'latency = "low"\ncache_ways = 2\nmemory_bandwidth = 40\n'
 
 def test_only_the_controller_can_tune_the_cpus() -> None:
     spec = f'{KERNEL}[cpu]\nplacement = "affinity"\n{TUNED}'
-    remarks = [remark.message for remark in plan_of(spec).remarks]
+    remarks = [remark.found for remark in plan_of(spec).remarks]
     assert any("have no effect with placement 'affinity'" in each for each in remarks)
-    assert not any("have no effect" in remark.message for remark in plan_of(spec.replace(TUNED, "")).remarks)
+    assert not any("have no effect" in remark.found for remark in plan_of(spec.replace(TUNED, "")).remarks)
     plan = plan_of(f'{KERNEL}[cpu]\nplacement = "controller"\ncount = 4\n{TUNED}[memory]\nsize = "1GiB"\n', NODE)
     assert isinstance(plan.placement, ControllerPlacement)
     assert plan.placement.tuning == CpuTuning("low", 2, 40)
-    assert not any("have no effect" in remark.message for remark in plan.remarks)
+    assert not any("have no effect" in remark.found for remark in plan.remarks)
 
 
 def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:
@@ -1014,7 +1017,7 @@ def test_the_remedy_of_a_problem_and_of_a_remark_is_a_field() -> None:
     assert problem.statement == "cpu.count: asks for 9 vCPUs, but this process may use 8 CPUs ('0-7')"
     assert problem.remedy == "one CPU for each vCPU"
     assert str(problem) == f"{problem.statement}; {problem.remedy}"
-    [remark] = [each for each in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks if "belong" in each.message]
+    [remark] = [each for each in plan_of(KERNEL + "[cpu]\ncount = 8\n").remarks if "belong" in each.found]
     assert str(remark).endswith("this program share them; give it more CPUs than vCPUs")
     assert remark.remedy == "give it more CPUs than vCPUs"
 

@@ -1,4 +1,4 @@
-"""Reads what the judgements need and calls all of them; what cannot be read is a finding of its own, not a guess.
+"""Reads what several checks need and makes every check that applies here; what cannot be read is a judgement too, not a guess.
 
 Every file is read below :attr:`CheckedHost.root`, so that a recorded tree of another machine can be judged as well. Three
 things are tried for real, each on an object of our own that is gone a moment later: mbind(2) of one page, a virtual machine
@@ -8,9 +8,10 @@ without vCPUs, a request to the controller; and where it is asked for a guest, w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
+from typing import Any
 
 import attrs
 import trio
@@ -18,46 +19,66 @@ import trio.to_thread
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, SpecError, explain
+from runner.base.judgement import FORMAT, Judgement, Level, Subject, rank, worst
 from runner.base.tasks import capture
-from runner.check import device_rights, programs
-from runner.check.context import CheckContext, CheckedHost
-from runner.check.finding import Check, CheckReport, Finding, Level, Place, place_of
-from runner.check.program_trials import try_programs
-from runner.check.questions import answers
+from runner.base.values import frozen
+from runner.check import cpus, devices, kernel, node, programs
+from runner.check.checks import TIMEOUT, Check, CheckContext, CheckedHost, KubeletState, Place, place_of
 from runner.facts.host import Kvm
 from runner.facts.roots import Roots
-from runner.host.discover import SYSTEM_DIRECTORIES, read_host_facts, read_pod
-from runner.host.trial_guest import try_guest
+from runner.host.discover import read_host_facts, read_pod
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.kernel.character_devices import probe_kvm, try_kvm
-from runner.kernel.files import find_program, probe_file
-from runner.kernel.kubelet_files import Frozen, attempt, is_registered
+from runner.kernel.files import probe_file
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import Processes, dying_with_us, open_processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.settings import pid_namespace
 from runner.kernel.sysfs import read_hardware, read_online_cpus
-from runner.kubelet.claims import DRIVER_SOCKETS
-from runner.kubelet.state import CpuState
-from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
 from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
 
-SPEC = Check("spec", "run refuses what the plan refuses, and warns of the same second-best choices")
+CHECKS = tuple(
+    each
+    for topic in (kernel, cpus, devices, programs, node)
+    for each in vars(topic).values()
+    if isinstance(each, Check)
+)
+"""Every check, in the order of the topics and, in each, of its lines."""
+SPEC = Subject("spec", "run makes the same plan, and refuses what it refuses")
 CHANGE_SPEC = "change the spec, or what it stands on"
 """The remedy where the plan names no other."""
-
-TIMEOUT = 20.0
-"""Seconds that the kernel or the controller may take to answer: a busy machine is slow, not broken."""
 
 PAUSE, READINGS = 0.1, 20
 """Seconds between two readings of the kubelet's state, and the number of readings after which it counts as frozen."""
 
 
+@frozen
+class CheckReport:
+    """All judgements, in the order of the checks."""
+
+    place: Place
+    judgements: tuple[Judgement, ...]
+
+    @property
+    def verdict(self) -> Level:
+        """The worst level of all."""
+        return worst(self.judgements)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "version": FORMAT,
+            "place": self.place.value,
+            "verdict": self.verdict.value,
+            "judgements": [each.to_json() for each in self.judgements],
+        }
+
+
 async def check_host(host: CheckedHost, document: tuple[str, bytes] | None) -> CheckReport:
-    """Return the findings of every check that applies here; *document* is a spec's name and text.
+    """Return the judgements of every check that applies here; *document* is a spec's name and text.
 
     Raises :exc:`~runner.base.errors.HostError` where not even CPUs and NUMA nodes can be read.
     """
@@ -69,30 +90,39 @@ async def check_host(host: CheckedHost, document: tuple[str, bytes] | None) -> C
 
 async def _check(host: CheckedHost, processes: Processes, document: tuple[str, bytes] | None) -> CheckReport:
     spec, plan, of_the_plan = await _plan(host, processes, document)
-    context = await _read_context(host, spec, plan)
-    findings = list(answers(host, context))
-    kvm = await _kvm(host)
-    findings.append(device_rights.judge_kvm(kvm))
-    if context.place is not Place.NODE:  # the programs that count are those in the container's image
-        findings += await try_programs(processes)
-    if host.try_guest:
-        findings.append(await _trial_guest(processes, CpuSpec() if spec is None else spec.cpu, kvm))
-    findings += await _services(host, context)
-    # The plan decides by some of the same judgements: a finding is reported once.
-    findings += [each for each in of_the_plan if not any(_covers(other, each) for other in findings)]
-    return CheckReport(context.place, tuple(findings))
+    context = await _read_context(host, processes, spec, plan)
+    found: dict[Check, tuple[Judgement, ...]] = {each: () for each in CHECKS if context.place in each.places}
+
+    async def judge(check: Check) -> None:
+        found[check] = await _judgements(check, context)
+
+    async with trio.open_nursery() as nursery:
+        for check in found:
+            nursery.start_soon(judge, check)
+    judgements = [judgement for each in found.values() for judgement in each]
+    # The plan decides by some of the same judgements: each is reported once.
+    judgements += [each for each in of_the_plan if not any(_covers(other, each) for other in judgements)]
+    return CheckReport(context.place, tuple(judgements))
 
 
-def _covers(finding: Finding, other: Finding) -> bool:
-    """Tell whether *finding* reports what *other* reports, at no lower level."""
-    order = list(Level)
-    return finding.found in other.found and order.index(finding.level) >= order.index(other.level) > 0
+async def _judgements(check: Check, context: CheckContext) -> tuple[Judgement, ...]:
+    """Make *check*; where the kernel refuses to answer, that is the judgement."""
+    try:
+        answer = check.ask(context)
+        return tuple(await answer if isinstance(answer, Awaitable) else answer)
+    except (HostError, OSError, ValueError) as error:
+        return (check.unknown(f"cannot read what it takes: {explain(error)}"),)
+
+
+def _covers(judgement: Judgement, other: Judgement) -> bool:
+    """Tell whether *judgement* reports what *other* reports, at no lower level."""
+    return judgement.found in other.found and rank(judgement) >= rank(other) > 0
 
 
 async def _plan(
     host: CheckedHost, processes: Processes, document: tuple[str, bytes] | None
-) -> tuple[InstanceSpec | None, InstancePlan | None, list[Finding]]:
-    """Make the plan that ``run`` would make; what it refuses is fatal, its remarks are warnings."""
+) -> tuple[InstanceSpec | None, InstancePlan | None, list[Judgement]]:
+    """Make the plan that ``run`` would make; what it refuses is an error."""
     if document is None:
         return None, None, []
     source, text = document
@@ -102,15 +132,23 @@ async def _plan(
         facts = await read_host_facts(spec, processes, Roots(), host.state_directory, None)
         plan = plan_instance(source, spec, facts)
     except SpecError as error:
-        return spec, None, [SPEC.fatal(each.statement, each.remedy or CHANGE_SPEC) for each in error.problems]
+        return (
+            spec,
+            None,
+            [
+                Judgement(each.path or SPEC.name, Level.ERROR, each.message, SPEC.why, each.remedy or CHANGE_SPEC)
+                for each in error.problems
+            ],
+        )
     except RunnerError as error:
-        return spec, None, [SPEC.fatal(explain(error), CHANGE_SPEC)]
-    remarks = [SPEC.warning(remark.message, remark.remedy or CHANGE_SPEC) for remark in plan.remarks]
+        return spec, None, [SPEC.error(explain(error), CHANGE_SPEC)]
     placed = f"{source}: {plan.machine.vcpus} vCPUs on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
-    return spec, plan, [SPEC.ok(placed), *remarks]
+    return spec, plan, [SPEC.ok(placed), *plan.remarks]
 
 
-async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: InstancePlan | None) -> CheckContext:
+async def _read_context(
+    host: CheckedHost, processes: Processes, spec: InstanceSpec | None, plan: InstancePlan | None
+) -> CheckContext:
     procfs = Procfs(host.roots.proc)
     asked = CpuSpec() if spec is None else spec.cpu
     pod = read_pod(procfs, host.environment)
@@ -120,7 +158,10 @@ async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: Inst
     wanted = len(allowed) if asked.count == "all" else asked.count
     vcpus = wanted if plan is None else plan.machine.vcpus
     hardware = read_hardware(host.root)
+    socket = host.socket or asked.controller
     return CheckContext(
+        host=host,
+        processes=processes,
         place=place,
         pod=pod,
         in_initial_pid_namespace=initial,
@@ -131,9 +172,11 @@ async def _read_context(host: CheckedHost, spec: InstanceSpec | None, plan: Inst
         lockable=plan.machine.lockable if plan is not None else _lockable(host, procfs, spec),
         cpus=allowed if plan is None else plan.placement.cpus,
         vcpus=len(allowed) if spec is None and not hardware.online <= allowed else vcpus,
-        placement=asked.placement,
+        asked=asked,
         backend=None if plan is None else plan.placement.backend,
-        socket=host.socket or asked.controller,
+        kvm=await _kvm(host),
+        socket=socket,
+        controller=await ask_controller(socket),
         kubelet=await _kubelet(host) if place is Place.NODE else None,
     )
 
@@ -148,12 +191,8 @@ def _lockable(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> i
     return None if vcpus == "all" or size == "limits" else bytes_to_lock(spec, max(vcpus, spec.hotplug.cpus or 0), size)
 
 
-def _kubelet_files(host: CheckedHost) -> KubeletFiles:
-    return KubeletFiles(host.kubelet, host.root / "var/run/cdi")
-
-
-async def _kubelet(host: CheckedHost) -> CpuState | Frozen | None:
-    files = _kubelet_files(host)
+async def _kubelet(host: CheckedHost) -> KubeletState | None:
+    files = node.kubelet_files(host)
     if not os.access(files.cpu_state, os.R_OK):
         return None
     return await settled_cpu_state(files, read_online_cpus(host.roots.sys), pause=PAUSE, readings=READINGS)
@@ -168,52 +207,6 @@ async def _kvm(host: CheckedHost) -> Kvm:
         with trio.move_on_after(TIMEOUT):
             trial = await trio.to_thread.run_sync(try_kvm, device, abandon_on_cancel=True)
     return attrs.evolve(kvm, trial=trial)
-
-
-async def _trial_guest(processes: Processes, asked: CpuSpec, kvm: Kvm) -> Finding:
-    """Boot the trial guest as an instance would be accelerated that has *asked* for it."""
-    qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
-    if qemu is None:
-        return programs.TRIAL_GUEST.unknown("no QEMU was found to boot it with")
-    usable = asked.accel != "tcg" and kvm.error is None and kvm.trial is None
-    trial = await try_guest(processes, qemu, "kvm" if usable else "tcg", asked.model)
-    return programs.judge_trial_guest(trial.accel, trial.error, trial.seconds)
-
-
-async def _services(host: CheckedHost, context: CheckContext) -> list[Finding]:
-    answer = await ask_controller(context.socket)
-    findings = [programs.judge_controller(context.place, str(context.socket), answer, context.placement)]
-    if context.place is Place.NODE:
-        files = _kubelet_files(host)
-        reason = "" if context.kubelet is not None else why_unreadable(files.cpu_state)
-        driver = is_registered(files.plugins, DRIVER_SOCKETS)
-        state = context.kubelet or Frozen(reason)
-        findings.append(programs.judge_cpu_manager(str(files.cpu_state), state, reason, has_driver=driver))
-        findings.append(_memory_manager(files.memory_state))
-        findings.append(programs.judge_topology_manager())
-        findings += programs.judge_disturbances(answer)
-    return findings
-
-
-def why_unreadable(path: Path) -> str:
-    """Return why *path* cannot be read, as strerror(3) words it; empty if it can."""
-    try:
-        path.read_bytes()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _memory_manager(path: Path) -> Finding:
-    state = attempt(path, parse_memory_state)
-    if isinstance(state, Frozen):
-        return programs.judge_memory_manager("", {}, state.reason)
-    reserved = {
-        number: node.tables["memory"].system_reserved
-        for number, node in state.numa_nodes.items()
-        if "memory" in node.tables
-    }
-    return programs.judge_memory_manager(state.policy, reserved, "")
 
 
 async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | None:

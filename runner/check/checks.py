@@ -1,0 +1,153 @@
+"""What a check is, the place it runs in, and the facts that several of them need.
+
+A check stands in one place: its name, why its result matters, the function that reads for it, and below that its judgement.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+from runner.base.cpuset import CpuSet
+from runner.base.judgement import Judgement, Subject
+from runner.base.values import frozen
+from runner.facts.hardware import Hardware
+from runner.facts.host import Kvm, PodQos
+from runner.facts.roots import Roots
+from runner.kernel.kubelet_files import Frozen
+from runner.kernel.processes import Processes
+from runner.kubelet.state import CpuState
+from runner.plan.host_checks import ASKING_FOR_LESS
+from runner.spec.instance import CpuSpec
+
+TIMEOUT = 20.0
+"""Seconds that the kernel, a program or the controller may take to answer: a busy machine is slow, not broken."""
+
+KubeletState = CpuState | Frozen
+"""What ``cpu_manager_state`` holds, or why it does not settle."""
+
+
+class Place(enum.Enum):
+    """Where the checks run, which decides what they can read and what has to be there."""
+
+    NODE = "node"
+    """A Kubernetes node: every process and the kubelet's files are visible."""
+    POD = "pod"
+    """A container of a Kubernetes pod."""
+    CONTAINER = "container"
+    """A container without Kubernetes around it."""
+    MACHINE = "machine"
+    """No container, and no kubelet."""
+
+
+OFF_NODE = (Place.POD, Place.CONTAINER, Place.MACHINE)
+"""The places from which an instance may be started."""
+
+
+def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool) -> Place:
+    """Return where this process runs.
+
+    A pod with ``hostPID`` is *in_initial_pid_namespace*: with the kubelet's directory, as the controller's pod has it, it
+    counts as the node.
+    """
+    if in_initial_pid_namespace and has_kubelet:
+        return Place.NODE
+    if in_pod:
+        return Place.POD
+    return Place.MACHINE if in_initial_pid_namespace else Place.CONTAINER
+
+
+@frozen
+class CheckedHost:
+    """Where the checks read, and what the command line says."""
+
+    root: Path
+    kubelet: Path
+    """The kubelet's ``--root-dir``."""
+    socket: PurePosixPath | None
+    """Where the controller listens; ``None``: the spec's ``cpu.controller``, or its default."""
+    state_directory: PurePosixPath
+    environment: Mapping[str, str]
+    try_guest: bool = False
+    """Whether a trial guest is booted, too."""
+
+    @property
+    def roots(self) -> Roots:
+        """The mount points below *root*."""
+        return Roots.below(self.root)
+
+
+@frozen
+class CheckContext:
+    """Facts that several checks need, read once; where a spec was given, those of its instance."""
+
+    host: CheckedHost
+    processes: Processes
+    """Starts the programs that are tried."""
+    place: Place
+    pod: PodQos | None
+    in_initial_pid_namespace: bool
+    hardware: Hardware
+    allowed: CpuSet
+    cgroup: str
+    hugepage_size: int | None
+    """Bytes; ``None`` unless the spec asks for hugepages."""
+    lockable: int | None
+    """Bytes that QEMU may have to lock, 0 if none; ``None`` if unknown, because the plan has failed."""
+    cpus: CpuSet
+    """The CPUs for the vCPUs: without a plan all that may be used."""
+    vcpus: int
+    """The spec's count; without a spec, as many as there are CPUs set apart for them, or one."""
+    asked: CpuSpec
+    """The spec's ``[cpu]``, or its defaults."""
+    backend: str | None
+    """The plan's placement back end."""
+    kvm: Kvm
+    socket: PurePosixPath
+    """Where the controller listens."""
+    controller: Mapping[str, object] | str | None
+    """Its status, why it does not answer, or ``None`` if not even the directory of its socket exists."""
+    kubelet: KubeletState | None
+    """``None`` anywhere but on a node, and where the file cannot be read."""
+
+    @property
+    def roots(self) -> Roots:
+        """The mount points of the machine."""
+        return self.host.roots
+
+    @property
+    def asks_for_less(self) -> bool:
+        """Return whether the spec asks for a placement that needs no exclusive CPUs: ``run`` then starts without them."""
+        return self.asked.placement in ASKING_FOR_LESS
+
+    @property
+    def shared_pool(self) -> CpuSet | None:
+        """The kubelet's shared pool, ``None`` where it is not known, or no pod has CPUs of its own."""
+        state = self.kubelet
+        has_exclusive = isinstance(state, CpuState) and (state.policy == "static" or state.exclusive())
+        return state.shared_pool if isinstance(state, CpuState) and has_exclusive else None
+
+
+Question = Callable[[CheckContext], Iterable[Judgement] | Awaitable[Iterable[Judgement]]]
+"""Reads what a check needs, and judges it. May raise :exc:`HostError`, :exc:`OSError` or :exc:`ValueError`."""
+
+
+@frozen
+class Check(Subject):
+    """A subject with the function that reads and judges it, and the places where that is done."""
+
+    ask: Question
+    places: tuple[Place, ...]
+
+
+def check(name: str, why: str, *places: Place) -> Callable[[Question], Check]:
+    """Make the function below a check of this *name*: at *places*, everywhere if there are none.
+
+    Example::
+
+        @check("clocksource", "a guest under KVM reads its clock without a VM exit only while the host's clock is the TSC")
+        def clock(context: CheckContext) -> Iterator[Judgement]:
+            yield judge_clock(read_line(…))
+    """
+    return lambda ask: Check(name, why, ask, places or tuple(Place))
