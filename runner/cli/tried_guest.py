@@ -126,8 +126,8 @@ def demo(guest: Path) -> Trial:
         if not (guest / name).is_file():
             raise RefusedError(
                 f"cannot boot the demo guest: there is no {str(guest / name)!r}",
-                remedy="examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR; a guest of yours is "
-                "tried by `try SPEC` or `try --disk FILE`",
+                remedy="examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR, and `try SPEC` "
+                "or `try --disk FILE` tries a guest of yours",
             )
     size = os.get_terminal_size(0) if os.isatty(0) else None
     return _made(demo_spec(guest, OURS / "share", size))

@@ -139,12 +139,12 @@ def _refuse_foreign_procfs() -> None:
     except OSError as error:
         raise RefusedError(
             "cannot read /proc/self: no procfs is mounted at /proc",
-            remedy="`mount -t proc proc /proc` in the container; `unshare --mount-proc` does so",
+            remedy="`mount -t proc proc /proc` in the container, as `unshare --mount-proc` does",
         ) from error
     if shown != str(os.getpid()):
         raise RefusedError(
             f"cannot use /proc: it is that of another PID namespace, in which this process is {shown}, and not {os.getpid()}",
-            remedy="mount the container's own, by `mount -t proc proc /proc`; `unshare --mount-proc` does so",
+            remedy="mount the container's own, by `mount -t proc proc /proc`, as `unshare --mount-proc` does",
         )
     if not os.path.exists("/proc/cpuinfo"):  # noqa: PTH110 - as above
         raise RefusedError(

@@ -11,7 +11,7 @@ QEMU_OLDEST = (7, 2)
 
 OWN_CPUS = (
     "give every container of the pod whole CPUs and memory with requests equal to limits, the pod itself no resources "
-    "(spec.resources), and the node's kubelet `cpuManagerPolicy: static`; on a node with a DRA driver for CPUs, name a claim "
+    "(spec.resources), and the node's kubelet `cpuManagerPolicy: static`, or on a node with a DRA driver for CPUs name a claim "
     "for them in resources.claims of the container"
 )
 """The remedy for :func:`shared_cpus`. A pod with pod-level resources can be Guaranteed and gets no exclusive CPUs, whatever
@@ -94,7 +94,7 @@ DENIED = "Permission denied"
 """The reason, EACCES, why a device node is not opened whose owner and mode forbid it; a device filter's is EPERM."""
 LET_IN = (
     'let every user open it, on the node, by a rule of udev with MODE="0666": in a user namespace (hostUsers: false) its owner '
-    "and group are nobody's; the container's device filter still says who may"
+    "and group are nobody's, and the container's device filter still says who may"
 )
 """The remedy for :data:`DENIED`."""
 

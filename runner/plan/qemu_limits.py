@@ -124,7 +124,7 @@ def refuse_too_much_memory(
     wider = accel == "kvm" and (facts.address_bits == 0 or top(size) <= 1 << facts.address_bits)
     problems.refuse(
         "memory.size",
-        f"{format_size(size)} of RAM and 32GiB for devices end at {format_size(top(size))}; the guest's CPU has addresses of {bits} "
+        f"{format_size(size)} of RAM and 32GiB for devices end at {format_size(top(size))}, and the guest's CPU has addresses of {bits} "
         f"bits, up to {format_size(1 << bits)}",
         "add host-phys-bits=on to cpu.model, or leave cpu.model out" if wider else f"at most {format_size(fits)} fit",
     )

@@ -89,7 +89,7 @@ async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) 
     assert (paths[1] / "reset").read_text() == "1\n"
     assert not (paths[5] / "reset").exists()
     dead = "it is wedged: it does not answer: its configuration space reads as nothing but ones"
-    remedy = "switch the machine off and on; until then it is refused to every instance"
+    remedy = "switch the machine off and on: until then it is refused to every instance"
     node = plan.machine.passthrough.devices[3].group_node
     reasons = (
         "it is bound to 'nouveau' now, not to 'vfio-pci'",

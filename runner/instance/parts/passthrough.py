@@ -111,7 +111,7 @@ async def _take_back_devices(
             if why is not None:
                 raise HostError(
                     f"it is wedged: {why.reason}, {_after_reset(Path(device.sysfs), reset)}",
-                    remedy="switch the machine off and on; until then it is refused to every instance",
+                    remedy="switch the machine off and on: until then it is refused to every instance",
                 )
 
 

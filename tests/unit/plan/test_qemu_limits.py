@@ -106,7 +106,8 @@ def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *,
             text(8, 'model = "EPYC-Rome"', "1536GiB"),
             BIG,
             (
-                "memory.size: 1536GiB of RAM and 32GiB for devices end at 2590GiB; the guest's CPU has addresses of 40 bits, up to 1TiB; "
+                "memory.size: 1536GiB of RAM and 32GiB for devices end at 2590GiB, "
+                "and the guest's CPU has addresses of 40 bits, up to 1TiB; "
                 "add host-phys-bits=on to cpu.model, or leave cpu.model out"
             ),
         ),
@@ -114,7 +115,8 @@ def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *,
             text(8, "", "1000GiB"),
             EMULATED,
             (
-                "memory.size: 1000GiB of RAM and 32GiB for devices end at 2054GiB; the guest's CPU has addresses of 40 bits, up to 1TiB; "
+                "memory.size: 1000GiB of RAM and 32GiB for devices end at 2054GiB, "
+                "and the guest's CPU has addresses of 40 bits, up to 1TiB; "
                 "at most 978GiB fit"
             ),
         ),
@@ -122,7 +124,8 @@ def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *,
             text(8, "", "1536GiB"),
             attrs.evolve(BIG, address_bits=39),
             (
-                "memory.size: 1536GiB of RAM and 32GiB for devices end at 2590GiB; the guest's CPU has addresses of 39 bits, up to 512GiB; "
+                "memory.size: 1536GiB of RAM and 32GiB for devices end at 2590GiB, "
+                "and the guest's CPU has addresses of 39 bits, up to 512GiB; "
                 "at most 478GiB fit"
             ),
         ),

@@ -1,0 +1,74 @@
+"""The messages in the source: a sentence has one semicolon at most, which stands before its remedy."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import pytest
+
+from tests.support.figures import files
+
+MADE_BY = re.compile(
+    r"\w+Error|Event|Fault|Judgement|Problem|_?(?:refuse|remark|finding)|ok|unknown|warning|error|bad|why_refused"
+)
+"""The names of what makes a message: its strings, one after the other, are the sentence and its remedy."""
+
+
+@cache
+def constants() -> dict[str, str]:
+    """Return the texts of the package's constants by their names."""
+    found = {}
+    for path in files():
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    found[name] = text_of(value, {})
+    return found
+
+
+def text_of(node: ast.expr, named: Mapping[str, str]) -> str:
+    """Return what is known of a text before the program runs, with the texts of constants; ``{}`` stands for what is not."""
+    parts: list[ast.expr] = []
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.Name(id=name):
+            return named.get(name, "{}")
+        case ast.JoinedStr(values=parts) | ast.FormattedValue(value=ast.JoinedStr(values=parts)):
+            pass
+        case ast.FormattedValue(value=value):
+            parts = [value]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = [left, right]
+        case ast.IfExp(body=body, orelse=other):
+            return max(text_of(body, named), text_of(other, named), key=lambda text: text.count(";"))
+    return "".join(text_of(part, named) for part in parts) or "{}"
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield each message of *tree* with the number of its line: sentence and remedy as they are shown, without commands."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and MADE_BY.fullmatch(getattr(call.func, "attr", getattr(call.func, "id", ""))):
+            given = (*call.args, *(each.value for each in call.keywords if each.arg == "remedy"))
+            parts = [part for part in (text_of(each, constants()) for each in given) if " " in part]
+            yield call.lineno, re.sub(r"`[^`]*`", "", "; ".join(parts))
+
+
+def test_a_sentence_has_one_semicolon_at_most() -> None:
+    found = [(path, line, text) for path in files() for line, text in messages(ast.parse(path.read_text()))]
+    assert len(found) > 500
+    assert [each for each in found if any(part.count(";") > 1 for part in re.split(r"\.\s", each[2]))] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ('raise HostError(f"cannot {verb} it: no", remedy="do that; or this")', "cannot {} it: no; do that; or this"),
+        ('problems.refuse("cpu.count", "is too much", "ask for less `a; b`")', "is too much; ask for less "),
+    ],
+)
+def test_a_message_is_read_with_its_remedy(source: str, message: str) -> None:
+    assert [text for _, text in messages(ast.parse(source))] == [message]
