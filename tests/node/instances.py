@@ -45,6 +45,8 @@ PROJECT_MANIFEST = PROJECT / "examples/kubernetes/controller/daemonset.yaml"
 DEVICES = tuple(path for path in ("/dev/net/tun", "/dev/vhost-net") if Path(path).exists())
 CAPABILITIES = capabilities("NET_ADMIN SYS_NICE")
 """What an instance's container needs besides containerd's default ones."""
+LINUX_CMDLINE = "console=ttyS0 quiet lapic=notscdeadline"
+"""For the Linux guest: KVM of a node that is emulated gives no interrupt for a deadline by the TSC, and no sleep in it would end."""
 TYPE = """
 import socket, sys
 line = socket.socket(socket.AF_UNIX)

@@ -356,11 +356,16 @@ class Machine:
             try:
                 until(lambda: self.answers() or process.poll() is not None)
                 assert process.poll() is None, self.log.read_text()
-                if self.bystander is None and bystander:
-                    self.bystander = Bystander(self.root.path, lambda: self.ask("getStatus")["frozen"])
+                if bystander:
+                    self.watch_float()
                 yield process
             finally:
                 process.kill()
+
+    def watch_float(self) -> None:
+        """Have a bystander, unless there is one; the controller must have made its tree."""
+        if self.bystander is None:
+            self.bystander = Bystander(self.root.path, lambda: self.ask("getStatus")["frozen"])
 
     def answers(self) -> bool:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:

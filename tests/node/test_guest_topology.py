@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.instances import until
+from tests.node.instances import LINUX_CMDLINE, until
 from tests.node.test_runner import ROM, RUNNER, running
 
 MIB = 1 << 20
@@ -67,7 +67,7 @@ def test_the_guest_sees_the_planned_topology_and_its_memory_is_on_the_planned_no
     spec.write_text(
         f'[cpu]\ncount = 4\ncpus = "{core_of_each(numa)}"\naccel = "auto"\nmodel = "Skylake-Server"\n'
         f'[memory]\nsize = "192MiB"\n[boot]\nkernel = "{kernel}"\ninitrd = "{initrd}"\n'
-        'cmdline = "console=ttyS0 quiet facts=1"\n'
+        f'cmdline = "{LINUX_CMDLINE} facts=1"\n'
     )
     plan = planned(spec)
     topology = plan["machine"]["topology"]

@@ -51,11 +51,12 @@ def test_instances_get_the_cpus_of_their_claims(machine: Machine) -> None:
     api.containers = [claim.container(f"default/{claim.uid}") for claim in claims]
     put_claims(machine.kubelet, cdi, claims)
     ours, other = machine.pod(A, machine.a), machine.pod(B, machine.b)
-    with machine.controller("--cdi-dir", str(cdi)):  # while the kubelet does not answer yet
+    with machine.controller("--cdi-dir", str(cdi), bystander=False):  # while the kubelet does not answer yet
         assert reason(ours.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))) == "frozen"
         with answering(machine.kubelet / "pod-resources/kubelet.sock", api):
             until(lambda: machine.ask("getStatus")["frozen"] is None)
-            assert machine.float_cgroup.effective_cpus() == machine.all - machine.a - machine.b
+            machine.watch_float()
+            until(lambda: machine.float_cgroup.effective_cpus() == machine.all - machine.a - machine.b)
             # The CPUs of another pod's claim are refused, and those of its own are given.
             assert reason(other.call(machine.socket, "registerCgroup", uuid=B, cpuset=str(machine.a))) == "cpuset"
             found = result(ours.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))

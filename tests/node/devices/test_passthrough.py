@@ -28,7 +28,7 @@ from tests.emulated_node.cpio import archive
 from tests.emulated_node.spares import word_on
 from tests.machine.test_devices import seen
 from tests.node.devices.conftest import Spare, bound, claim_file
-from tests.node.instances import Instance, NodeFixture, pool, spec_text, start_instance, uid_of, until
+from tests.node.instances import LINUX_CMDLINE, Instance, NodeFixture, pool, spec_text, start_instance, uid_of, until
 from tests.node.standin_kubelet import PROJECT, Mount
 from tests.support.lstopo import LSTOPO, SHOW, pairs, ways, with_libraries
 
@@ -235,7 +235,7 @@ def linux_spec(
     return "\n".join(
         (
             f'[cpu]\ncount = {len(cpus)}\naccel = "{accel}"\nmodel = "{model}"\n[memory]\nsize = "{RAM // MIB}MiB"',
-            f'[boot]\nkernel = "/guest/guest-kernel"\ninitrd = "/guest/guest-initrd"\ncmdline = "console=ttyS0 quiet {says}"',
+            f'[boot]\nkernel = "/guest/guest-kernel"\ninitrd = "/guest/guest-initrd"\ncmdline = "{LINUX_CMDLINE} {says}"',
             f"[shutdown]\ngrace = {ENDS_WITHIN}",
             *more,
         )
