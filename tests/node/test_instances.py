@@ -36,7 +36,7 @@ from tests.node.minimal_pods import BYSTANDER
 from tests.node.standin_kubelet import Container, Pod
 from tests.support.soak import chance, times
 
-pytestmark = pytest.mark.usefixtures("rom", "shown")
+pytestmark = [pytest.mark.many_cpus, pytest.mark.usefixtures("rom", "shown")]
 SIZES = {1: "1-2,9-10", 2: "5,13", 3: "3-4,12"}
 """Instance → its CPUs, of 16 on two NUMA nodes (0-3,8-11 and 4-7,12-15); the third one's are on both."""
 WEB = Pod(uid_of(9), (Container(("sleep", "infinity"), name="web", cpus=CpuSet.parse("6-7")),))

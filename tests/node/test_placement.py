@@ -28,7 +28,7 @@ from tests.node.instances import (
 )
 from tests.node.standin_kubelet import MIB, Kubelet, Runtime
 
-pytestmark = pytest.mark.usefixtures("rom")
+pytestmark = [pytest.mark.many_cpus, pytest.mark.usefixtures("rom")]
 Start = Callable[..., Instance]
 BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
 

@@ -18,17 +18,21 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
-from tests.node.instances import DEVICES, FLOAT, Instance, NodeFixture, spec_text, start_instance, until
+from tests.node.instances import DEVICES, FLOAT, LINUX_CMDLINE, Instance, NodeFixture, spec_text, start_instance, until
 from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Kubelet
+from tests.support.soak import some
 
 pytestmark = pytest.mark.usefixtures("rom")
 SEALED_AND_NOT = pytest.mark.parametrize(
     "controller_options",
-    [
-        pytest.param((), id="enforced", marks=pytest.mark.skipif(not PARTITIONED, reason="no remote partitions")),
-        pytest.param(("--partitions", "off"), id="arranged"),
-    ],
+    some(
+        [
+            pytest.param(("--partitions", "off"), id="arranged"),
+            pytest.param((), id="enforced", marks=pytest.mark.skipif(not PARTITIONED, reason="no remote partitions")),
+        ],
+        1,
+    ),
 )
 CTL = (sys.executable, "-m", "runner", "ctl", "--json")
 ONLINE = "while :; do for c in /sys/devices/system/cpu/cpu*/online; do echo 1 >$c; done 2>/dev/null; sleep 1; done &"
@@ -101,7 +105,7 @@ def linux(node: NodeFixture, guest: tuple[Path, Path], cpus: str, most: int) -> 
     spec = (
         f'[cpu]\nplacement = "controller"\ncount = {len(wanted)}\naccel = "{accel}"\ntopology = "flat"\nmodel = "Skylake-Server"\n'
         '[memory]\nsize = "160MiB"\n[boot]\nkernel = "/linux/kernel"\ninitrd = "/linux/initrd"\n'
-        f'cmdline = "console=ttyS0 quiet"\n[hotplug]\ncpus = {most}\n[shutdown]\ngrace = 20\n'
+        f'cmdline = "{LINUX_CMDLINE}"\n[hotplug]\ncpus = {most}\n[shutdown]\ngrace = 20\n'
     )
     devices = (*DEVICES, *(["/dev/kvm"] if accel == "kvm" else []))
     kernel, initrd = guest

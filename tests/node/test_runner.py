@@ -59,6 +59,7 @@ def running(spec: Path, directory: Path) -> Iterator[tuple[int, Callable[[], str
         process.wait()
 
 
+@pytest.mark.many_cpus
 def test_four_vcpus_on_two_numa_nodes_with_network_and_share(spec: Path, tmp_path: Path) -> None:
     with running(spec, tmp_path) as (pid, output, process):
         until(lambda: "the guest runs" in output() or process.poll() is not None, "the guest runs")

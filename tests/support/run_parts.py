@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from tests.parts import AT_ONCE, LANES, PARTS, TIERS, Part
+from tests.parts import LANES, PARTS, TIERS, Part
 
 PROJECT = Path(__file__).parents[2]
 ENDS_WITHIN = 60.0
@@ -56,7 +56,7 @@ class Parts:
         parts: Sequence[Part],
         directory: Path,
         *,
-        at_once: int = AT_ONCE,
+        at_once: int,
         lanes: Mapping[str, int] = LANES,
         every: float = 60.0,
     ) -> None:
@@ -173,7 +173,7 @@ def main() -> int:
     """Run the tier and return the exit status."""
     tier, *arguments = sys.argv[1:] if sys.argv[1:2] and sys.argv[1] in TIERS else ("newcomer", *sys.argv[1:])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        parts = Parts(chosen(tier, arguments), Path(directory))
+        parts = Parts(chosen(tier, arguments), Path(directory), at_once=TIERS[tier])
         if not parts.run():
             return 128 + signal.SIGINT
     if parts.failed:
