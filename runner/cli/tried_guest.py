@@ -203,8 +203,7 @@ def run_spec(path: Path) -> int:
 def _refuse_hidden(spec: InstanceSpec, *more: tuple[str, PurePosixPath]) -> None:
     """Refuse files that the guest's programs would not see; *more* are such as the spec does not name."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
-    sockets = [("descriptors.socket", spec.descriptors.socket)] if spec.descriptors.socket else []
-    for where, path in (*more, *our_paths(spec, None), *shares, *sockets):
+    for where, path in (*more, *our_paths(spec, None), *shares):
         if within(path, [HIDDEN]) and not within(path, [OURS]):
             raise RefusedError(
                 f"cannot use {str(path)!r} ({where}): a guest that is tried has a {HIDDEN} of its own",

@@ -207,6 +207,8 @@ class HostFacts:
     """The files and directories that the spec names, and the backing files of its disks, by path."""
     in_shares: Mapping[PurePosixPath, PurePosixPath] = attrs.field(factory=dict)
     """Those of the paths of the spec, and of the state directory, that lead through a writable share, and its path."""
+    links: Mapping[PurePosixPath, frozenset[int]] = attrs.field(factory=dict)
+    """Those of the same paths, and of the shares, that lead through symbolic links, and the users whose these are."""
     documents: Mapping[PurePosixPath, DocumentFact] = attrs.field(factory=dict)
     """The files that the spec's table ``[cloud_init]`` names, by path."""
     users: Mapping[str, User] = attrs.field(factory=dict)

@@ -118,6 +118,7 @@ async def read_host_facts(
         virtiofsd_error=virtiofsd_error,
         files={state_directory: probe_file(state_directory), **dict(_files(spec))},
         in_shares=dict(_in_shares(spec, state_directory, roots)),
+        links=dict(_links(spec, state_directory)),
         documents=dict(_documents(spec)),
         users=dict(_users(spec)),
         qemu_version=qemu_version,
@@ -460,6 +461,20 @@ def _in_shares(
     for _, path in our_paths(spec, state_directory):
         if (share := directories.holding(path)) is not None:
             yield path, share
+    for each in spec.share:
+        if (share := directories.leading_to(each.path)) is not None:
+            yield each.path, share
+
+
+def _links(spec: InstanceSpec, state_directory: PurePosixPath) -> Iterator[tuple[PurePosixPath, frozenset[int]]]:
+    """Yield each path of *spec* that leads through symbolic links, and the users whose these are."""
+    from runner.plan.shares import our_paths
+
+    for path in (*(path for _, path in our_paths(spec, state_directory)), *(share.path for share in spec.share)):
+        if os.path.realpath(path) != str(path):
+            from runner.kernel.shared_directories import link_owners  # here, because few paths have links
+
+            yield path, link_owners(path)
 
 
 def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:

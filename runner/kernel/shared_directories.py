@@ -47,10 +47,9 @@ class SharedDirectories:
 
         So does one that has a hard link to the same file, or so much in it that none can be ruled out.
         """
-        for visited in _visited(path):
-            for shared in self.paths:
-                if self._is_below(visited, shared):
-                    return shared
+        for directory, _ in _lookups(path):
+            if (shared := self._having(directory)) is not None:
+                return shared
         try:
             found = os.stat(path)  # noqa: PTH116 - a pure path
         except OSError:
@@ -59,10 +58,28 @@ class SharedDirectories:
             return None
         return next((shared for shared in self.paths if may_have(os.fspath(shared), found)), None)
 
+    def leading_to(self, path: PurePosixPath) -> PurePosixPath | None:
+        """Return the one of the directories in which a part of *path* is looked up, so that its guest may have it lead elsewhere.
+
+        ``None`` if there is none. What *path* leads to may lie in one: what is mounted at its name is found there in any case, as
+        the kernel lets no process rename a mount point of its own mount namespace (rename(2), ``EBUSY``).
+        """
+        mounted = {mount.point for mount in self.mounts}
+        for directory, name in _lookups(path):
+            if name in {"", ".."} or directory / name in mounted:
+                continue
+            if (shared := self._having(directory)) is not None:
+                return shared
+        return None
+
     def lies_below(self, path: PurePosixPath) -> bool:
         """Tell whether one of the directories lies below *path*."""
         real = PurePosixPath(os.path.realpath(path))
         return any(PurePosixPath(os.path.realpath(each)).is_relative_to(real) for each in self.paths)
+
+    def _having(self, directory: PurePosixPath) -> PurePosixPath | None:
+        """Return the one of the directories that the real path *directory* is, or lies below."""
+        return next((shared for shared in self.paths if self._is_below(directory, shared)), None)
 
     def _is_below(self, directory: PurePosixPath, shared: PurePosixPath) -> bool:
         """Tell whether the real path *directory* is *shared* or below it, at this place or at another mount of it."""
@@ -118,13 +135,29 @@ def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) ->
     return False
 
 
-def _visited(path: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Yield each directory, by its real path, in which a part of the absolute *path* is looked up, and what it leads to."""
+def link_owners(path: PurePosixPath) -> frozenset[int]:
+    """Return the users of the symbolic links that the absolute *path* leads through."""
+    found = set[int]()
+    for directory, name in _lookups(path):
+        try:
+            at = os.lstat(directory / name)
+        except OSError:  # it has gone
+            continue
+        if stat.S_ISLNK(at.st_mode):
+            found.add(at.st_uid)
+    return frozenset(found)
+
+
+def _lookups(path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
+    """Yield each directory, by its real path, in which a part of the absolute *path* is looked up, and the name of that part.
+
+    At last what *path* leads to, without a name.
+    """
     current, links = PurePosixPath("/"), 0
     left = deque(path.parts[1:])  # it is absolute
     while left:
-        yield current
         name = left.popleft()
+        yield current, name
         if name == "..":
             current = current.parent
             continue
@@ -140,4 +173,4 @@ def _visited(path: PurePosixPath) -> Iterator[PurePosixPath]:
         if to.is_absolute():
             current = PurePosixPath("/")
         left.extendleft(reversed([part for part in to.parts if part != "/"]))
-    yield current
+    yield current, ""

@@ -154,7 +154,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     claims = Claims(facts, problems)
     identity = identify(spec, facts)
     networks, dhcp = _networks(spec, identity, vcpus, facts, claims, problems)
-    shares = tuple(plan_shares(spec, facts, problems))
+    shares = tuple(plan_shares(spec, user, facts, problems))
     disks = plan_disks(spec.disk, facts, problems)
     qemu = require_program(facts.qemu, "qemu-system-x86_64", facts, problems, facts.qemu_error)
     claims.claim_disks(spec.disk)

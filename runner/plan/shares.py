@@ -9,7 +9,7 @@ import attrs
 
 from runner.base.values import frozen
 from runner.facts.disk import MISSING
-from runner.facts.host import HostFacts, Virtiofsd
+from runner.facts.host import HostFacts, User, Virtiofsd
 from runner.facts.packages import install
 from runner.plan.disks import within
 from runner.plan.problems import Problems
@@ -30,8 +30,12 @@ class SharePlan:
     """Whether another virtiofsd can take its place while the guest runs."""
 
 
-def plan_shares(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> Iterator[SharePlan]:
-    """Yield the plan of each share for which there is a virtiofsd."""
+def plan_shares(spec: InstanceSpec, user: User, facts: HostFacts, problems: Problems) -> Iterator[SharePlan]:
+    """Yield the plan of each share for which there is a virtiofsd.
+
+    Refuse paths of *spec* that lead elsewhere as the guest, or QEMU's *user*, will.
+    """
+    _refuse_links_of(user, spec, facts, problems)
     for index, share in enumerate(spec.share):
         where, program = f"share[{index}]", facts.virtiofsd
         _require_directory(f"{where}.path", share.path, facts, problems)
@@ -86,10 +90,34 @@ def refuse_our_files_inside(
                 "put a link in its place",
                 "keep it elsewhere, as a copy if it has hard links, or set the share's read_only",
             )
+    for index, other in enumerate(spec.share):
+        if in_shares.get(other.path) == share.path:
+            problems.refuse(
+                f"share[{index}].path",
+                f"{str(other.path)!r} leads through the share {share.tag!r}, where the guest may put a link to any other directory in "
+                "its place",
+                f"mount it into the container elsewhere, or set the read_only of {share.tag!r}",
+            )
+
+
+def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems: Problems) -> None:
+    """Refuse paths that lead through links of QEMU's *user*: who has broken out of the guest has put them there, before its restart."""
+    shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
+    for where, path in (*our_paths(spec, facts.state_directory), *shares):
+        if user.user_id in facts.links.get(path, ()) and user.user_id != 0:
+            problems.refuse(
+                where,
+                f"{str(path)!r} leads through a symbolic link of the user {user.name!r}, as which QEMU runs: one that the guest has taken "
+                "over may have it lead to any file",
+                "name the file itself, or make the link anew as root",
+            )
 
 
 def our_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iterator[tuple[str, PurePosixPath]]:
-    """Yield the path of each file of *spec* that this process opens, or that QEMU executes as firmware, by its key."""
+    """Yield the path of each file of *spec* that this process opens, or that QEMU executes as firmware, by its key.
+
+    A share is none: virtiofsd opens it, and the guest may change what is in it.
+    """
     named: list[tuple[str, object]] = [
         ("console.log", spec.console.log),
         ("boot.firmware_vars", spec.boot.firmware_vars),
@@ -97,6 +125,7 @@ def our_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iter
         ("boot.kernel", spec.boot.kernel),
         ("boot.initrd", spec.boot.initrd),
         ("boot.firmware", spec.boot.firmware),
+        ("descriptors.socket", spec.descriptors.socket),
     ]
     for index, disk in enumerate(spec.disk):
         if disk.fd is None:

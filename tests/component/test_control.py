@@ -14,13 +14,15 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import trio
 
 from runner.base.errors import RunnerError, Status, explain
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
-from runner.instance.change.gate import Kind
+from runner.facts.host import User
+from runner.instance.change.gate import Changes, Kind
 from runner.instance.control.server import ControlMethods
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.timeouts import InstanceTimeouts
@@ -104,6 +106,30 @@ async def test_a_disk_that_the_guest_may_change_is_refused_with_its_own_remedy(f
         assert explain(refused.value).endswith(f"the guest may change '{disk}' by the share 'share'; keep it elsewhere")
 
     await while_a_guest_runs(fake_host, plan, act)
+
+
+async def test_a_disk_by_a_link_of_qemus_user_is_refused(fake_host: FakeHost) -> None:
+    """The guest may have taken QEMU over, and have put it into a volume where all may write."""
+    plan = fake_host.plan()
+    plan = attrs.evolve(plan, machine=attrs.evolve(plan.machine, user=User("qemu", 64055, 64055)))
+    disk = fake_host.root / "link"
+    disk.symlink_to("/etc/shadow")
+    os.lchown(disk, 64055, -1)
+    peers = Peers(Path("/proc"))
+    peer = Peer(os.getpid(), 1, peers.own_namespace(), nested=False, user_id=0, cgroup="/")
+
+    async def silent(_: float) -> None:
+        await trio.sleep_forever()
+
+    machine = SimpleNamespace(monitor=SimpleNamespace(silent=silent))
+    supervisor = SimpleNamespace(timeouts=InstanceTimeouts(), changes=Changes(fake_host.stop))
+    status: Any = SimpleNamespace(
+        machine=machine, plan=plan, disks=None, qemu_answers=trio.lowlevel.checkpoint, supervisor=supervisor
+    )
+    refused = "leads through a symbolic link of the user 'qemu', as which QEMU runs"
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(RpcError, match=refused):
+            await ControlMethods(status, peers, nursery).call(lambda: peer, "disk.attach", {"path": str(disk)})
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -9,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.facts.roots import Roots
-from runner.kernel.shared_directories import may_have, shared_directories
+from runner.kernel.shared_directories import link_owners, may_have, shared_directories
 
 
 @pytest.fixture
@@ -83,3 +84,36 @@ def test_a_second_mount_of_a_directory_of_a_share_is_the_share(share: Path, moun
     assert not holding(share, mounted / "elsewhere/kernel")
     assert holding(mounted / "second", share / "sub/kernel")
     assert not holding(mounted / "second", share / "kernel")
+
+
+def leading_to(share: Path, path: Path) -> bool:
+    directories = shared_directories([PurePosixPath(share)], Roots())
+    return directories.leading_to(PurePosixPath(path)) == PurePosixPath(share)
+
+
+def test_a_directory_in_a_share_may_become_a_link(share: Path, tmp_path: Path) -> None:
+    assert leading_to(share, share / "sub")
+    assert leading_to(share, share / "sub/deeper")
+    assert not leading_to(share, share), "the guest does not see the directory in which its share has a name"
+    assert not leading_to(share, tmp_path / "elsewhere")
+    (tmp_path / "in").symlink_to("share/sub")
+    (share / "out").symlink_to("../elsewhere")
+    assert leading_to(share, tmp_path / "in")
+    assert leading_to(share, share / "out")
+
+
+def test_the_users_of_links_on_the_way_are_known(share: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").symlink_to("share/deeper")
+    (share / "deeper").symlink_to("sub")
+    os.lchown(share / "deeper", 64055, 64055)
+    assert link_owners(PurePosixPath(tmp_path / "in/kernel")) == {os.geteuid(), 64055}
+    assert link_owners(PurePosixPath(share / "sub/kernel")) == frozenset()
+
+
+def test_what_is_mounted_in_a_share_stays_there(share: Path, mounted: Path) -> None:
+    assert not leading_to(share, share / "volume"), "its name is a mount point"
+    with pytest.raises(OSError, match="busy"):
+        (share / "volume").rename(share / "moved")
+    assert not leading_to(share, mounted / "second"), "the same directory as in the share, by a name beside it"
+    (share / "volume/below").mkdir()
+    assert leading_to(share, share / "volume/below"), "virtiofsd shows the guest what is mounted below"

@@ -168,6 +168,7 @@ async def _called_for_disks(status: StatusReader, method: str, params: Mapping[s
             disk = _disk(params)
             for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
                 _refuse_shared(status, path, "cannot attach the disk", "keep it elsewhere")
+                _refuse_links(status, path)
             return await disks.attach(disk)
         case "disk.detach":
             await disks.detach(_name(params, "name"))
@@ -196,6 +197,18 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy:
                 raise RefusedError(
                     f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}", remedy=remedy
                 )
+
+
+def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
+    """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may have taken over."""
+    from runner.kernel.shared_directories import link_owners  # here, because few instances get disks later
+
+    user = status.plan.machine.user
+    if user.user_id != 0 and user.user_id in link_owners(path):
+        raise RefusedError(
+            f"cannot attach the disk: {str(path)!r} leads through a symbolic link of the user {user.name!r}, as which QEMU runs",
+            remedy="name the file itself",
+        )
 
 
 async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:

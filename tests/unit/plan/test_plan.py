@@ -477,6 +477,24 @@ def test_all_descriptors_are_passed_on() -> None:
             "boot.kernel: '/boot/vmlinuz' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
         ),
         (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\n[descriptors]\nsocket = "/srv/fds.sock"\n',
+            {},
+            "descriptors.socket: '/srv/fds.sock' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
+        ),
+        (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\n[[share]]\ntag="b"\npath="/srv/sub/b"\nread_only=true\n',
+            {
+                "files": {**FACTS.files, PurePosixPath("/srv/sub/b"): FileFact("directory")},
+                "in_shares": {PurePosixPath("/srv/sub/b"): PurePosixPath("/srv")},
+            },
+            "share[1].path: '/srv/sub/b' leads through the share 'a', where the guest may put a link to any other directory in its place",
+        ),
+        (
+            KERNEL + '[[disk]]\npath = "/raw"\n',
+            {"links": {PurePosixPath("/raw"): frozenset({0, 65534})}},
+            "disk[0].path: '/raw' leads through a symbolic link of the user 'nobody', as which QEMU runs: one that the guest has",
+        ),
+        (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\nread_only=true\n',
             {"virtiofsd": Virtiofsd(PurePosixPath("/v"), rust=False, version=(7, 2, 22))},
             "share[0].read_only: virtiofsd 7.2.22 cannot share read-only",
