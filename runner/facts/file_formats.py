@@ -49,6 +49,9 @@ _INSIDE = (b".ovf", b"ova.xml", b".raw", b".img", b".qcow2", b".vmdk", b".vdi", 
 """The ends of names of an archive's first member that make it one of a disk image: an OVA begins with its ``.ovf``."""
 _MULTIBOOT_WITHIN = 8192
 """Bytes among which a multiboot header lies on a multiple of four (Multiboot 0.6.96, 3.1)."""
+_MOST_HEADERS, _MOST_NOTES = 64, 64
+"""Program headers of an ELF file, and notes in one of them, that are looked at: a kernel has ten, and a few. What a guest has
+written to its disk is looked at as well, and every header may name all of the same notes."""
 _PVH_NOTE = 18
 """``XEN_ELFNOTE_PHYS32_ENTRY`` (``include/xen/interface/elfnote.h``): the entry that QEMU starts an ELF kernel at."""
 
@@ -107,7 +110,7 @@ def _has_pvh_entry(head: bytes) -> bool:
         return False
     at = int.from_bytes(head[32:40] if wide else head[28:32], "little")
     entry, number = (int.from_bytes(head[start : start + 2], "little") for start in ((54, 56) if wide else (42, 44)))
-    for index in range(number):
+    for index in range(min(number, _MOST_HEADERS)):
         header = head[at + index * entry :][:56]
         if int.from_bytes(header[:4], "little") != 4:  # noqa: PLR2004 - PT_NOTE
             continue
@@ -119,7 +122,9 @@ def _has_pvh_entry(head: bytes) -> bool:
 
 
 def _has_note(notes: bytes) -> bool:
-    while len(notes) >= 12:  # noqa: PLR2004 - three numbers before each note
+    for _ in range(_MOST_NOTES):
+        if len(notes) < 12:  # noqa: PLR2004 - three numbers before each note
+            break
         name, content, kind = (int.from_bytes(notes[start : start + 4], "little") for start in (0, 4, 8))
         if kind == _PVH_NOTE and notes[12:16] == b"Xen\0":
             return True
