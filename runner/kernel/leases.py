@@ -33,14 +33,14 @@ def open_at_once(path: os.PathLike[str] | str, flags: int = os.O_RDONLY, *, dir_
         raise BlockingIOError(errno.EAGAIN, LEASED) from None
 
 
-def read_at_once(path: os.PathLike[str] | str, *, dir_fd: int | None = None) -> bytes:
-    """Return the content of *path*. Raises ``OSError`` as :func:`open_at_once` does."""
+def read_at_once(path: os.PathLike[str] | str, *, dir_fd: int | None = None, most: int | None = None) -> bytes:
+    """Return the content of *path*, at *most* so many bytes of it. Raises ``OSError`` as :func:`open_at_once` does."""
     # By system calls: of a thread's files, Python's own objects take longer than the kernel.
     fd = open_at_once(path, dir_fd=dir_fd)
     content = b""
     try:
-        while piece := os.read(fd, 1 << 16):
+        while (most is None or len(content) < most) and (piece := os.read(fd, 1 << 16)):
             content += piece
     finally:
         os.close(fd)
-    return content
+    return content[:most]

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -16,7 +16,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.facts.threads import ProcessStatus, ThreadStatus
-from runner.kernel.leases import read_at_once
+from runner.kernel.leases import open_at_once, read_at_once
 
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _PF_KTHREAD = 0x00200000
@@ -33,7 +33,9 @@ Three, because now and then the kernel gives one of them to every namespace, as 
 _NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
 _PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
 _BOUND = re.compile(r" bind(?:=[a-z|]+)?:([0-9,-]+)", re.ASCII)
-_MAPPED_FILE = re.compile(r" file=(\S+)")
+_MAPPED_FILE = re.compile(r" file=(\S{1,1000})")
+LONGEST_COMMAND_LINE = 128 << 10
+"""Bytes of a command line that are read; one of QEMU's with hundreds of devices has half of it."""
 
 
 @frozen
@@ -63,7 +65,7 @@ class MappedMemory:
     """A mapping of a file or of huge pages (``numa_maps``)."""
 
     file: str
-    """Its path with octal escapes (``/memfd:name\\040(deleted)``); empty for anonymous huge pages."""
+    """The first 1000 characters of its path with octal escapes (``/memfd:name\\040(deleted)``); empty for anonymous huge pages."""
     huge: bool
     """Whether its pages are hugetlb pages."""
     resident: Mapping[int, int]
@@ -111,14 +113,16 @@ class Procfs:
         )
 
     def arguments(self, pid: int) -> tuple[str, ...]:
-        """Return the command line of *pid*, empty when it is gone.
+        """Return the command line of *pid*, the first :data:`LONGEST_COMMAND_LINE` bytes of it, empty when it is gone.
 
-        It lies in the memory of the process, so that reading it may wait for the lock of that memory.
+        It lies in the memory of the process, so that reading it may wait for the lock of that memory. A process may say that
+        any part of its memory is its command line (``PR_SET_MM_MAP``, prctl(2)), gigabytes of zeroes as well.
         """
         try:
-            return tuple(_read(self.root / str(pid) / "cmdline").removesuffix("\0").split("\0"))
+            text = _text(read_at_once(self.root / str(pid) / "cmdline", most=LONGEST_COMMAND_LINE))
         except OSError:
             return ()
+        return tuple(text.removesuffix("\0").split("\0"))
 
     def age(self, pid: int) -> float | None:
         """Return the seconds since *pid* was started, ``None`` when it is gone."""
@@ -135,12 +139,15 @@ class Procfs:
         trace the process (ptrace(2), ``PTRACE_MODE_READ_FSCREDS``).
         """
         try:
-            text = _read(self.root / str(pid) / "numa_maps")
+            # Line by line: a process may have 65,530 mappings (vm.max_map_count) of a file with a path of 16 KB with its escapes.
+            with os.fdopen(
+                open_at_once(self.root / str(pid) / "numa_maps"), errors="backslashreplace", newline="\n"
+            ) as lines:
+                return list(_mappings(lines))
         except _VANISHED:
             return None
         except OSError as error:
             raise HostError(f"cannot read the memory of process {pid}") from error
-        return list(_mappings(text))
 
     def name(self, pid: int) -> str:
         """Return the name of process *pid* (``comm``), empty when it is gone."""
@@ -421,7 +428,11 @@ class Procfs:
 
 def _read(path: Path | str) -> str:
     # Escapes, because a thread's name (comm) may hold any bytes; not as text, which would make "\r" a line end.
-    return read_at_once(path).decode(errors="backslashreplace")
+    return _text(read_at_once(path))
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="backslashreplace")
 
 
 def _lines(text: str) -> list[str]:
@@ -435,9 +446,9 @@ def _stat(text: str) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def _mappings(text: str) -> Iterator[MappedMemory]:
+def _mappings(lines: Iterable[str]) -> Iterator[MappedMemory]:
     # "ADDRESS POLICY [file=PATH] [huge] [key=number …] [N0=pages …] kernelpagesize_kB=SIZE" a line.
-    for line in _lines(text):
+    for line in lines:
         file = _MAPPED_FILE.search(line)
         size = _PAGE_SIZE.search(line)
         huge = " huge" in line

@@ -13,6 +13,7 @@ from runner.base.cpuset import CpuSet
 from runner.kernel.procfs import (
     FIRST_NETWORK_NAMESPACE,
     FIRST_NETWORK_SETTINGS,
+    LONGEST_COMMAND_LINE,
     MappedMemory,
     Procfs,
 )
@@ -41,6 +42,41 @@ def test_files_and_huge_pages_are_counted_in_bytes_by_numa_node(tmp_path: Path) 
         MappedMemory("/anon_hugepage\\040(deleted)", huge=True, resident={1: 6 << 20}),
         MappedMemory("", huge=True, resident={0: 2 << 20}),
     ]
+
+
+LONG_COMMAND_LINE = """
+import ctypes, mmap, struct, sys
+area = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
+with open("/proc/self/stat") as file:
+    fields = [0, 0, 0, *file.read().rpartition(")")[2].split()]
+code, stack, data, environment = fields[26:28], fields[28:29], fields[45:48], fields[50:52]
+library = ctypes.CDLL(None, use_errno=True)
+library.sbrk.restype = ctypes.c_void_p
+numbers = map(int, (*code, *data, library.sbrk(0), *stack, begin, begin + (1 << 30), *environment))
+print(library.prctl(35, 14, struct.pack("11QQIi", *numbers, 0, 0, -1), 104, 0), flush=True)  # PR_SET_MM, PR_SET_MM_MAP
+sys.stdin.read()
+"""
+"""A process whose command line are a GiB of zeroes, of which no page exists; any process may do that."""
+
+
+def test_a_command_line_without_end_costs_little() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LONG_COMMAND_LINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() == b"-1\n":
+            pytest.skip("this kernel has no PR_SET_MM_MAP (CONFIG_CHECKPOINT_RESTORE)")
+        assert len(Procfs().arguments(process.pid)) == LONGEST_COMMAND_LINE
+
+
+def test_the_path_of_a_mapping_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    line = f"7f0000000000 default file=/{'x' * 16000}\r huge N0=1 kernelpagesize_kB=4\n"
+    (tmp_path / "7" / "numa_maps").write_text(line * 3)
+    mappings = Procfs(tmp_path).mappings(7)
+    assert mappings is not None
+    assert [(len(each.file), each.resident) for each in mappings] == [(1000, {0: 4096})] * 3
 
 
 def test_a_process_that_has_ended_gives_nothing(tmp_path: Path) -> None:
