@@ -53,7 +53,10 @@ LOOKED_EVERY = 0.1
 """Seconds between two looks whether a child has ended, where no event loop runs."""
 
 PIPE_SIZE = 1 << 16
-"""Bytes a pipe holds (pipe(7)), and of a line of a child's output."""
+"""Bytes a pipe holds (pipe(7))."""
+LONGEST_LINE = 4 << 10
+"""Bytes of a line of a child's output; a longer one is several. The last ones are part of messages, in which limits and remedies
+are looked for, and a QEMU that is the guest's may print any."""
 
 LINES_PER_SECOND = 1000
 """Lines of one child's output that are logged in a second; the others are counted, and the count is logged."""
@@ -114,7 +117,7 @@ class Process:
         self._popen = popen
         self._output = output
         self._level = level
-        self._lines = LineFramer(PIPE_SIZE, split=True)
+        self._lines = LineFramer(LONGEST_LINE, split=True)
         self._allowed = 0
         """Lines that may still be logged before *_allowed_until*."""
         self._allowed_until = -math.inf
