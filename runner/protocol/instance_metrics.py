@@ -7,7 +7,6 @@ before their names on the controller's page: it cannot check them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from runner.base.values import frozen
@@ -82,6 +81,9 @@ class Family:
         """Return the labels that are left in a report."""
         return tuple(each for each in self.labels if not each.is_part)
 
+
+_TOO_LARGE = 1e300
+"""Where the numbers of a report end: a whole number that no ``float`` holds can be compared with one, and not made one."""
 
 Samples = Iterable[tuple[Sequence[object], float]]
 """The values of a family's labels, in their order, and its value there."""
@@ -213,7 +215,7 @@ def _parsed(family: Family, values: object) -> Iterator[tuple[tuple[str, ...], f
         for label, text in zip(labels, texts, strict=True):
             if not label.accepts(text):
                 raise ValueError(f"{family.name!r}: {label.name!r} cannot be {str(text)[:40]!r}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
             raise ValueError(f"{family.name!r}: {str(value)[:40]!r} is not a number")
         yield tuple(texts), float(value)
 

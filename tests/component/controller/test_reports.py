@@ -161,6 +161,7 @@ async def test_one_that_was_deregistered_is_told_of_no_more(node: Node) -> None:
         ({"guest_ready": 1}, "must be a list"),
         ({"guest_ready": [["1"]]}, "not a number"),
         ({"guest_ready": [[True]]}, "not a number"),
+        ({"guest_ready": [[10**400]]}, "not a number"),
         ({"guest_state": [["a state of its own", 1]]}, "'state' cannot be"),
         ({"build_info": [["1"], ["2"]]}, "of one sample"),
         ({"build_info": [["1\n", 1]]}, "'version' cannot be"),
