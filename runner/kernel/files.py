@@ -273,6 +273,7 @@ def directory(path: PurePosixPath) -> Iterator[int]:
 
     Raises :exc:`~runner.base.errors.RefusedError`: nothing that lasts was begun then.
     """
+    _refuse_replaceable(path)
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)  # noqa: PTH103 - a pure path
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -290,6 +291,20 @@ def directory(path: PurePosixPath) -> Iterator[int]:
                 remedy="name another one with --state-dir",
             )
         yield fd
+
+
+def _refuse_replaceable(path: PurePosixPath) -> None:
+    """Refuse a directory that any user may rename, to put another one or a link in its place: one that is no mount point."""
+    real = PurePosixPath(os.path.realpath(path))
+    for each in (real, *real.parents):
+        with contextlib.suppress(OSError):  # it is made
+            mode = os.stat(each.parent).st_mode  # noqa: PTH116 - a pure path
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and not os.path.ismount(each):
+                raise RefusedError(
+                    f"cannot use the directory {str(path)!r}: others may put another one in its place, as all may write in "
+                    f"{str(each.parent)!r}",
+                    remedy="name one with --state-dir that is a volume's own, or whose parents only root may write",
+                )
 
 
 def claim(fd: int, path: PurePosixPath) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -103,3 +103,23 @@ def test_a_state_directory_that_cannot_be_locked_is_refused(
     with opened(tmp_path) as fd, pytest.raises(RefusedError) as refused:
         files.claim(fd, PurePosixPath(tmp_path))
     assert reason in explain(refused.value)
+
+
+def test_a_state_directory_that_others_may_rename_is_refused(tmp_path: Path) -> None:
+    """QEMU's user may be the guest's: it could put a link to any directory in its place while this process works there."""
+    above = tmp_path / "volume"
+    state = PurePosixPath(above / "sub/state")
+    (above / "sub").mkdir(parents=True)
+    for mode, refused in ((0o777, True), (0o1777, False), (0o755, False)):  # an emptyDir, /tmp, and root's own
+        above.chmod(mode)
+        expected = pytest.raises(RefusedError, match="others may put another one in its place")
+        with expected if refused else nullcontext(), files.directory(state):
+            pass
+        assert Path(state).exists() is not refused
+    above.chmod(0o777)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", above / "sub"], check=True)
+    try:
+        with files.directory(state):  # nobody can rename where it is mounted
+            pass
+    finally:
+        subprocess.run(["umount", above / "sub"], check=True)
