@@ -1,23 +1,13 @@
 """Judgements: what was found about a subject, how good it is, why that matters, and what fixes it.
 
-``check``, ``inspect``, the trace and the plans have no other words for it: people get :func:`judgement_lines` of them, programs
-:meth:`Judgement.to_json`.
+``check``, ``inspect``, the trace and the plans have no other words for it: people get them by
+:func:`~runner.base.judging.judgement_lines`, programs by :meth:`Judgement.to_json`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
-
-from runner.base.errors import escaped
-from runner.base.values import frozen
-
-FORMAT = 2
-"""The ``version`` of every JSON document with judgements; it grows when a field goes or gets another meaning."""
-SHOWN = 12
-"""Judgements of one subject and level that people are shown; machines get all."""
 
 
 class Level(enum.Enum):
@@ -30,11 +20,6 @@ class Level(enum.Enum):
     """An instance starts or runs, and is slower, less isolated from others or less than was asked for."""
     ERROR = "error"
     """An instance does not start here, or a running one is not as it must be."""
-
-
-_ORDER = tuple(Level)
-_COLOURS = {Level.OK: "32", Level.UNKNOWN: "36", Level.WARNING: "33", Level.ERROR: "1;31"}
-"""Level → parameters of the terminal's SGR sequence (ECMA-48, "select graphic rendition")."""
 
 
 class Judgement(NamedTuple):
@@ -55,58 +40,3 @@ class Judgement(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         return {**self._asdict(), "level": self.level.value}
-
-
-@frozen
-class Subject:
-    """What is judged: its *name* for machines, and *why* the result matters."""
-
-    name: str
-    why: str
-
-    def ok(self, found: str) -> Judgement:
-        """Return a judgement that needs no change."""
-        return Judgement(self.name, Level.OK, found, self.why)
-
-    def unknown(self, found: str, remedy: str = "") -> Judgement:
-        """Return why it cannot be judged; *remedy* is how it could be."""
-        return Judgement(self.name, Level.UNKNOWN, found, self.why, remedy)
-
-    def warning(self, found: str, remedy: str) -> Judgement:
-        """Return what makes an instance slower, less isolated, or less than was asked for."""
-        return Judgement(self.name, Level.WARNING, found, self.why, remedy)
-
-    def error(self, found: str, remedy: str = "") -> Judgement:
-        """Return what keeps an instance from starting, or what must not be in one that runs."""
-        return Judgement(self.name, Level.ERROR, found, self.why, remedy)
-
-
-def rank(judgement: Judgement) -> int:
-    """Return how bad *judgement* is; 0 is ``ok``."""
-    return _ORDER.index(judgement.level)
-
-
-def worst(judgements: Iterable[Judgement]) -> Level:
-    """Return the worst level of *judgements*, ``ok`` if there are none."""
-    return _ORDER[max(map(rank, judgements), default=0)]
-
-
-def judgement_lines(judgements: Sequence[Judgement], *, width: int = 0, colour: bool = False) -> Iterator[str]:
-    """Yield *judgements* for people, in their order; the column of their subjects has *width* characters or more.
-
-    Neighbours that share reason and remedy have them below the last one.
-    """
-    width = max((width, *(len(each.subject) for each in judgements)))
-    for (subject, level), group in groupby(judgements, lambda each: (each.subject, each.level)):
-        word = f"\x1b[{_COLOURS[level]}m{level.value:7}\x1b[0m" if colour else f"{level.value:7}"
-        same = [*group]
-        shown, left = same[:SHOWN], len(same) - SHOWN
-        for each, following in zip(shown, (*shown[1:], None), strict=True):
-            yield f"{word}  {subject:{width}}  {escaped(each.found)}"
-            if following is None or (following.why, following.remedy) != (each.why, each.remedy):
-                if left > 0 and following is None:
-                    yield f"{'':9}{'':{width}}  and {left} more; --json names all"
-                if each.why and level in {Level.WARNING, Level.ERROR}:
-                    yield f"{'':9}{'':{width}}    why   {escaped(each.why)}"
-                if each.remedy:
-                    yield f"{'':9}{'':{width}}    fix   {escaped(each.remedy)}"

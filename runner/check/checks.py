@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from runner.base.cpuset import CpuSet
-from runner.base.judgement import Judgement, Subject
+from runner.base.judgement import Judgement
+from runner.base.judging import Subject
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.facts.host import Kvm, PodQos

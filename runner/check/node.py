@@ -167,7 +167,7 @@ def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
             "install both from one release",
         )
     if answer.get("frozen"):
-        return f"it registers no instance now: {answer['frozen']}", "fix what it reports; it tries again by itself"
+        return f"it registers no instance now: {answer['frozen']}", "fix what it reports: it tries again by itself"
     if answer.get("kubelet") and answer.get("policy") == "none" and not answer.get("claims"):
         return "it reports that the kubelet gives no exclusive CPUs", STATIC.format("cpu_manager_state")
     return None

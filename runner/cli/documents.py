@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain, problems_of
-from runner.base.judgement import FORMAT
+from runner.base.judging import FORMAT
 from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
 from runner.cli.refusal import problem_json

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runner.base.errors import Problem, RunnerError, SpecError, problems_of
-from runner.base.judgement import FORMAT, Judgement, Level
+from runner.base.judgement import Judgement, Level
+from runner.base.judging import FORMAT
 from runner.spec.rules import parse_document
 
 

@@ -12,7 +12,8 @@ from typing import Literal, assert_never
 import attrs
 
 from runner.base.cpuset import CpuSet
-from runner.base.judgement import Judgement, Level, Subject, worst
+from runner.base.judgement import Judgement, Level
+from runner.base.judging import Subject, worst
 from runner.base.values import frozen
 from runner.inspect.observation import ObservedGuarantee, Viewpoint
 from runner.inspect.rules import NO_VCPU_THREAD

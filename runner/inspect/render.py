@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from runner.base.judgement import FORMAT, Judgement, Level, judgement_lines, worst
+from runner.base.judgement import Judgement, Level
+from runner.base.judging import FORMAT, judgement_lines, worst
 from runner.base.table import aligned, duration
 from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import CHARGED, EXCLUSIVE, KUBELET, LOCAL, VCPUS, InspectionReport, JudgedInstance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runner.base.judgement import FORMAT, judgement_lines
+from runner.base.judging import FORMAT, judgement_lines
 from runner.base.table import aligned
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.render import instance_title

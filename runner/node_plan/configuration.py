@@ -369,7 +369,7 @@ def _notes(
     if configuration.cpu_manager_policy != "none" and period > RECONCILED_WITHIN:
         yield (
             f"cpuManagerReconcilePeriod is {period:g} s: a container that starts with CPUs that are no longer its own"
-            f" (kubernetes#138731) keeps them as long; the node's controller waits 12 s, and its instance then ends with status"
+            f" (kubernetes#138731) keeps them as long, but the node's controller waits 12 s, and its instance then ends with status"
             f" 31 and is started again; leave the key out, for {RECONCILED_WITHIN:g} s"
         )
     if configuration.minor >= FROM_SOURCE_MINOR:

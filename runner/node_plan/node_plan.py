@@ -449,7 +449,7 @@ def _of_pod_level(pod: Pod, admission: Admission) -> Iterator[str]:
         yield from _exhausted(pod, kubelet)
     if not together and not admission.admitted and (rejected := _nothing_to_book(pod, admission)):
         yield (
-            f"container {rejected!r} has no memory of its own, since it lacks requests of CPU and memory that equal limits;"
+            f"container {rejected!r} has no memory of its own, since it lacks requests of CPU and memory that equal limits:"
             " this kubelet's Memory Manager rejects its pod where the Topology Manager names no NUMA nodes for it (policies"
             " none and single-numa-node), or one on which memory is booked already; use topologyManagerScope pod with another"
             " policy than none, or give each container such requests"
@@ -542,15 +542,15 @@ def _of_states(plan: NodePlan) -> Iterator[str]:
     before = plan.before
     if before.restart_refusal:
         yield (
-            f"the next start of this kubelet fails with these state files: {before.restart_refusal}; it runs on until then, as"
-            " planned here; before a restart or a reboot drain the node and remove the state files"
+            f"the next start of this kubelet fails with these state files: {before.restart_refusal} (it runs on until then, as"
+            " planned here); before a restart or a reboot drain the node and remove the state files"
         )
     gone = before.stale_memory - plan.unclear
     if plan.unclear:
         same = "which changes an answer, see 'if live'" if plan.if_live else "with the same answers"
         yield (
             f"{_pods(plan.unclear)} in memory_manager_state and without CPUs in cpu_manager_state: ended, or still running"
-            " without exclusive CPUs, which the files do not tell; planned as ended, so that the kubelet takes the memory"
+            " without exclusive CPUs, which the files do not tell: planned as ended, so that the kubelet takes the memory"
             f" back before the next admission, and once more as still running, {same}; --running tells which"
         )
     if gone:

@@ -488,12 +488,6 @@ def iommufd_error(fact: PciFact, vfio: VfioFacts, qemu_version: str) -> str | No
     )
 
 
-def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
-    """Return the size of the address window for the high regions of *devices*, each behind its own port: a power of two."""
-    bars = {f"port{index}": tuple(each) for index, each in enumerate(devices)}
-    return tree_window([PciPort(name, "root", ROOT_BUS, None, 0) for name in bars], bars)
-
-
 def tree_window(ports: Iterable[PciPort], bars: Mapping[str, Iterable[Bar]]) -> int:
     """Return the size of the address window for *ports* with the high regions of *bars* behind them: a power of two.
 

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 import attrs
 
-from runner.base.judgement import FORMAT, judgement_lines
+from runner.base.judging import FORMAT, judgement_lines
 from runner.placement.backends import ControllerPlacement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words
@@ -63,7 +63,7 @@ def plan_lines(plan: InstancePlan) -> Iterator[str]:
     yield f"               {_ram(machine)}"
     yield from _devices(machine.passthrough)
     pins = ", ".join(f"{vcpu}→{cpu}" for vcpu, cpu in enumerate(placement.pins))
-    yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel; then the guest runs"
+    yield f"  7 pins       vCPU→CPU {pins}; read back from the kernel, then the guest runs"
     shutdown = plan.shutdown
     yield (
         f"  8 SIGTERM    ACPI power button for up to {shutdown.power_down:g} s, then quit, SIGTERM and SIGKILL "

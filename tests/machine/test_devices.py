@@ -16,10 +16,9 @@ from runner.facts.pci import Bar
 from runner.kernel import files
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.machine import FilePlan, MachinePlan
-from runner.plan.passthrough import bar_window
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from tests.machine.test_shapes import ROM, QmpConnection, planned
-from tests.support.fake_pci import recorded_pci, vfio_facts
+from tests.support.fake_pci import bar_window, recorded_pci, vfio_facts
 from tests.support.program_runs import until
 from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
 

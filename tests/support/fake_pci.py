@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import attrs
 
-from runner.facts.pci import DeviceNode, VfioFacts
+from runner.facts.pci import Bar, DeviceNode, VfioFacts
 from runner.facts.roots import Roots
 from runner.kernel.pci import read_pci_facts
 from runner.plan.instance import InstancePlan
-from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan, VfioBackend
+from runner.plan.passthrough import tree_window
+from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
 
 RECORDS = Path(__file__).parents[1] / "data" / "pci"
 Record = dict[str, Any]
@@ -163,3 +164,9 @@ def _link(path: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(target)
+
+
+def bar_window(devices: Iterable[Iterable[Bar]]) -> int:
+    """Return the size of the address window for *devices*, each behind a root port of its own."""
+    bars = {f"port{index}": tuple(each) for index, each in enumerate(devices)}
+    return tree_window([PciPort(name, "root", ROOT_BUS, None, 0) for name in bars], bars)

@@ -63,6 +63,14 @@ def test_a_sentence_has_one_semicolon_at_most() -> None:
     assert [each for each in found if any(part.count(";") > 1 for part in re.split(r"\.\s", each[2]))] == []
 
 
+def test_a_remark_names_the_value_that_it_is_about() -> None:
+    """A call with the sentence first has the right number of arguments, too."""
+    calls = [node for path in files() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    remarks = [call for call in calls if getattr(call.func, "attr", "").lstrip("_") == "remark"]
+    assert len(remarks) > 40
+    assert [text for call in remarks if " " in (text := text_of(call.args[0], constants()))] == []
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

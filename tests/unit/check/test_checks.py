@@ -10,6 +10,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
+from runner.base.judging import judgement_lines
 from runner.check import cpus, devices, kernel, node, programs
 from runner.check.checks import Check, Place, place_of
 from runner.check.cpus import CpuNeighbour, Init
@@ -301,7 +302,11 @@ def test_each_fault_and_each_arranged_instance_is_a_judgement_of_its_own() -> No
 
 
 def test_what_an_old_kernel_lacks_is_a_judgement_each() -> None:
-    assert [each.found.split()[3] for each in losses("5.15.0")] == ["5.16", "6.2", "6.4", "6.5", "6.7"]
+    found = losses("5.15.0")
+    assert [each.found.split()[3] for each in found] == ["5.16", "6.2", "6.4", "6.5", "6.7"]
+    *sentences, why, remedy = judgement_lines(found)
+    assert [line.split()[:2] for line in sentences] == [["warning", "kernel"]] * 5
+    assert (why.split()[0], remedy.split()[0]) == ("why", "fix"), "they share both"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from runner.plan.instance import share_grace
 from runner.plan.machine import Accel
 from runner.plan.passthrough import (
     asked_devices,
-    bar_window,
     guest_address_bits,
     listed,
     resource_variables,
@@ -31,7 +30,7 @@ from runner.plan.passthrough import (
 )
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
-from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci, vfio_facts
+from tests.support.fake_pci import Record, bar_window, fake_pci_tree, recorded_pci, vfio_facts
 from tests.unit.plan.test_plan import EPYC, GOLDEN, KERNEL, lines, plan_of, problems
 
 GIB, MIB = 1 << 30, 1 << 20
