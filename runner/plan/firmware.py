@@ -146,6 +146,12 @@ def judge_boot(
     _remark_long_cmdline(spec.boot, facts, problems)
     if (initrd := spec.boot.initrd) is not None:
         refuse_too_large_initrd(initrd, facts.files.get(initrd, MISSING).size, memory, problems)
+    if isinstance(spec.boot.firmware, str) and spec.boot.kernel is None and not disks and not spec.device:
+        problems.remark(
+            "boot.firmware",
+            "the guest boots nothing: it has no disk, and no network here serves what boots",
+            "add a [[disk]], or boot.kernel",
+        )
     contents = [content_of(disk.layers, facts.files) for disk in disks]
     found = [each[1] for each in contents if each is not None]
     if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):

@@ -100,8 +100,8 @@ LET_IN = (
 
 
 _NOT_SERVED = (
-    "load kvm_intel or kvm_amd on the node, whose kernel serves the device no driver; without hardware virtualization, which its "
-    "firmware may have off, neither loads"
+    "load kvm_intel or kvm_amd on the node, whose kernel has no driver for the device (neither loads without hardware virtualization, "
+    "which its firmware may have off)"
 )
 _KVM_REMEDIES = {DENIED: LET_IN, "No such device": _NOT_SERVED, "No such device or address": _NOT_SERVED}
 

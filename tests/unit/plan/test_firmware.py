@@ -145,6 +145,12 @@ UEFI = '[boot]\nfirmware = "uefi"\n'
             "the guest probably boots nothing: boot.firmware is missing, so a BIOS boots it, and '/1' has an EFI system",
         ),
         ([WINDOWS, BIOS], "", None),
+        (
+            [],
+            UEFI + "[[network]]\n",
+            "the guest boots nothing: it has no disk, and no network here serves what boots; add a [[disk]]",
+        ),
+        ([], KERNEL, None),
         ([WINDOWS], UEFI, None),
         ([EFI, None], "", None),
         ([EFI], KERNEL, None),
