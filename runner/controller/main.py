@@ -5,31 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import math
 import os
 import re
 import signal
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
-import attrs
 import trio
 
 from runner.base.arguments import LOG_FORMATS, CommandLine, add_version, argument_type
 from runner.base.cpuset import CpuSet
-from runner.base.errors import HostError, RunnerError, Status, UsageError, explain
+from runner.base.errors import RunnerError, Status, UsageError, explain
 from runner.base.events import ControllerEvent
 from runner.base.values import frozen
-from runner.controller.metrics import controller_metrics, respond
-from runner.controller.privileged_start import DeviceFilter, PrivilegedParts, start_privileged
-from runner.controller.serve.methods import RpcMethods, Timeouts
-from runner.controller.serve.pods import PodCgroups
-from runner.controller.serve.report_methods import LIMITS, ReportMethods
+from runner.controller.privileged_start import PrivilegedParts, start_privileged
+from runner.controller.serve.callers import Callers
+from runner.controller.serve.methods import controller_methods
+from runner.controller.serve.node_status import NodeStatus
+from runner.controller.serve.pages import Pages
+from runner.controller.serve.registrations import Registrations
+from runner.controller.serve.report_methods import LIMITS, report_methods
 from runner.controller.serve.reports import Reports
+from runner.controller.serve.seals import Seals
+from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
+from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tasks import restarted
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.limits import (
@@ -43,6 +45,7 @@ from runner.controller.tree.limits import (
     parse_weight,
 )
 from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
@@ -58,16 +61,13 @@ from runner.kernel.resctrl import Resctrl
 from runner.kernel.sysfs import HugePool, read_huge_pools
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.controller_client import REPORT_SOCKET
-from runner.protocol.exposition import metrics_response, reported_metrics, text_of
-from runner.protocol.http import HttpResponse, open_http_listeners, parse_address, serve_http, unavailable
+from runner.protocol.http import open_http_listeners, parse_address, serve_http
 from runner.protocol.logs import LogHandler, open_output
 from runner.protocol.unix_server import SocketLimits, UnixServer
 
 log = logging.getLogger(__name__)
 
 _STDERR = 2
-_METRICS_FOR = 0.1
-"""Seconds for which the metrics are not made anew, however many ask."""
 RECORDS = "host-settings.json"
 """In the state directory: what the machine's settings were before an instance needed others."""
 
@@ -172,20 +172,12 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         limits=choose_limits(options.limits, pods, read_huge_pools(options.sys.parent)),
         pods=pods,
     )
-    device_filter = privileged.device_filter
-    tuner = _host_tuner(options, loop)
-    methods = RpcMethods(
-        loop=loop,
-        mount=Cgroup(options.cgroupfs),
-        peers=Peers(options.proc),
-        own_cpus=options.cpus,
-        timeouts=Timeouts(handover=options.handover),
-        trusting=options.trusting,
-        device_filter=device_filter,
-        require_seccomp=options.require_seccomp,
-        partitions_required=options.partitions == "required",
-        tuner=tuner,
-    )
+    callers, timeouts = Callers(Peers(options.proc), pods, loop.tree), Timeouts(handover=options.handover)
+    device_filter, reports, tuner = privileged.device_filter, Reports(), _host_tuner(options, loop)
+    seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, options.require_seccomp)
+    seals = Seals(callers, loop, timeouts, options.partitions == "required")
+    registrations = Registrations(callers, loop, device_filter, seccomp, timeouts, options.cpus, seals.required)
+    status = NodeStatus(callers, loop, device_filter, seals, seccomp, reports, tuner)
     if options.trusting:
         log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -195,17 +187,20 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 listening(options.socket.with_name(REPORT_SOCKET)) as report_listener,
                 contextlib.ExitStack() as held,
             ):
+                server = UnixServer(controller_methods(registrations, seals, status), SocketLimits())
+                report_server = UnixServer(report_methods(callers, loop, reports), LIMITS)
+                tasks: dict[str, Callable[[], Awaitable[None]]] = {
+                    "log": output.drain,
+                    "tuner": tuner.follow,
+                    "socket": partial(server.accept, listener),
+                    "reports": partial(report_server.accept, report_listener),
+                }
+                if options.metrics is not None:
+                    http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
+                    tasks["pages"] = partial(serve_http, http, Pages(loop, device_filter, reports, seccomp).respond)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(restarted, "log", output.drain, loop.counters)
-                    nursery.start_soon(restarted, "tuner", tuner.follow, loop.counters)
-                    serving = partial(UnixServer(methods, SocketLimits()).accept, listener)
-                    nursery.start_soon(restarted, "socket", serving, loop.counters)
-                    reporting = partial(UnixServer(ReportMethods(methods), LIMITS).accept, report_listener)
-                    nursery.start_soon(restarted, "reports", reporting, loop.counters)
-                    if options.metrics is not None:
-                        http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
-                        pages = partial(serve_http, http, Pages(loop, device_filter, methods.reports).respond)
-                        nursery.start_soon(restarted, "pages", pages, loop.counters)
+                    for name, task in tasks.items():
+                        nursery.start_soon(restarted, name, task, loop.counters)
                     log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen())
                     number = await anext(signals)
                     log.info(ControllerEvent.CONTROLLER_STOPPING, signal.Signals(number).name)
@@ -253,58 +248,6 @@ def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugeP
 def _failed(error: RunnerError) -> int:
     log.critical(ControllerEvent.CONTROLLER_FAILED, explain(error))
     return error.status
-
-
-@attrs.define(eq=False)
-class Pages:
-    """The pages about the present state of *loop* and *device_filter*, and what the instances report.
-
-    A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet
-    makes when ``/healthz`` fails. A page for which the host cannot be read is unavailable.
-    """
-
-    loop: ReconcileLoop
-    device_filter: DeviceFilter
-    reports: Reports
-    _turn: trio.Lock = attrs.field(factory=trio.Lock)
-    """The metrics are made once for all that ask meanwhile."""
-    _metrics: HttpResponse | None = None
-    _made_at: float = -math.inf
-
-    async def respond(self, target: str) -> HttpResponse:
-        """Return the response for the path *target*; that of ``/metrics`` may be :data:`_METRICS_FOR` old."""
-        await trio.lowlevel.checkpoint()
-        try:
-            return await self._latest_metrics() if target == "/metrics" else self._respond(target)
-        except HostError as error:
-            return unavailable(explain(error))
-
-    async def _latest_metrics(self) -> HttpResponse:
-        async with self._turn:
-            if self._metrics is None or time.monotonic() - self._made_at >= _METRICS_FOR:
-                self._metrics = metrics_response(await self._metrics_text())
-                self._made_at = time.monotonic()
-            return self._metrics
-
-    async def _metrics_text(self) -> str:
-        """Return all metrics, made in steps, between which the requests of instances have their turn."""
-        registered = self.loop.seen().instances().keys()
-        await self.reports.fetch(registered)
-        status = attrs.evolve(self.loop.status(), report_ages=self.reports.ages(registered))
-        texts = []
-        for each in (*controller_metrics(status), *reported_metrics(self.reports.latest(registered))):
-            texts.append(text_of([each]))
-            await trio.lowlevel.checkpoint()
-        return "".join(texts)
-
-    def _respond(self, target: str) -> HttpResponse:
-        writer = self.loop.tree.partition_writer
-        if target == "/healthz" and writer is not None and writer.lost:
-            return unavailable(self.loop.no_partitions())
-        missing = self.device_filter.missing
-        if missing and (target == "/readyz" or (target == "/healthz" and self.device_filter.lost)):
-            return unavailable(missing)
-        return respond(target, self.loop.status())
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

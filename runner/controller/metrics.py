@@ -1,18 +1,9 @@
-"""The controller's metrics, and its probes for the kubelet.
-
-========== ============================================================================
-/metrics   text exposition format 0.0.4
-/healthz   200 while the controller works; the text says whether its decisions are frozen
-/readyz    503 while its decisions are frozen, and after a pass that failed
-========== ============================================================================
-
-Without the device filter :class:`runner.controller.main.Pages` answers for the latter two.
-"""
+"""The controller's metrics."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import attrs
 from prometheus_client.metrics_core import Metric
@@ -24,7 +15,6 @@ from runner.controller.tree.reconcile import ISOLATED, Observed
 from runner.controller.tune.disturbances import KINDS, SettingKind
 from runner.kernel.waiting import shortages
 from runner.protocol.exposition import counter, gauge
-from runner.protocol.http import HttpResponse, not_found, ok, unavailable
 from runner.protocol.instance_metrics import Samples
 
 
@@ -58,12 +48,10 @@ class LoopStatus:
     counters: ControllerCounters
     observed: Observed | None = None
     handovers: Collection[Handover] = ()
-    without_seccomp: Callable[[], Collection[str]] = frozenset
-    """Reads which pods may write the files of their groups."""
-    frozen: str = ""
-    """Why decisions are frozen; empty if they are not."""
-    failed: str = ""
-    """Why the last pass failed; empty if it did not."""
+    without_seccomp: Collection[str] = ()
+    """The pods that may write the files of their groups."""
+    frozen: bool = False
+    """Whether decisions are frozen."""
     float_cpus: CpuSet = attrs.field(factory=CpuSet)
     """Those of every float."""
     report_ages: Mapping[str, float] = attrs.field(factory=dict)
@@ -94,9 +82,8 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     yield _gauge("float_cpus", "CPUs that float runs on.", len(status.float_cpus))
     changing = {cpu for each in status.handovers for cpu in each.cpus}
     yield _gauge("handover_cpus", "CPUs of pods on which another pod's instance still runs.", len(changing))
-    without_seccomp = len(status.without_seccomp())
-    yield _gauge("pods_without_seccomp", "Pods that may write the files of their groups.", without_seccomp)
-    yield _gauge("frozen", "1 while the kubelet's state cannot be used.", bool(status.frozen))
+    yield _gauge("pods_without_seccomp", "Pods that may write the files of their groups.", len(status.without_seccomp))
+    yield _gauge("frozen", "1 while the kubelet's state cannot be used.", status.frozen)
     yield gauge(
         "instance_cgroup_controller_disturbances",
         "Settings of the machine that disturb instances' CPUs and could not be changed, by kind.",
@@ -127,16 +114,3 @@ def _counter(name: str, text: str, value: float | Counter[str], *labels: str) ->
         [((each,), count) for each, count in sorted(value.items())] if isinstance(value, Counter) else [((), value)]
     )
     return counter(f"instance_cgroup_controller_{name}", text, samples, labels)
-
-
-def respond(target: str, status: LoopStatus) -> HttpResponse:
-    """Return the response for the path *target*, which is none of metrics."""
-    if target == "/healthz":
-        return ok(f"frozen: {status.frozen}" if status.frozen else "ok")
-    if target == "/readyz":
-        if status.frozen or status.failed:
-            return unavailable(
-                f"frozen: {status.frozen}" if status.frozen else f"the last pass failed: {status.failed}"
-            )
-        return ok()
-    return not_found(("/metrics", "/healthz", "/readyz"))

@@ -24,10 +24,10 @@ sys.path.insert(0, str(PROJECT))
 import trio  # noqa: E402  # the project's root comes first
 
 from runner.base.cpuset import CpuSet  # noqa: E402
-from runner.controller.serve.pods import PodCgroups  # noqa: E402
 from runner.controller.tree.cpu_source import CpuSource  # noqa: E402
 from runner.controller.tree.limits import Limits  # noqa: E402
 from runner.controller.tree.loop import Intervals, ReconcileLoop  # noqa: E402
+from runner.controller.tree.pods import PodCgroups  # noqa: E402
 from runner.controller.tree.tree import Tree  # noqa: E402
 from runner.kernel.procfs import Procfs  # noqa: E402
 from runner.kubelet.state_files import KubeletFiles  # noqa: E402

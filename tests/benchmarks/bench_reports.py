@@ -18,7 +18,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from runner.controller.serve.report_methods import LIMITS, ReportMethods
+from runner.controller.serve.report_methods import LIMITS, report_methods
 from runner.controller.serve.server import listening
 from runner.kernel.peers import Peers
 from runner.protocol.unix_server import UnixServer
@@ -32,10 +32,11 @@ ONE_PEER = attrs.evolve(LIMITS, connections_per_peer=LIMITS.connections, in_flig
 @asynccontextmanager
 async def reporting(node: Node, controller: Controller, uids: list[str]) -> AsyncIterator[None]:
     """Hold a socket that identifies its peers in the machine's /proc, and instances that report to it."""
-    methods = attrs.evolve(controller.methods, peers=Peers(Path("/proc")))
+    callers = attrs.evolve(controller.status.callers, peers=Peers(Path("/proc")))
+    methods = report_methods(callers, controller.loop, controller.reports)
     with listening(node.path / "real.sock") as listener:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(UnixServer(ReportMethods(methods), ONE_PEER).accept, listener)
+            nursery.start_soon(UnixServer(methods, ONE_PEER).accept, listener)
             nursery.start_soon(answer_reports, node.path / "real.sock", uids)
             yield
             nursery.cancel_scope.cancel()

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 
+import attrs
 import pytest
 import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
-from runner.controller.serve import methods
 from runner.instance.parts.cgroups.controller import RegisteredCgroups, check_domain
 from runner.instance.parts.cgroups.entered import InForce
 from runner.kernel.cgroup import Cgroup
@@ -215,8 +215,10 @@ async def test_a_controller_that_does_not_know_the_runners_protocol_is_asked_wit
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.become(A)
-    monkeypatch.setattr(methods, "OPTIONAL", {})
     async with controlled(node) as controller:
+        assert isinstance(controller.methods.methods, dict)
+        older = attrs.evolve(controller.methods.methods["registerCgroup"], optional=frozenset())
+        monkeypatch.setitem(controller.methods.methods, "registerCgroup", older)
         with ExitStack() as held:
             found = await register(PurePosixPath(node.socket), A, CPUS, Cgroup(node.path), held)
             assert found.cpus == CPUS

@@ -14,16 +14,23 @@ import attrs
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import RECORDS, LimitOptions, Pages, choose_limits
+from runner.controller.main import RECORDS, LimitOptions, choose_limits
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.serve.methods import MOST_WAITING, RpcMethods, Timeouts
-from runner.controller.serve.pods import PodCgroups
-from runner.controller.serve.report_methods import LIMITS, ReportMethods
+from runner.controller.serve.callers import Callers
+from runner.controller.serve.methods import RpcMethods, controller_methods
+from runner.controller.serve.node_status import NodeStatus
+from runner.controller.serve.pages import Pages
+from runner.controller.serve.registrations import MOST_WAITING, Registrations
+from runner.controller.serve.report_methods import LIMITS, report_methods
 from runner.controller.serve.reports import ReportIntervals, Reports
+from runner.controller.serve.seals import Seals
+from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
+from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.tree.partition_writer import PartitionWriter
+from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
@@ -305,17 +312,26 @@ class Controller:
     loop: ReconcileLoop
     server: UnixServer
     device_filter: DeviceFilter
-    tuner: HostTuner
     methods: RpcMethods
+    status: NodeStatus
+    """All parts of the controller."""
+
+    @property
+    def tuner(self) -> HostTuner:
+        return self.status.tuner
+
+    @property
+    def seccomp(self) -> SeccompCheck:
+        return self.status.seccomp
 
     @property
     def reports(self) -> Reports:
         """Return what instances have reported."""
-        return self.methods.reports
+        return self.status.reports
 
     def pages(self, device_filter: DeviceFilter | None = None) -> Pages:
         """Return what the port for metrics shows, which nothing has asked for yet."""
-        return Pages(self.loop, device_filter or self.device_filter, self.reports)
+        return Pages(self.loop, device_filter or self.device_filter, self.reports, self.seccomp)
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -371,38 +387,36 @@ async def controlled(
         limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),
         pods=pods,
     )
-    methods = RpcMethods(
+    tuner = HostTuner(
         loop=loop,
-        mount=node.mount,
-        peers=Peers(node.proc, NO_PIDFD),  # /proc/self/fdinfo is the machine's
-        own_cpus=CpuSet.parse(own_cpus),
-        timeouts=timeouts,
-        trusting=trusting,
-        device_filter=device_filter,
-        partitions_required=partitions_required,
-        tuner=HostTuner(
-            loop=loop,
-            procfs=Procfs(node.proc),
-            host=node.host,
-            caches=CacheTuner(node.host.root, FakeResctrl(node.host.root / RESCTRL)),
-            store=PurePosixPath(node.path / RECORDS),
-            options=tuning or TuningOptions(),
-            least=tuned_every,
-        ),
-        require_seccomp=require_seccomp,
-        most_waiting=most_waiting,
-        reports=Reports(report_intervals or ReportIntervals()),
+        procfs=Procfs(node.proc),
+        host=node.host,
+        caches=CacheTuner(node.host.root, FakeResctrl(node.host.root / RESCTRL)),
+        store=PurePosixPath(node.path / RECORDS),
+        options=tuning or TuningOptions(),
+        least=tuned_every,
     )
+    callers = Callers(Peers(node.proc, NO_PIDFD), pods, loop.tree)  # /proc/self/fdinfo is the machine's
+    seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, require_seccomp)
+    seals = Seals(callers, loop, timeouts, partitions_required)
+    cpus = CpuSet.parse(own_cpus)
+    registrations = Registrations(
+        callers, loop, device_filter, seccomp, timeouts, cpus, partitions_required, most_waiting
+    )
+    reports = Reports(report_intervals or ReportIntervals())
+    status = NodeStatus(callers, loop, device_filter, seals, seccomp, reports, tuner)
+    methods = controller_methods(registrations, seals, status)
     server = UnixServer(methods, limits or SocketLimits())
+    report_server = UnixServer(report_methods(callers, loop, reports), report_limits)
     with trio.fail_after(limit):
         async with running_loop(loop):
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
-                    nursery.start_soon(methods.tuner.follow)
+                    nursery.start_soon(tuner.follow)
                     nursery.start_soon(server.accept, listener)
-                    nursery.start_soon(UnixServer(ReportMethods(methods), report_limits).accept, for_reports)
+                    nursery.start_soon(report_server.accept, for_reports)
                     try:
-                        yield Controller(node, loop, server, device_filter, methods.tuner, methods)
+                        yield Controller(node, loop, server, device_filter, methods, status)
                     finally:
                         nursery.cancel_scope.cancel()

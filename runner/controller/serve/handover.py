@@ -12,6 +12,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve.identity import CONFLICT, RequestRefusedError
 from runner.controller.tree.reconcile import Observed, holders
+from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 
 
@@ -46,8 +47,10 @@ class HandoverPendingError(RequestRefusedError):
         self.pending = tuple(pending)
 
 
-def handovers(state: CpuState, observed: Observed) -> Iterator[Handover]:
-    """Yield what changes hands, also to pods that are no instances."""
+def handovers(state: CpuState | Frozen, observed: Observed) -> Iterator[Handover]:
+    """Yield what changes hands, also to pods that are no instances; nothing while the kubelet's *state* is unknown."""
+    if isinstance(state, Frozen):
+        return
     for pod_uid in state.assigned():
         for cpus in state.choices(pod_uid):
             yield from pending_handovers(pod_uid, cpus, observed)

@@ -11,17 +11,19 @@ reportInstance     ``uuid``, ``report`` ``{}``, when the next report is wanted. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import attrs
 
 from runner.base.values import frozen
+from runner.controller.serve.callers import Callers, RpcRequest
 from runner.controller.serve.identity import ContainerIdentity
-from runner.controller.serve.methods import RpcMethods, parse_arguments
-from runner.kernel.peers import Peers
+from runner.controller.serve.methods import Method, RpcMethods
+from runner.controller.serve.reports import Reports
+from runner.controller.tree.loop import ReconcileLoop
 from runner.protocol.instance_metrics import parse_report
-from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.jsonrpc import INVALID_PARAMS, RpcError, RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits
 
 METHOD = "reportInstance"
@@ -30,41 +32,39 @@ LIMITS = SocketLimits(message=4096, connections=1024, newcomers=0, connections_p
 """More instances than a node has pods. One connection of each is enough; more are those that take the place of another."""
 
 
+def report_methods(callers: Callers, loop: ReconcileLoop, reports: Reports) -> RpcMethods:
+    """Return the method of the socket for reports."""
+    method = Method(_ReportMethod(callers, loop, reports).report, ("uuid", "report"))
+    unknown = f"Method not found: this socket is for {METHOD}"
+    return RpcMethods(callers, loop.counters, loop.log_limit, {METHOD: method}, unknown)
+
+
 @frozen
-class ReportMethods:
-    """Serves the socket for reports: the peers, and whom they may speak for, are those of *methods*."""
+class _ReportMethod:
+    """Takes *reports* of the instances in the tree of *loop*."""
 
-    methods: RpcMethods
+    callers: Callers
+    loop: ReconcileLoop
+    reports: Reports
     _proved: WeakKeyDictionary[Identify, tuple[str, ContainerIdentity | None]] = attrs.field(factory=WeakKeyDictionary)
-    """By connection: the instance that its peer may speak for."""
+    """By connection: the instance that its peer may report for."""
 
-    @property
-    def peers(self) -> Peers:
-        """Return where peers are looked up."""
-        return self.methods.peers
-
-    def admit(self, identify: Identify) -> int:
-        """Return the peer's container (:meth:`RpcMethods.admit`)."""
-        return self.methods.admit(identify)
-
-    def busy(self, reason: str) -> RpcError:
-        """Return the error for a peer that is over a limit."""
-        return self.methods.busy(reason)
-
-    async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
-        """Take a report, and answer it when the next one is wanted. Raises :class:`RpcError`."""
-        if method != METHOD:
-            raise RpcError(METHOD_NOT_FOUND, f"Method not found: this socket is for {METHOD}")
-        arguments = parse_arguments(params, ("uuid", "report"))
-        pod_uid, caller = self._proved.get(identify, ("", None))
-        if pod_uid and pod_uid == arguments["uuid"]:
-            self.methods.check_speaker(identify, METHOD, caller, pod_uid)
+    async def report(self, request: RpcRequest) -> RpcResult:
+        """Take a report, and answer it when the next one is wanted."""
+        proved, caller = self._proved.get(request.identify, ("", None))
+        if proved == request.pod_uid:
+            self.callers.check_owner(request, caller)
         else:
-            self._proved[identify] = await self.methods.prove_speaker(identify, METHOD, arguments["uuid"])
-            pod_uid, _ = self._proved[identify]
+            caller = await self.callers.owner(request)
+        self.callers.check_registered("take a report of", request.pod_uid)
+        self._proved[request.identify] = request.pod_uid, caller
         try:
-            report = parse_report(arguments["report"])
+            report = parse_report(request.arguments["report"])
         except ValueError as error:
             raise RpcError(INVALID_PARAMS, f"Invalid params: 'report': {error}") from None
-        await self.methods.reports.take(pod_uid, report, self.methods.registered)
+        await self.reports.take(request.pod_uid, report, self._registered)
         return RpcResult({})
+
+    def _registered(self) -> Collection[str]:
+        """Return the instances in the tree after the last pass, which each registration makes."""
+        return (self.loop.observed or self.loop.observe()).instances().keys()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,96 +18,48 @@ import attrs
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import HostError, escaped, explain
+from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
-from runner.controller.metrics import ControllerCounters, LoopStatus
-from runner.controller.serve.handover import Handover, handovers
-from runner.controller.serve.pods import PodCgroups
+from runner.controller.metrics import ControllerCounters
 from runner.controller.tasks import restarted
 from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles
 from runner.controller.tree.limits import Limits
+from runner.controller.tree.pass_log import PassLog
+from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.reconcile import (
-    ISOLATED,
-    PARENT,
-    ROOT,
     Action,
     Desired,
     Evict,
-    Group,
     Kill,
     Observed,
-    Remove,
     Restrict,
     Seal,
-    Unseal,
-    Write,
     desire,
     desire_without_kubelet,
     evictions,
     float_cpus,
-    left_behind,
     reconcile,
-    silent_fallbacks,
     stale,
     unseals,
-    withheld,
 )
-from runner.controller.tree.tree import Fault, Tree
+from runner.controller.tree.tree import Tree
+from runner.controller.tree.watches import Watches
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
-from runner.kernel.cgroup import CgroupError, LeasedError
+from runner.kernel.cgroup import CgroupError
 from runner.kernel.kubelet_files import Frozen, attempt
 from runner.kernel.sysfs import read_online_cpus
-from runner.kubelet.pod_cgroups import (
-    FLOAT,
-    NOT_SEALED,
-    VCPUS,
-    group_uid,
-    instance_group,
-    instance_uid,
-    vcpus_group,
-)
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 
 log = logging.getLogger(__name__)
 
-_FILES = (
-    *("cgroup.events", "cgroup.max.descendants", "cgroup.subtree_control", "cgroup.type", "cpuset.cpus", "cpuset.mems"),
-    *("cpuset.cpus.exclusive", "cpuset.cpus.partition"),
-    *("cpu.weight", "memory.max", "pids.max"),
-)
-"""Control files whose change may call for a pass; not among them are the runner's writes of its threads.
-
-They are watched one by one: a watch of the directory would report ``pids.events`` and ``memory.events`` too, which change
-whenever something in the group meets its limit, as often as it likes.
-"""
-
-_DIRECTORY = (
-    inotify.CLOSE_WRITE
-    | inotify.MOVED_TO
-    | inotify.CREATE
-    | inotify.DELETE
-    | inotify.DELETE_SELF
-    | inotify.MOVE_SELF
-    | inotify.ONLYDIR
-)
-_GROUP = inotify.CREATE | inotify.DELETE | inotify.ONLYDIR
-_PODS = inotify.DELETE | inotify.ONLYDIR
-_MOST_JUDGED = 4
-"""Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
-_MOST_REASON = 1000
-"""Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
 _STRANGERS_NAMED = 8
 """Processes that the log names when what is left of a pod is ended."""
-OUTDATED = (
-    "cannot make a domain for each instance: groups of an earlier version of this program are in use ({used}); drain the node, and "
-    "start the new version when their pods have ended"
-)
-"""Why nothing is done while a tree of the earlier shape is in use."""
 
 
 @frozen
@@ -130,9 +82,6 @@ class Intervals:
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
     repaired: float = 1.0
     """The same after one that has put right what others had changed: each seal costs all CPUs of the node a moment."""
-    judged: float = 10.0
-    """For so long the seccomp mode of a pod's threads is believed: a status can have 700 KB, 20 ms each, and any process may
-    ask (``getStatus``), and any container's PID 1 have it read (``registerCgroup``)."""
     seen: float = 0.1
     """For so long a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
 
@@ -158,74 +107,27 @@ class ReconcileLoop:
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
     """The tree after the last pass."""
-    faults: tuple[Fault, ...] = ()
-    """What went wrong in the last pass, group by group."""
     error: str = ""
     """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
     _passed: trio.Event = attrs.field(factory=trio.Event)
-    _watches: set[int] = attrs.field(factory=set)
-    _watched: dict[Path, int] = attrs.field(factory=dict)
-    """The watch of each control file."""
     _followed: list[Path] = attrs.field(factory=list)
     """The files of :meth:`following`."""
-    _pod_names: frozenset[str] = frozenset()
-    """The names of the pods' own cgroups, for the instances there are."""
-    _oom_kills: dict[str, int] = attrs.field(factory=dict)
-    """Pod UID → what :attr:`~runner.controller.tree.reconcile.Domain.oom_kills` was."""
     _evicting: frozenset[str] = frozenset()
     """The instances whose pods have gone and that were not empty after the last pass."""
     _changed: bool = True
     """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
-    _judged: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
-    """Pod UID, or process and PID namespace → when :meth:`_judge` has judged it, and what was found."""
     _observed_at: float = -math.inf
     """When :meth:`observe` was done last, on the clock of ``time.monotonic``."""
-    _left: dict[str, CpuSet] = attrs.field(factory=dict)
-    """The cpusets as this program last saw or wrote them: a difference was made by another program."""
+    pass_log: PassLog = attrs.field(init=False)
+
+    @pass_log.default
+    def _log_of_passes(self) -> PassLog:
+        return PassLog(self.tree, self.counters, self.log_limit, self.source is not None)
 
     def machine(self) -> OnlineCpus:
         """Read the machine."""
         return read_online_cpus(self.sys)
-
-    def status(self) -> LoopStatus:
-        """Return what the pages show."""
-        return LoopStatus(
-            self.counters,
-            self.observed,
-            self.handovers(),
-            self.without_seccomp,
-            self.frozen(),
-            self.error,
-            self.float_cpus(),
-        )
-
-    def without_seccomp(self) -> frozenset[str]:
-        """Return the pods that may write the files of their groups in the tree, as far as their first processes there show."""
-        pods = {} if self.observed is None else self.observed.floats()
-        return frozenset(pod_uid for pod_uid in pods if self._may_make_root(pod_uid))
-
-    def may_make_root(self, pid: int, namespace: int) -> bool:
-        """Tell whether the first process of a PID *namespace* may make root, as found in the last :attr:`Intervals.judged` seconds."""
-        return self._judge((pid, namespace), lambda: [pid])
-
-    def _may_make_root(self, pod_uid: str) -> bool:
-        """Tell the same of pod *pod_uid*; one that hides its threads by a lease counts as one that may: it owns the file."""
-        try:
-            return self._judge(pod_uid, lambda: sorted(self.tree.float_of(pod_uid).threads())[:_MOST_JUDGED])
-        except LeasedError:
-            return True
-        except CgroupError:  # it has been removed
-            return False
-
-    def _judge(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
-        now = time.monotonic()
-        self._judged = {each: found for each, found in self._judged.items() if now - found[0] < self.intervals.judged}
-        if who not in self._judged:
-            if not (found := threads()):
-                return False
-            self._judged[who] = now, any(map(self.pods.procfs.may_make_root, found))
-        return self._judged[who][1]
 
     def frozen(self) -> str:
         """Return why decisions are frozen, or nothing."""
@@ -255,7 +157,7 @@ class ReconcileLoop:
         observed = self.tree.observe()
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
-        self._tell_of_memory(observed)
+        self.pass_log.add_oom_kills(observed)
         self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
         self._observed_at = time.monotonic()
         return self.observed
@@ -264,12 +166,6 @@ class ReconcileLoop:
         """Return the tree as it was :attr:`Intervals.seen` seconds ago at most: to tell of it, not to decide."""
         fresh = time.monotonic() - self._observed_at < self.intervals.seen
         return self.observed if fresh and self.observed is not None else self.observe()
-
-    def handovers(self) -> tuple[Handover, ...]:
-        """Return the CPUs that change hands, in the tree as it was observed last."""
-        if self.observed is None or isinstance(self.state, Frozen):
-            return ()
-        return tuple(handovers(self.state, self.observed))
 
     def evict(self) -> Observed:
         """Remove the instances that have ended, and empty those whose pods have gone, as far as that is done at once.
@@ -333,33 +229,26 @@ class ReconcileLoop:
             if actions := unseals(observed, seals or {}):
                 faults = self._apply(actions, observed, grants, machine)
                 self.observe()
-                self._report(faults)
-            self._count("frozen", started)
+                self.pass_log.add_faults(faults)
+            self.pass_log.count("frozen", time.perf_counter() - started)
             return faults
         observed, faults = self._without_strangers(desired, machine, grants, seen or self.observe())
         actions = reconcile(desired, observed, grants, seals, memory)
         faults += self._apply(actions, observed, grants, machine)
         failed = {fault.group for fault in faults if not fault.unlimited}
         after = self.observe() if actions else observed
-        self._left = {name: group.cpus for name, group in after.groups.items()}
-        faults += tuple(
-            Fault(name, f"cannot hold {name} to the CPUs {group.cpus}: the kernel has {group.effective} in effect")
-            for name, group in silent_fallbacks(after, machine.online).items()
-            if name not in failed
-        )
-        faults += tuple(self._missing_limits(desired, after))
-        if used := after.populated_outdated():
-            faults += (Fault(ROOT, OUTDATED.format(used=", ".join(used[:_STRANGERS_NAMED]))),)
-        self._report(faults)
+        self.pass_log.left = {name: group.cpus for name, group in after.groups.items()}
+        faults += tuple(standing_faults(self.tree.root.path, desired, after, machine.online, failed))
+        self.pass_log.add_faults(faults)
         self._evicting = _evicted(evictions(desired, after, grants))
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
-        self._count(outcome, started)
+        self.pass_log.count(outcome, time.perf_counter() - started)
         return faults
 
     def _apply(
         self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
     ) -> tuple[Fault, ...]:
-        """Do *actions*, and tell of those that succeeded; return what went wrong."""
+        """Do *actions*, log those that succeeded, and return what went wrong."""
         self._changed |= bool(actions)
         faults = self.tree.apply(actions, machine.online)
         failed = {fault.group for fault in faults if not fault.unlimited}
@@ -369,47 +258,8 @@ class ReconcileLoop:
             for action in actions
             if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
         ]
-        self._tell(done, observed, grants)
+        self.pass_log.add_actions(done, observed, grants)
         return faults
-
-    def seal(self, pod_uid: str) -> str:
-        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one.
-
-        The reason stays with the group, for all that ask later (:meth:`not_sealed`).
-        """
-        reason = self._seal(pod_uid)
-        if reason != self.not_sealed(pod_uid):
-            with contextlib.suppress(CgroupError):  # it says why, and changes nothing
-                self.tree.domain(pod_uid).set_attribute(NOT_SEALED, reason)
-        return reason
-
-    def not_sealed(self, pod_uid: str) -> str:
-        """Return why instance *pod_uid* could not be sealed when it asked last; empty if it could, or has not asked."""
-        return escaped(self.tree.domain(pod_uid).attribute(NOT_SEALED) or "")[:_MOST_REASON]
-
-    def _seal(self, pod_uid: str) -> str:
-        if reason := self.no_partitions():
-            return reason
-        faults = self.pass_over({}, {pod_uid: True})
-        group = (self.observed or self.observe()).instances().get(pod_uid)
-        if group is not None and group.partition == ISOLATED:
-            return ""
-        if group is None or not group.populated:
-            return "no thread is in its cgroup"
-        reasons = [fault.reason for fault in faults if fault.group == vcpus_group(pod_uid)]
-        return "; ".join(reasons) or self.frozen() or f"the kernel says {group.partition!r}"
-
-    def no_partitions(self) -> str:
-        """Return why no instance can be sealed, empty if one can."""
-        if self.tree.partition_writer is None:
-            return "the controller's option --partitions is off"
-        if not self.tree.partition_writer.started:
-            return "the controller's partition writer has no CAP_SYS_ADMIN; give its container the capability"
-        if self.tree.partition_writer.lost:
-            return "the controller's partition writer has ended; restart the controller"
-        if (self.observed or self.observe()).exclusive is None:
-            return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
-        return ""
 
     def _without_strangers(
         self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet], observed: Observed
@@ -429,53 +279,6 @@ class ReconcileLoop:
             )
         faults = self.tree.apply(actions, machine.online)
         return self.observe(), faults
-
-    def _tell_of_memory(self, observed: Observed) -> None:
-        """Log and count the processes that the kernel has ended since the tree was observed last, as memory was short in a domain."""
-        before = self._oom_kills if self.observed is not None else None
-        self._oom_kills = {pod_uid: domain.oom_kills for pod_uid, domain in observed.domains.items()}
-        for pod_uid, domain in observed.domains.items():
-            ended = 0 if before is None else domain.oom_kills - before.get(pod_uid, 0)
-            if ended > 0:
-                self.counters.oom_kills += ended
-                if (more := self.log_limit.due("out of memory", pod_uid)) is not None:
-                    most = domain.memory_max
-                    log.warning(ControllerEvent.OUT_OF_MEMORY, more, pod_uid, ended, most)
-
-    def _missing_limits(self, desired: Desired, observed: Observed) -> Iterator[Fault]:
-        for name in desired.limits.controllers:
-            if name not in observed.offered:
-                yield Fault(
-                    PARENT,
-                    f"cannot limit what is in {self.tree.root.path} by the {name} controller: "
-                    f"{self.tree.root.parent.path} does not offer it",
-                    unlimited=True,
-                )
-        for pod_uid, charged in left_behind(desired, observed).items():
-            yield Fault(
-                instance_group(pod_uid),
-                f"cannot remove {self.tree.domain(pod_uid).path}: {charged >> 20} MiB are charged to it that another program holds since "
-                "its pod has gone, in a memfd that was passed on or in tmpfs; --memory-max leaves so much less until that program ends",
-                unlimited=True,
-            )
-        for file, value in withheld(desired, observed):
-            yield Fault(
-                ROOT,
-                f"cannot lower {self.tree.root.path / file} to {value}: more than that is in use; end instances, or "
-                f"give --{file.replace('.', '-')} a larger value",
-                unlimited=True,
-            )
-
-    def _report(self, faults: tuple[Fault, ...]) -> None:
-        """Log those of *faults* that are new, and keep all."""
-        for fault in faults:
-            if fault in self.faults:
-                continue
-            if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
-                log.warning(ControllerEvent.LIMIT_MISSING, fault.group, fault.reason)
-            elif (more := self.log_limit.due("fault", fault.group)) is not None:
-                log.error(ControllerEvent.GROUP_FAILED, more, fault.group, fault.reason)
-        self.faults = faults
 
     def disturb(self) -> None:
         """Ask for a pass soon."""
@@ -525,12 +328,12 @@ class ReconcileLoop:
             if strange:
                 log.warning(ControllerEvent.KUBELET_MEMORY_STATE_STRANGE, strange)
 
-    async def follow(self, queue: inotify.Inotify) -> None:
+    async def follow(self, watches: Watches) -> None:
         """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
         while True:
             disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
             repairs = self.counters.repairs
-            await self.once(queue)
+            await self.once(watches)
             least = self.intervals.least if self.counters.repairs == repairs else self.intervals.repaired
             earliest = trio.current_time() + least
             with trio.move_on_after(self._interval()):
@@ -545,10 +348,10 @@ class ReconcileLoop:
             return self.intervals.frozen
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
-    async def once(self, queue: inotify.Inotify) -> None:
+    async def once(self, watches: Watches) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
         await trio.lowlevel.checkpoint()
-        self._watch_source(queue)
+        watches.watch_source()
         try:
             if self.source is not None:
                 await self.settle(self.source)
@@ -559,104 +362,9 @@ class ReconcileLoop:
             if (more := self.log_limit.due("pass failed")) is not None:
                 log.error(ControllerEvent.PASS_FAILED, more, self.error)  # noqa: TRY400  # the sentence is enough
             self.counters.passes["faulty"] += 1
-        self._watch_tree(queue)
+        watches.watch_tree(self.observed, self._followed)
         passed, self._passed = self._passed, trio.Event()
         passed.set()
-
-    async def listen(self, queue: inotify.Inotify) -> None:
-        """Call :meth:`disturb` for each report of the kernel that matters; never return."""
-        while True:
-            for event in await queue.receive():
-                if event.mask & inotify.IGNORED:
-                    self._watches.discard(event.watch)
-                if self._matters(event):
-                    self.disturb()
-
-    def _matters(self, event: inotify.FileEvent) -> bool:
-        if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
-            return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
-        ours = event.name in (FLOAT, VCPUS) or instance_uid(event.name) is not None or event.name in self._pod_names
-        of_source = self.source is not None and self.source.reads(event.name)
-        return ours or of_source or event.name == self.tree.root.name
-
-    def _watch_source(self, queue: inotify.Inotify) -> None:
-        if self.source is not None:
-            for directory in (self.source.files.directory, self.source.files.cdi):
-                self._watch(queue, directory, _DIRECTORY)
-
-    def _watch_tree(self, queue: inotify.Inotify) -> None:
-        """Watch our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""
-        self._watched = {path: watch for path, watch in self._watched.items() if watch in self._watches}
-        self._watch_files(queue, self._followed)
-        observed = self.observed
-        if observed is None:
-            return
-        domains = map(self.tree.domain, observed.domains)
-        for group in (self.tree.root.parent, self.tree.root, *domains, *map(self.tree.group, observed.groups)):
-            self._watch(queue, group.path, _GROUP)
-            self._watch_files(queue, map(group.path.joinpath, _FILES))
-        pods = [path for pod_uid in observed.domains for path in self.pods.existing(pod_uid)]
-        for parent in {path.parent for path in pods}:
-            self._watch(queue, parent, _PODS)
-        self._pod_names = frozenset(path.name for path in pods)
-
-    def _watch_files(self, queue: inotify.Inotify, paths: Iterable[Path]) -> None:
-        for path in paths:
-            if self._watched.get(path) not in self._watches and path.exists():
-                watch = self._watch(queue, path, inotify.MODIFY)
-                if watch is not None:
-                    self._watched[path] = watch
-
-    def _watch(self, queue: inotify.Inotify, path: Path, mask: int) -> int | None:
-        """Watch *path*; what changed there before the watch was new to us calls for another pass."""
-        try:
-            watch = queue.watch(path, mask)
-        except HostError as error:
-            missing = isinstance(error.__cause__, FileNotFoundError)  # not there yet; the next pass tries again
-            if not missing and (more := self.log_limit.due("not watched")) is not None:
-                log.warning(ControllerEvent.CHANGES_SEEN_LATE, more, explain(error))
-            return None
-        if watch not in self._watches:
-            self._watches.add(watch)
-            self.disturb()
-        return watch
-
-    def _tell(self, actions: list[Action], observed: Observed, grants: Mapping[str, CpuSet]) -> None:
-        """Log *actions* as an operator would tell them, and count repairs and removals."""
-        for action in actions:
-            match action:
-                case Remove(group) if group.endswith(f"/{VCPUS}"):
-                    self.counters.removed += 1
-                    log.info(ControllerEvent.STALE_INSTANCE_REMOVED, group_uid(group))
-                case Seal(group) | Unseal(group):
-                    self._tell_partition(action, observed.groups[group])
-                case Restrict(group, file, value) if group in (ROOT, PARENT):
-                    log.info(ControllerEvent.LIMIT_WRITTEN, self.tree.group(group).path / file, value)
-                case Write(group, "cpuset.cpus", value):
-                    left, found = self._left.get(group), observed.groups.get(group)
-                    if left is not None and found is not None and found.cpus != left:
-                        self.counters.repairs += 1
-                        log.warning(ControllerEvent.CPUSET_CHANGED_BY_OTHERS, group, found.cpus)
-                    # Without a kubelet each registration changes float.
-                    more = "" if self.source is not None else self.log_limit.due("written", group)
-                    if group_uid(group) not in grants and more is not None:
-                        log.info(ControllerEvent.CPUSET_WRITTEN, more, group or self.tree.root.name, value)
-                case _:
-                    log.debug(ControllerEvent.ACTION_DONE, action)
-
-    def _tell_partition(self, action: Seal | Unseal, found: Group) -> None:
-        """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
-        repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
-        self.counters.repairs += repaired
-        what = "sealed" if isinstance(action, Seal) else "unsealed"
-        if (more := self.log_limit.due(what, action.group)) is not None:
-            level = logging.WARNING if repaired else logging.INFO
-            pod_uid = group_uid(action.group)
-            log.log(level, ControllerEvent.INSTANCE_SEAL_CHANGED, what, more, pod_uid, found.partition)
-
-    def _count(self, outcome: str, started: float) -> None:
-        self.counters.passes[outcome] += 1
-        self.counters.pass_seconds += time.perf_counter() - started
 
 
 def _evicted(actions: Iterable[Action]) -> frozenset[str]:
@@ -667,11 +375,12 @@ def _evicted(actions: Iterable[Action]) -> frozenset[str]:
 async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
     """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree stays as it is."""
     with inotify.watching() as queue:
+        watches = Watches(queue, loop.tree, loop.source, loop.pods, loop.log_limit, loop.disturb)
         async with trio.open_nursery() as nursery:
-            await loop.once(queue)
+            await loop.once(watches)
             for name, task in (
-                ("events", partial(loop.listen, queue)),
-                ("reconcile", partial(loop.follow, queue)),
+                ("events", watches.listen),
+                ("reconcile", partial(loop.follow, watches)),
                 ("leases", partial(loop.held.outwait_leases, loop.disturb)),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)

@@ -50,6 +50,13 @@ class PartitionWriter:
         """Return whether the writer has ended: it says nothing unless it is asked, so that only the end can be read."""
         return self.started and self._ended()
 
+    @property
+    def missing(self) -> str:
+        """Return why it makes no partition; empty if it can."""
+        if not self.started:
+            return "the controller's partition writer has no CAP_SYS_ADMIN; give its container the capability"
+        return "the controller's partition writer has ended; restart the controller" if self._ended() else ""
+
     def _ended(self) -> bool:
         return self.connection.fileno() < 0 or bool(select.select([self.connection], [], [], 0)[0])
 

@@ -13,6 +13,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import explain
 from runner.base.values import frozen
+from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES
 from runner.controller.tree.limits import MEMORY_MAX, SWAP_MAX
 from runner.controller.tree.partition_writer import PartitionWriter
@@ -34,7 +35,7 @@ from runner.controller.tree.reconcile import (
     Write,
 )
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
-from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, group_uid, instance_group, instance_uid, vcpus_group
+from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, instance_group, instance_uid, vcpus_group
 
 T = TypeVar("T")
 
@@ -46,21 +47,6 @@ REMOVED_AT_ONCE = 256
 _ROOT_LIMITS = (MEMORY_MAX, "memory.high", SWAP_MAX, "pids.max", "cpu.weight")
 _DOMAIN_LIMITS = (*_ROOT_LIMITS, "cgroup.max.descendants")
 _GROUP_LIMITS = ("cgroup.max.descendants", "cpu.weight")
-
-
-@frozen
-class Fault:
-    """An action without the effect it should have: its group, and the reason."""
-
-    group: str
-    reason: str
-    unlimited: bool = False
-    """Whether only a limit is missing: the group can be used."""
-
-    @property
-    def pod_uid(self) -> str | None:
-        """The UID of the pod whose group it is, or ``None``."""
-        return group_uid(self.group)
 
 
 @frozen

@@ -12,9 +12,9 @@ import pytest
 import trio
 
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.serve.methods import Timeouts
-from runner.controller.serve.pods import MemberProcess, PodCgroups
+from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.loop import Intervals
+from runner.controller.tree.pods import MemberProcess, PodCgroups
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.kubelet_files import Frozen
 from tests.support.fake_node import (

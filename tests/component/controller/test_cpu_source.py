@@ -15,7 +15,7 @@ import attrs
 import pytest
 import trio
 
-from runner.controller.serve.methods import Timeouts
+from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.loop import Intervals
 from runner.kernel.kubelet_files import Frozen

@@ -19,7 +19,8 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.controller.main import LimitOptions
-from runner.controller.serve.methods import BETWEEN_CHECKPOINTS, MOST_PROCESSES, Timeouts
+from runner.controller.serve.callers import BETWEEN_CHECKPOINTS, MOST_PROCESSES
+from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals
 from runner.controller.tree.reconcile import Evict, Observed
@@ -78,6 +79,11 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
         assert not domain.exists()
 
 
+def without_seccomp(controller: Controller) -> frozenset[str]:
+    """Return the pods that may write their groups, as the page counts them."""
+    return controller.seccomp.without(controller.loop.seen().floats())
+
+
 @pytest.mark.parametrize(
     ("seccomp", "uid_map", "sysctl", "exposed"),
     [
@@ -110,7 +116,7 @@ async def test_a_pod_that_may_write_its_groups_is_named(
         assert isinstance(instances, list)
         assert isinstance(status, dict)
         assert (instances[0]["without_seccomp"], status["without_seccomp"]) == (exposed, [B] if exposed else [])
-        assert controller.loop.without_seccomp() == ({B} if exposed else set())
+        assert without_seccomp(controller) == ({B} if exposed else set())
 
 
 async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,19 +133,19 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkey
     async with controlled(node) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         monkeypatch.setattr(Procfs, "may_make_root", reading)
-        assert controller.loop.without_seccomp() == set(), "it has no process there yet"
+        assert without_seccomp(controller) == set(), "it has no process there yet"
         node.pod(B).put_threads([os.getpid()])
         for _ in range(10):
             status = await client.result("getStatus")
             assert isinstance(status, dict)
             assert status["without_seccomp"] == [B]
         assert read == [os.getpid()]
-        controller.loop.intervals = attrs.evolve(controller.loop.intervals, judged=0)
+        controller.seccomp.believed = 0
         node.expose(os.getpid(), seccomp=2)
-        assert controller.loop.without_seccomp() == set()
+        assert without_seccomp(controller) == set()
         controller.loop.held.close()  # as if the pod had been faster
         with leasing(node.pod(B).path / "cgroup.threads"):
-            assert controller.loop.without_seccomp() == {B}
+            assert without_seccomp(controller) == {B}
 
 
 async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +207,8 @@ async def test_what_a_process_may_do_is_not_read_for_each_registration(
 async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) -> None:
     node.become(B)
     node.expose(os.getpid())
-    intervals = attrs.evolve(OFTEN, judged=0)
-    async with controlled(node, require_seccomp=True, intervals=intervals), connected(node.socket) as client:
+    async with controlled(node, require_seccomp=True) as controller, connected(node.socket) as client:
+        controller.seccomp.believed = 0
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "host"
         assert "give the pod seccompProfile: RuntimeDefault" in str(refused["message"])
@@ -411,9 +417,9 @@ async def test_memory_that_others_hold_stays_charged_to_the_pod_that_took_it(nod
         assert "310 of the 930 MiB of --memory-max are left" in str(refused["message"]), "the bystander has 320"
         node.put_state("2-11,14-17", WITHOUT_B)
         node.end_pod(B)
-        await controller.eventually(lambda: bool(controller.loop.faults))
+        await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
         assert node.domain(B).exists()
-        [fault] = controller.loop.faults
+        [fault] = controller.loop.pass_log.faults
         assert f"cannot remove {node.domain(B).path}: 300 MiB are charged to it" in fault.reason
         assert controller.loop.error == "", "the node is ready"
         node.domain(B).put_charge(15 << 20)
@@ -473,14 +479,14 @@ async def test_a_float_that_cannot_be_shrunk_keeps_its_cpus_from_others_and_bloc
         assert str(node.float_cgroup.cpus()) == "2-11,14-17"
         monkeypatch.setattr(FakeCgroup, "write", refusing)
         node.put_state(SHARED, ENTRIES)
-        await controller.eventually(lambda: bool(controller.loop.faults))
+        await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
         node.become(B)
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert "the float of pod 'bystander' could not be shrunk, and runs on them still" in str(refused)
         assert not node.instance(B).exists()
         node.become(C)
         assert await client.result("registerCgroup", uuid=C, cpuset="18-19")
-        assert {fault.pod_uid for fault in controller.loop.faults} == {"bystander"}
+        assert {fault.pod_uid for fault in controller.loop.pass_log.faults} == {"bystander"}
 
 
 async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -784,7 +790,7 @@ async def test_a_container_sees_no_faults_of_other_pods(node: Node) -> None:
         node.become(B)
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         (node.instance(B).path / "cpuset.cpus.effective").write_text("0\n")
-        await controller.eventually(lambda: bool(controller.loop.faults))
+        await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
         for pod, seen in ((A, 0), (B, 1)):
             node.become(pod)
             status = await client.result("getStatus")

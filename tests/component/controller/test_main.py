@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ import trio
 
 from runner.base.errors import HostError
 from runner.controller.main import main
+from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
-from runner.controller.tree.loop import ReconcileLoop
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, connected, controlled
@@ -401,17 +401,17 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
         assert "offers no cpuset controller" in failed.text
         assert (await show("/healthz")).text == "ok\n"
         controllers.write_text(before)
-        await controller.eventually(lambda: not controller.loop.status().failed)
+        await controller.eventually(lambda: not controller.loop.error)
         assert (await show("/readyz")).status == 200
 
 
 async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(_loop: ReconcileLoop) -> frozenset[str]:
+    def unreadable(_seccomp: SeccompCheck, _pod_uids: Collection[str]) -> frozenset[str]:
         raise HostError("cannot read it")
 
-    monkeypatch.setattr(ReconcileLoop, "without_seccomp", unreadable)
+    monkeypatch.setattr(SeccompCheck, "without", unreadable)
     async with controlled(node) as controller:
         answer = await controller.pages().respond("/metrics")
         assert (answer.status, answer.text) == (503, "cannot read it\n")

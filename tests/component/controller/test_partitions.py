@@ -24,8 +24,7 @@ from runner.base.judgement import Level
 from runner.check.checks import Place
 from runner.check.host import ask_controller
 from runner.check.node import judge_controller
-from runner.controller.serve import methods
-from runner.controller.tree.loop import ReconcileLoop
+from runner.controller.serve.seals import Seals
 from runner.controller.tree.partition_writer import PartitionWriter, obey
 from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
 from runner.instance.timeouts import InstanceTimeouts
@@ -309,11 +308,11 @@ def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the list that is given the time of each seal from now on; nothing is sealed."""
     sealed = list[float]()
 
-    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
+    def seal_noted(_seals: Seals, pod_uid: str) -> str:
         sealed.append(time.monotonic())
         return pod_uid
 
-    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    monkeypatch.setattr(Seals, "make", seal_noted)
     return sealed
 
 
@@ -370,11 +369,11 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
     del autojump_clock
     sealed = list[str]()
 
-    def seal_noted(_loop: ReconcileLoop, pod_uid: str) -> str:
+    def seal_noted(_seals: Seals, pod_uid: str) -> str:
         sealed.append(pod_uid)
         return pod_uid
 
-    monkeypatch.setattr(ReconcileLoop, "seal", seal_noted)
+    monkeypatch.setattr(Seals, "make", seal_noted)
     timeouts = attrs.evolve(QUICK, sealed_again=0, seals_apart=1)
     pods, limits = [f"pod-{number}" for number in range(8)], SocketLimits(in_flight=16)
     async with (
@@ -400,7 +399,7 @@ async def test_what_is_sealed_takes_no_turn(
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).put_threads([11])
         assert await seal(PurePosixPath(node.socket), B) == ""
-        monkeypatch.setattr(ReconcileLoop, "seal", None)
+        monkeypatch.setattr(Seals, "make", None)
         for _ in range(5):
             assert await seal(PurePosixPath(node.socket), B) == ""
 
@@ -457,9 +456,9 @@ async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is
 
 async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.become(B)
-    known = {name: given for name, given in methods.PARAMETERS.items() if "seal" not in name}
-    monkeypatch.setattr(methods, "PARAMETERS", known)
-    async with controlled(node):
+    async with controlled(node) as controller:
+        assert isinstance(controller.methods.methods, dict)
+        monkeypatch.delitem(controller.methods.methods, "sealCgroup")
         assert await seal(PurePosixPath(node.socket), B) == "the controller is older than partitions; update it"
 
 

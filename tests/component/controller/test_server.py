@@ -16,8 +16,8 @@ import trio
 import trio.testing
 
 from runner.base.errors import HostError, explain
-from runner.controller.serve.methods import Timeouts
 from runner.controller.serve.server import listening
+from runner.controller.serve.timeouts import Timeouts
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_node import B, Client, Node, connected, controlled
 from tests.support.frames import STATUS, frames

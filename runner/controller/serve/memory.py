@@ -1,0 +1,72 @@
+"""How much memory the domain of an instance gets (:mod:`runner.controller.tree.limits` has the options)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from runner.base.values import frozen
+from runner.controller.serve import identity
+from runner.controller.serve.identity import RequestRefusedError
+from runner.controller.tree.limits import LEAST_INSTANCE_MEMORY, Limits, memory_for, share_of
+from runner.controller.tree.reconcile import Observed
+from runner.kernel.cgroup import Cgroup
+
+
+@frozen
+class MemoryRequest:
+    """What a registration says of memory."""
+
+    overhead: int
+    """Bytes that the instance needs besides the guest's memory; 0 if they are not named."""
+    charged: bool
+    """Whether the guest's memory is charged to the pod."""
+
+
+def memory_granted(
+    pod_uid: str, request: MemoryRequest, read_most: Callable[[], int], limits: Limits, observed: Observed
+) -> Mapping[str, int]:
+    """Return what the domain of *pod_uid* gets, nothing if it keeps what it has. Raises :class:`RequestRefusedError`.
+
+    At first each gets the same. When the guest's memory is charged, what *read_most* returns (:func:`most_memory`), if that is
+    more: the tables of the guest's pages come later, and are charged to the domain. What the client names is compared with that, and is
+    no reason for more than the pod's share of all. All together never get more than the tree has.
+    """
+    runs = pod_uid in observed.domains and not observed.is_left_over(pod_uid)
+    has = observed.domains[pod_uid].memory_max if runs else None
+    if "memory" not in observed.offered or (has is not None and not request.charged):
+        return {}
+    most = max(read_most(), limits.instance_memory)
+    others = sum(each.memory_max or 0 for uid, each in observed.domains.items() if uid != pod_uid)
+    found = memory_for(most, limits, others)
+    if has is not None:
+        return {pod_uid: max(found, has)}
+    if limits.memory_max is not None and found < (least := request.overhead or LEAST_INSTANCE_MEMORY):
+        reason = f"{max(limits.memory_max - others, 0) >> 20} of the {limits.memory_max >> 20} MiB of --memory-max are left; give the "
+        reason += "controller more, and reserve as much for the system"
+        if most < least:
+            reason = f"it may have {most >> 20}, for its pod has no larger part of the machine; give each more by --pod-memory, or the "
+            reason += "pod more by limits.memory"
+        raise RequestRefusedError(
+            identity.HOST,
+            f"cannot register instance {pod_uid!r}: it needs {least >> 20} MiB besides the guest's memory, and {reason}",
+            lasting=most < least,
+        )
+    return {pod_uid: found if request.charged else min(found, max(limits.instance_memory, request.overhead))}
+
+
+def most_memory(groups: Iterable[Cgroup], overhead: int, own: int | None, limits: Limits, *, burstable: bool) -> int:
+    """Return the bytes that an instance may have, if they are more than each gets at first.
+
+    They are what the limits of its pod and container, *groups*, leave, up to its share of the tree's memory: that of these limits in
+    the machine's memory. Of the *overhead* that it names it may have as much as is its *own*, the share of its CPUs: a container that
+    the machine's owner has started without a limit has no other, and one on a small machine may need that.
+    """
+    named = overhead if own is None else min(overhead, own)
+    limited = [(group, limit) for group in groups if (limit := group.memory_limit()) is not None]
+    if not limited:
+        return named
+    left = min(max(limit - group.memory_kept(), 0) for group, limit in limited)
+    if burstable:
+        return min(left, named)  # its limits are no part of the machine that is its own
+    share = share_of(min(limit + group.huge_page_limit() for group, limit in limited), limits.ram, limits)
+    return left if share is None else min(left, max(share, named))

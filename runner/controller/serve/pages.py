@@ -1,0 +1,104 @@
+"""The pages of the controller: its metrics, and the probes of the kubelet.
+
+========== ============================================================================
+/metrics   text exposition format 0.0.4
+/healthz   200 while the controller works; the text says whether its decisions are frozen
+/readyz    503 while its decisions are frozen, after a pass that failed, and without the
+           device filter
+========== ============================================================================
+
+A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet makes when
+``/healthz`` fails. A page for which the host cannot be read is unavailable.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import attrs
+import trio
+
+from runner.base.errors import HostError, explain
+from runner.controller.metrics import LoopStatus, controller_metrics
+from runner.controller.privileged_start import DeviceFilter
+from runner.controller.serve.handover import handovers
+from runner.controller.serve.reports import Reports
+from runner.controller.serve.seccomp import SeccompCheck
+from runner.controller.tree.loop import ReconcileLoop
+from runner.protocol.exposition import metrics_response, reported_metrics, text_of
+from runner.protocol.http import HttpResponse, not_found, ok, unavailable
+
+_METRICS_FOR = 0.1
+"""Seconds for which the metrics are not made anew, however many ask."""
+
+
+@attrs.define(eq=False)
+class Pages:
+    """The pages about the present state of *loop* and *device_filter*, and what the instances report."""
+
+    loop: ReconcileLoop
+    device_filter: DeviceFilter
+    reports: Reports
+    seccomp: SeccompCheck
+    _turn: trio.Lock = attrs.field(factory=trio.Lock)
+    """The metrics are made once for all that ask meanwhile."""
+    _metrics: HttpResponse | None = None
+    _made_at: float = -math.inf
+
+    async def respond(self, target: str) -> HttpResponse:
+        """Return the response for the path *target*; that of ``/metrics`` may be :data:`_METRICS_FOR` old."""
+        await trio.lowlevel.checkpoint()
+        try:
+            match target:
+                case "/metrics":
+                    return await self._latest_metrics()
+                case "/healthz":
+                    return self._health()
+                case "/readyz":
+                    return self._readiness()
+        except HostError as error:
+            return unavailable(explain(error))
+        return not_found(("/metrics", "/healthz", "/readyz"))
+
+    async def _latest_metrics(self) -> HttpResponse:
+        async with self._turn:
+            if self._metrics is None or time.monotonic() - self._made_at >= _METRICS_FOR:
+                self._metrics = metrics_response(await self._metrics_text())
+                self._made_at = time.monotonic()
+            return self._metrics
+
+    async def _metrics_text(self) -> str:
+        """Return all metrics, made in steps, between which the requests of instances have their turn."""
+        registered = self.loop.seen().instances().keys()
+        await self.reports.fetch(registered)
+        observed = self.loop.observed or self.loop.observe()
+        status = LoopStatus(
+            self.loop.counters,
+            observed,
+            tuple(handovers(self.loop.state, observed)),
+            self.seccomp.without(observed.floats()),
+            bool(self.loop.frozen()),
+            self.loop.float_cpus(),
+            self.reports.ages(registered),
+        )
+        texts = []
+        for each in (*controller_metrics(status), *reported_metrics(self.reports.latest(registered))):
+            texts.append(text_of([each]))
+            await trio.lowlevel.checkpoint()
+        return "".join(texts)
+
+    def _health(self) -> HttpResponse:
+        writer = self.loop.tree.partition_writer
+        if writer is not None and writer.lost:
+            return unavailable(writer.missing)
+        if self.device_filter.lost:
+            return unavailable(self.device_filter.missing)
+        return ok(f"frozen: {frozen}" if (frozen := self.loop.frozen()) else "ok")
+
+    def _readiness(self) -> HttpResponse:
+        if self.device_filter.missing:
+            return unavailable(self.device_filter.missing)
+        if frozen := self.loop.frozen():
+            return unavailable(f"frozen: {frozen}")
+        return unavailable(f"the last pass failed: {self.loop.error}") if self.loop.error else ok()

@@ -1,0 +1,219 @@
+"""``registerCgroup`` and ``deregisterCgroup``: how an instance comes into the tree, and leaves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import explain
+from runner.base.events import ControllerEvent
+from runner.base.values import frozen
+from runner.controller.privileged_start import DeviceFilter
+from runner.controller.serve import identity
+from runner.controller.serve.callers import Callers, RpcRequest, busy_error
+from runner.controller.serve.cpu_checks import check_cpus, check_holders
+from runner.controller.serve.identity import ContainerIdentity, RequestRefusedError
+from runner.controller.serve.memory import MemoryRequest, memory_granted, most_memory
+from runner.controller.serve.parameters import parse_cpuset, parse_number
+from runner.controller.serve.seals import unsealed
+from runner.controller.serve.seccomp import SeccompCheck
+from runner.controller.serve.timeouts import Timeouts
+from runner.controller.tree.limits import share_of
+from runner.controller.tree.loop import ReconcileLoop
+from runner.controller.tree.reconcile import floats_on
+from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
+from runner.protocol.controller_client import PROTOCOL
+from runner.protocol.jsonrpc import RpcResult
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 32
+"""Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
+
+
+@frozen
+class Registrations:
+    """Registers the instances of *callers* in the tree of *loop*, and removes them."""
+
+    callers: Callers
+    loop: ReconcileLoop
+    device_filter: DeviceFilter
+    seccomp: SeccompCheck
+    timeouts: Timeouts
+    own_cpus: CpuSet
+    """The CPUs that instances may have where there is no kubelet."""
+    seals_required: bool
+    """Whether a client that names no protocol, and so seals nothing, is refused."""
+    most_waiting: int = MOST_WAITING
+    _waits: trio.Semaphore = attrs.field(init=False)
+
+    @_waits.default
+    def _none_waits(self) -> trio.Semaphore:
+        return trio.Semaphore(self.most_waiting)
+
+    async def register(self, request: RpcRequest) -> RpcResult:
+        """Answer ``registerCgroup``."""
+        # First, because only a peer that may act is worth the time to parse its list.
+        caller, pod_uid, arguments = await self.callers.identified(request), request.pod_uid, request.arguments
+        asked, protocol = parse_cpuset(arguments["cpuset"]), parse_number(arguments, "protocol", PROTOCOL)
+        memory = MemoryRequest(parse_number(arguments, "overhead", 0), charged=arguments.get("charged") is True)
+        if protocol < PROTOCOL:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot register instance {pod_uid!r}: its runner is older than this controller, and does not know that each "
+                f"instance has a domain of its own (protocol {protocol} instead of {PROTOCOL}); update its image",
+                lasting=True,
+            )
+        if "protocol" not in arguments and self.seals_required:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot register instance {pod_uid!r}: its client names no protocol, and so does not seal its CPUs, which "
+                "--partitions required demands; use instance-runner",
+                lasting=True,
+            )
+        if (peer := self.callers.peer(request.identify)) is not None:
+            self.seccomp.check(peer, pod_uid)
+        result = await self._agreed(partial(self._register_once, request, caller, asked, memory), caller)
+        if caller is not None:
+            await self._float_kernel_threads(request, self.callers.pods.mount.at(caller.cgroup))
+        return result
+
+    async def _agreed(self, register_once: Callable[[], RpcResult], caller: ContainerIdentity | None) -> RpcResult:
+        """Register as soon as the kubelet agrees; its files and the container's CPUs are followed until then."""
+        await trio.lowlevel.checkpoint()
+        try:
+            return register_once()
+        except RequestRefusedError as error:
+            if error.lasting:
+                raise
+            refused = error
+        try:
+            self._waits.acquire_nowait()
+        except trio.WouldBlock:
+            reason = f"{self.most_waiting} registrations wait for the kubelet"
+            raise busy_error(self.loop.counters, reason) from refused
+        deadline = trio.current_time() + self.timeouts.agreement
+        scopes = [] if caller is None else [self.callers.pods.mount.at(caller.container.path)]
+        try:
+            with self.loop.following([each.path / "cpuset.cpus" for each in scopes]):
+                while True:
+                    with trio.move_on_at(deadline) as timeout:
+                        await self.loop.next_pass()
+                    try:
+                        return register_once()
+                    except RequestRefusedError as again:
+                        if again.lasting or timeout.cancelled_caught:
+                            raise
+        finally:
+            self._waits.release()
+
+    def _register_once(
+        self, request: RpcRequest, caller: ContainerIdentity | None, asked: CpuSet, memory: MemoryRequest
+    ) -> RpcResult:
+        """Register without waiting, so that nothing changes between the decision and its effect."""
+        pods, tree, pod_uid = self.callers.pods, self.loop.tree, request.pod_uid
+        self.callers.peer(request.identify)  # it lives still
+        scope = None if caller is None or pods.trusting else pods.mount.at(caller.container.path).cpus()
+        check_cpus(self.loop, pod_uid, asked, scope, self.own_cpus)
+        observed = check_holders(self.loop, pod_uid, asked, self.timeouts.handover)
+        most = partial(self._most_memory, caller, asked, memory.overhead)
+        bytes_of = memory_granted(pod_uid, memory, most, self.loop.limits, observed)
+        group, floating = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
+        existed = group.exists()
+        faults = [
+            fault.reason
+            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of, seen=observed)
+            if fault.pod_uid in (pod_uid, None) and not fault.unlimited
+        ]
+        others = floats_on(asked, self.loop.observed or self.loop.observe(), but=pod_uid)
+        faults += [f"the float of pod {other!r} could not be shrunk, and runs on them still" for other in others]
+        if not faults and not floating.exists():
+            faults.append("no CPU is left for its float")
+        if self.device_filter.missing:  # asked after the pass, which makes a root that was removed
+            faults.append(self.device_filter.missing)
+        effective = group.effective_cpus() if not faults else CpuSet()
+        if effective != asked:
+            if not existed:
+                group.remove()
+            reason = "; ".join(faults) or f"the kernel has put '{effective}' into effect"
+            raise RequestRefusedError(
+                identity.HOST, f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}", lasting=True
+            )
+        what = "found" if existed else "registered"
+        if (more := self.loop.log_limit.due(what, pod_uid)) is not None:
+            log.info(ControllerEvent.INSTANCE_REGISTERED, what, more, pod_uid, asked)
+        domain = tree.domain(pod_uid)
+        control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
+        if caller is not None:
+            control_files += [(pods.mount.at(caller.cgroup), "cgroup.procs"), (floating, "cgroup.threads")]
+            if domain.read_if_there(MEMORY_EVENTS) is not None:
+                control_files.append((domain, MEMORY_EVENTS))
+        return RpcResult(
+            {
+                "cgroup_path": str(group.path),
+                "float_path": str(floating.path),
+                "cpuset": str(effective),
+                "protocol": PROTOCOL,
+                "memory": domain.memory_limit(),
+            },
+            tuple(control_files),
+        )
+
+    def _most_memory(self, caller: ContainerIdentity | None, asked: CpuSet, overhead: int) -> int:
+        limits, pods = self.loop.limits, self.callers.pods
+        own = share_of(len(asked), len(self.loop.machine().online), limits)
+        if caller is None:
+            return most_memory((), overhead, own, limits, burstable=False)
+        of_pod = map(Cgroup, pods.existing(caller.container.owner))
+        groups = (pods.mount.at(caller.container.path), *of_pod)
+        return most_memory(groups, overhead, own, limits, burstable=caller.container.qos == "burstable")
+
+    async def _float_kernel_threads(self, request: RpcRequest, own: Cgroup) -> None:
+        """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
+
+        QEMU starts in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
+        QEMU there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
+        The runner registers once more when QEMU is up.
+        """
+        limit, pod_uid = self.loop.log_limit, request.pod_uid
+
+        def move(pid: int) -> None:
+            if not self.callers.peers.is_kernel_thread(pid):
+                return
+            try:
+                self.loop.tree.float_of(pod_uid).admit(pid)
+                if (more := limit.due("kernel thread moved", pod_uid)) is not None:
+                    log.info(ControllerEvent.KERNEL_THREAD_MOVED, more, pid)
+            except CgroupError as error:
+                if (more := limit.due("kernel thread stays", pod_uid)) is not None:
+                    log.warning(ControllerEvent.KERNEL_THREAD_NOT_MOVED, more, pid, explain(error))
+
+        await self.callers.look_at_each(own.each_process(), self.callers.peer(request.identify), move)
+
+    async def deregister(self, request: RpcRequest) -> RpcResult:
+        """Answer ``deregisterCgroup``."""
+        await self.callers.owner(request)
+        pod_uid, group = request.pod_uid, self.loop.tree.vcpus_of(request.pod_uid)
+        if not group.exists():
+            return RpcResult({"removed": False})
+        unsealed(self.loop, pod_uid)
+        with trio.move_on_after(self.timeouts.emptying):
+            while not group.remove():
+                await self.loop.next_pass()  # a change of its cgroup.events starts one
+        if not group.remove():
+            threads = " ".join(map(str, sorted(group.threads())[:8]))
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot deregister instance {pod_uid!r}: threads {threads} are still in {group.path}; end them, or move "
+                "them to the pod's cgroup",
+                lasting=True,
+            )
+        if (more := self.loop.log_limit.due("deregistered", pod_uid)) is not None:
+            log.info(ControllerEvent.INSTANCE_DEREGISTERED, more, pod_uid)
+        self.loop.pass_over({})
+        return RpcResult({"removed": True})

@@ -1,0 +1,138 @@
+"""Instances as isolated partitions: ``sealCgroup`` and ``unsealCgroup``, in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from weakref import WeakValueDictionary
+
+import attrs
+import trio
+
+from runner.base.errors import escaped
+from runner.base.events import ControllerEvent
+from runner.base.values import frozen
+from runner.controller.serve import identity
+from runner.controller.serve.callers import Callers, RpcRequest
+from runner.controller.serve.identity import ContainerIdentity, RequestRefusedError
+from runner.controller.serve.timeouts import Timeouts
+from runner.controller.tree.loop import ReconcileLoop
+from runner.controller.tree.reconcile import ISOLATED, Group
+from runner.kernel.cgroup import CgroupError
+from runner.kubelet.pod_cgroups import NOT_SEALED, vcpus_group
+from runner.protocol.jsonrpc import RpcResult
+
+log = logging.getLogger(__name__)
+
+_MOST_REASON = 1000
+"""Characters of a reason that is read from a cgroup: a pod that may make user namespaces can write it."""
+
+
+@frozen
+class Seals:
+    """Seals the instances in the tree of *loop*, one after another; with *required* one that cannot be sealed is refused."""
+
+    callers: Callers
+    loop: ReconcileLoop
+    timeouts: Timeouts
+    required: bool
+    _requests: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
+    """By instance: of the requests to seal it, one at a time waits for its turn among all (:attr:`_turns`)."""
+    _turns: trio.Lock = attrs.field(factory=trio.Lock)
+    """Whose turn it is to seal; trio gives it in the order in which it was asked for."""
+    _sealed_at: dict[str, float] = attrs.field(factory=dict)
+    """When the instances of the last second were sealed, on trio's clock."""
+
+    async def seal(self, request: RpcRequest) -> RpcResult:
+        """Answer ``sealCgroup``."""
+        caller = await self.callers.owner(request)
+        reason = await self._in_turn(request, caller)
+        if not reason:
+            return RpcResult({"guarantee": "enforced"})
+        if self.required:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot keep all others off the CPUs of instance {request.pod_uid!r}: {reason}; --partitions auto goes on without",
+                lasting=True,
+            )
+        if (more := self.loop.log_limit.due("arranged", request.pod_uid)) is not None:
+            log.warning(ControllerEvent.INSTANCE_NOT_SEALED, more, request.pod_uid, reason)
+        return RpcResult({"guarantee": "arranged", "reason": reason})
+
+    async def unseal(self, request: RpcRequest) -> RpcResult:
+        """Answer ``unsealCgroup``."""
+        await self.callers.owner(request)
+        return RpcResult({"unsealed": unsealed(self.loop, request.pod_uid)})
+
+    async def _in_turn(self, request: RpcRequest, caller: ContainerIdentity | None) -> str:
+        """Seal the instance after those that were asked for before it; return why it is not sealed, empty if it is.
+
+        What is not registered or is sealed takes no turn: every container of the node may ask, as often as it likes.
+        """
+        pod_uid, group = request.pod_uid, self.loop.tree.vcpus_of(request.pod_uid)
+        async with self._requests.setdefault(pod_uid, trio.Lock()):  # each instance has one place in the order
+            if not group.exists():
+                return "it is not registered"
+            if group.partition() == ISOLATED:
+                return ""
+            await trio.sleep_until(self._sealed_at.get(pod_uid, -math.inf) + self.timeouts.sealed_again)
+            async with self._turns:
+                await trio.sleep_until(max(self._sealed_at.values(), default=-math.inf) + self.timeouts.seals_apart)
+                self.callers.check_owner(request, caller)
+                now = trio.current_time()
+                for uid in [uid for uid, at in self._sealed_at.items() if at + self.timeouts.sealed_again < now]:
+                    del self._sealed_at[uid]
+                self._sealed_at[pod_uid] = now
+                return self.make(pod_uid)
+
+    def make(self, pod_uid: str) -> str:
+        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one.
+
+        The reason stays with the group, for all that ask later.
+        """
+        reason = self._make(pod_uid)
+        if reason != self._not_sealed(pod_uid):
+            with contextlib.suppress(CgroupError):  # it says why, and changes nothing
+                self.loop.tree.domain(pod_uid).set_attribute(NOT_SEALED, reason)
+        return reason
+
+    def _make(self, pod_uid: str) -> str:
+        if reason := self.impossible():
+            return reason
+        faults = self.loop.pass_over({}, {pod_uid: True})
+        group = (self.loop.observed or self.loop.observe()).instances().get(pod_uid)
+        if group is not None and group.partition == ISOLATED:
+            return ""
+        if group is None or not group.populated:
+            return "no thread is in its cgroup"
+        reasons = [fault.reason for fault in faults if fault.group == vcpus_group(pod_uid)]
+        return "; ".join(reasons) or self.loop.frozen() or f"the kernel says {group.partition!r}"
+
+    def impossible(self) -> str:
+        """Return why no instance can be sealed, empty if one can."""
+        writer = self.loop.tree.partition_writer
+        if writer is None:
+            return "the controller's option --partitions is off"
+        if not writer.missing and (self.loop.observed or self.loop.observe()).exclusive is None:
+            return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
+        return writer.missing
+
+    def guarantee(self, pod_uid: str, group: Group) -> dict[str, str]:
+        """Return whether the kernel keeps all others off the CPUs of *pod_uid*, and if not, why it could not when that was asked last."""
+        if group.partition == ISOLATED:
+            return {"guarantee": "enforced"}
+        return {"guarantee": "arranged", "reason": self._not_sealed(pod_uid)}
+
+    def _not_sealed(self, pod_uid: str) -> str:
+        return escaped(self.loop.tree.domain(pod_uid).attribute(NOT_SEALED) or "")[:_MOST_REASON]
+
+
+def unsealed(loop: ReconcileLoop, pod_uid: str) -> bool:
+    """Unseal the instance and return whether it was sealed."""
+    # Each pass that seals ends with a look at the tree.
+    group = loop.seen().instances().get(pod_uid)
+    if group is None or not group.was_sealed:
+        return False
+    loop.pass_over({}, {pod_uid: False})
+    return True

@@ -1,0 +1,74 @@
+"""Which pods may be root of a user namespace, as which they can write the files of their cgroups."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+
+import attrs
+
+from runner.base.events import ControllerEvent
+from runner.base.rate_limit import LogRateLimit
+from runner.controller.serve import identity
+from runner.controller.serve.identity import RequestRefusedError
+from runner.controller.tree.tree import Tree
+from runner.kernel.cgroup import CgroupError, LeasedError
+from runner.kernel.peers import Peer
+from runner.kernel.procfs import Procfs
+
+log = logging.getLogger(__name__)
+
+_MOST_JUDGED = 4
+"""Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
+_SENTENCE = (
+    "its process runs without a seccomp profile and may make user namespaces, in which it can write the limits and CPUs of its "
+    "cgroups; give the pod seccompProfile: RuntimeDefault, or the node's kubelet seccompDefault: true, or set "
+    "user.max_user_namespaces to 0 on the node"
+)
+
+
+@attrs.define(eq=False)
+class SeccompCheck:
+    """Reads in *procfs* what the processes in *tree*, and those that register, may do; with *required* those are refused."""
+
+    tree: Tree
+    procfs: Procfs
+    log_limit: LogRateLimit
+    required: bool
+    believed: float = 10.0
+    """Seconds for which what was found is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``),
+    and any container's PID 1 have it read (``registerCgroup``)."""
+    _found: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
+    """Pod UID, or process and PID namespace → when it was read, and what was found."""
+
+    def check(self, peer: Peer, pod_uid: str) -> None:
+        """Check, or only log, that *peer*, which registers *pod_uid*, cannot. Raises :class:`RequestRefusedError` if required."""
+        if not self._may_make_root((peer.pid, peer.pid_namespace), lambda: [peer.pid]):
+            return
+        if self.required:
+            raise RequestRefusedError(identity.HOST, f"cannot register instance {pod_uid!r}: {_SENTENCE}", lasting=True)
+        if (more := self.log_limit.due("without seccomp", pod_uid)) is not None:
+            log.warning(ControllerEvent.INSTANCE_WITHOUT_SECCOMP, more, pod_uid, _SENTENCE)
+
+    def without(self, pod_uids: Collection[str]) -> frozenset[str]:
+        """Return those of *pod_uids* that may, as far as their first processes in the tree show."""
+        return frozenset(filter(self._is_without, pod_uids))
+
+    def _is_without(self, pod_uid: str) -> bool:
+        """Tell whether *pod_uid* may; one that hides its threads by a lease counts as one that may: it owns the file."""
+        try:
+            return self._may_make_root(pod_uid, lambda: sorted(self.tree.float_of(pod_uid).threads())[:_MOST_JUDGED])
+        except LeasedError:
+            return True
+        except CgroupError:  # it has been removed
+            return False
+
+    def _may_make_root(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
+        now = time.monotonic()
+        self._found = {each: found for each, found in self._found.items() if now - found[0] < self.believed}
+        if who not in self._found:
+            if not (pids := threads()):
+                return False
+            self._found[who] = now, any(map(self.procfs.may_make_root, pids))
+        return self._found[who][1]

@@ -1,0 +1,79 @@
+"""What is wrong with the tree (pure): actions without their effect, and what no action can put right."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
+from runner.controller.tree.reconcile import (
+    PARENT,
+    ROOT,
+    Desired,
+    Observed,
+    left_behind,
+    silent_fallbacks,
+    withheld,
+)
+from runner.kubelet.pod_cgroups import group_uid, instance_group
+
+_OUTDATED_NAMED = 8
+"""Groups of an earlier version that a fault names."""
+
+
+@frozen
+class Fault:
+    """An action without the effect it should have: its group, and the reason."""
+
+    group: str
+    reason: str
+    unlimited: bool = False
+    """Whether only a limit is missing: the group can be used."""
+
+    @property
+    def pod_uid(self) -> str | None:
+        """The UID of the pod whose group it is, or ``None``."""
+        return group_uid(self.group)
+
+
+def standing_faults(
+    root: Path, desired: Desired, observed: Observed, online: CpuSet, failed: Container[str]
+) -> Iterator[Fault]:
+    """Yield what is wrong with the tree at *root* after a pass, but for the groups whose actions have *failed*."""
+    for name, group in silent_fallbacks(observed, online).items():
+        if name not in failed:
+            yield Fault(
+                name, f"cannot hold {name} to the CPUs {group.cpus}: the kernel has {group.effective} in effect"
+            )
+    yield from _missing_limits(root, desired, observed)
+    if used := observed.populated_outdated():
+        yield Fault(
+            ROOT,
+            "cannot make a domain for each instance: groups of an earlier version of this program are in use "
+            f"({', '.join(used[:_OUTDATED_NAMED])}); drain the node, and start the new version when their pods have ended",
+        )
+
+
+def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterator[Fault]:
+    for name in desired.limits.controllers:
+        if name not in observed.offered:
+            yield Fault(
+                PARENT,
+                f"cannot limit what is in {root} by the {name} controller: {root.parent} does not offer it",
+                unlimited=True,
+            )
+    for pod_uid, charged in left_behind(desired, observed).items():
+        yield Fault(
+            instance_group(pod_uid),
+            f"cannot remove {root / instance_group(pod_uid)}: {charged >> 20} MiB are charged to it that another program holds since "
+            "its pod has gone, in a memfd that was passed on or in tmpfs; --memory-max leaves so much less until that program ends",
+            unlimited=True,
+        )
+    for file, value in withheld(desired, observed):
+        yield Fault(
+            ROOT,
+            f"cannot lower {root / file} to {value}: more than that is in use; end instances, or "
+            f"give --{file.replace('.', '-')} a larger value",
+            unlimited=True,
+        )

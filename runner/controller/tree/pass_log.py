@@ -1,0 +1,107 @@
+"""What passes do and find, as an operator reads it: the log, and the counters of the page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+import attrs
+
+from runner.base.cpuset import CpuSet
+from runner.base.events import ControllerEvent
+from runner.base.rate_limit import LogRateLimit
+from runner.controller.metrics import ControllerCounters
+from runner.controller.tree.faults import Fault
+from runner.controller.tree.reconcile import (
+    ISOLATED,
+    PARENT,
+    ROOT,
+    Action,
+    Group,
+    Observed,
+    Remove,
+    Restrict,
+    Seal,
+    Unseal,
+    Write,
+)
+from runner.controller.tree.tree import Tree
+from runner.kubelet.pod_cgroups import VCPUS, group_uid
+
+log = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class PassLog:
+    """Logs what passes over *tree* do and find, and counts it in *counters*; *limit* is for what a pod can cause without end."""
+
+    tree: Tree
+    counters: ControllerCounters
+    limit: LogRateLimit
+    kubelet: bool
+    """Whether a kubelet shares out the CPUs; without one each registration changes float."""
+    faults: tuple[Fault, ...] = ()
+    """What went wrong in the last pass, group by group."""
+    left: Mapping[str, CpuSet] = attrs.field(factory=dict)
+    """The cpusets as this program last saw or wrote them: a difference was made by another program."""
+    _oom_kills: Mapping[str, int] | None = None
+    """Pod UID → what :attr:`~runner.controller.tree.reconcile.Domain.oom_kills` was; ``None`` before the tree was observed."""
+
+    def count(self, outcome: str, seconds: float) -> None:
+        """Count a pass, and its time."""
+        self.counters.passes[outcome] += 1
+        self.counters.pass_seconds += seconds
+
+    def add_faults(self, faults: tuple[Fault, ...]) -> None:
+        """Log those of *faults* that are new, and keep all."""
+        for fault in faults:
+            if fault in self.faults:
+                continue
+            if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
+                log.warning(ControllerEvent.LIMIT_MISSING, fault.group, fault.reason)
+            elif (more := self.limit.due("fault", fault.group)) is not None:
+                log.error(ControllerEvent.GROUP_FAILED, more, fault.group, fault.reason)
+        self.faults = faults
+
+    def add_oom_kills(self, observed: Observed) -> None:
+        """Log and count the processes that the kernel has ended since the tree was observed last, as memory was short in a domain."""
+        before = self._oom_kills
+        self._oom_kills = {pod_uid: domain.oom_kills for pod_uid, domain in observed.domains.items()}
+        for pod_uid, domain in observed.domains.items():
+            ended = 0 if before is None else domain.oom_kills - before.get(pod_uid, 0)
+            if ended > 0:
+                self.counters.oom_kills += ended
+                if (more := self.limit.due("out of memory", pod_uid)) is not None:
+                    log.warning(ControllerEvent.OUT_OF_MEMORY, more, pod_uid, ended, domain.memory_max)
+
+    def add_actions(self, actions: Iterable[Action], observed: Observed, granted: Collection[str]) -> None:
+        """Log *actions* that have changed *observed*, but for the CPUs of the pods *granted*; count repairs and removals."""
+        for action in actions:
+            match action:
+                case Remove(group) if group.endswith(f"/{VCPUS}"):
+                    self.counters.removed += 1
+                    log.info(ControllerEvent.STALE_INSTANCE_REMOVED, group_uid(group))
+                case Seal(group) | Unseal(group):
+                    self._add_partition(action, observed.groups[group])
+                case Restrict(group, file, value) if group in (ROOT, PARENT):
+                    log.info(ControllerEvent.LIMIT_WRITTEN, self.tree.group(group).path / file, value)
+                case Write(group, "cpuset.cpus", value):
+                    left, found = self.left.get(group), observed.groups.get(group)
+                    if left is not None and found is not None and found.cpus != left:
+                        self.counters.repairs += 1
+                        log.warning(ControllerEvent.CPUSET_CHANGED_BY_OTHERS, group, found.cpus)
+                    more = "" if self.kubelet else self.limit.due("written", group)
+                    if group_uid(group) not in granted and more is not None:
+                        log.info(ControllerEvent.CPUSET_WRITTEN, more, group or self.tree.root.name, value)
+                case _:
+                    log.debug(ControllerEvent.ACTION_DONE, action)
+
+    def _add_partition(self, action: Seal | Unseal, found: Group) -> None:
+        """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
+        repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
+        self.counters.repairs += repaired
+        what = "sealed" if isinstance(action, Seal) else "unsealed"
+        if (more := self.limit.due(what, action.group)) is not None:
+            level = logging.WARNING if repaired else logging.INFO
+            pod_uid = group_uid(action.group)
+            log.log(level, ControllerEvent.INSTANCE_SEAL_CHANGED, what, more, pod_uid, found.partition)
