@@ -19,7 +19,6 @@ from runner.base.arguments import LOG_FORMATS, CommandLine, add_version, argumen
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError, Status, UsageError, explain
 from runner.base.events import ControllerEvent
-from runner.base.values import frozen
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.methods import controller_methods
@@ -78,8 +77,7 @@ Partitions = Literal["auto", "required", "off"]
 """Whether instances get isolated partitions: where the kernel can, or else none is started, or never."""
 
 
-@frozen
-class LimitOptions:
+class LimitOptions(argparse.Namespace):
     """The limits of the command line, checked; ``None`` stands for no limit."""
 
     memory_max: int | Default | None = "default"
@@ -87,34 +85,37 @@ class LimitOptions:
     cpu_weight: int | Default = "default"
     pod_memory: int | Default | None = "default"
     pod_pids_max: int | None = Limits().instance_pids_max
-    pod_cpu_weight: int = Limits().instance_cpu_weight
 
 
-@frozen
-class Options:
+class Options(LimitOptions):
     """The command line, checked."""
 
     root: Path
     cgroupfs: Path
     socket: Path
     state_dir: Path
-    kubelet: Path | None
-    cdi: Path
-    cpus: CpuSet
-    reserved: CpuSet
+    kubelet_dir: Path
+    cdi_dir: Path
+    cpus: CpuSet | None
+    """``None``: there is a kubelet."""
+    reserved_cpus: CpuSet
     """Empty if they were not named."""
     metrics: tuple[str, int] | None
-    trusting: bool
+    insecure_trust_peer: bool
     handover: float
-    limits: LimitOptions
-    tuning: TuningOptions
-    device_rules: tuple[DeviceRule, ...] | None
-    """Besides the default ones; ``None``: no device filter."""
-    macvtaps: bool
+    move_interrupts: bool
+    move_work_queues: bool
+    low_latency: bool
+    cache_groups: bool
+    no_device_filter: bool
+    allow_device: list[DeviceRule]
+    allow_macvtap: bool
     require_seccomp: bool
     partitions: Partitions
-    sys: Path
-    proc: Path
+    sysfs: Path
+    procfs: Path
+    log_format: str
+    debug: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,21 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from runner.base.completion import complete
 
         complete(parser)
-    arguments = parser.parse_args(argv)
-    with open_output(_STDERR, arguments.log_format) as output:
+    options = parser.parse_args(argv, Options())
+    with open_output(_STDERR, options.log_format) as output:
         root = logging.getLogger()
-        root.addHandler(LogHandler(output.write, arguments.log_format))
-        root.setLevel(logging.DEBUG if arguments.debug else logging.INFO)
-        return _run(arguments, output)
+        root.addHandler(LogHandler(output.write, options.log_format))
+        root.setLevel(logging.DEBUG if options.debug else logging.INFO)
+        return _run(options, output)
 
 
-def _run(arguments: argparse.Namespace, output: NonBlockingWriter) -> int:
+def _run(options: Options, output: NonBlockingWriter) -> int:
     try:
-        options = _options(arguments)
-        partitions = options.partitions != "off"
-        privileged = start_privileged(
-            options.root, options.proc, options.device_rules, macvtaps=options.macvtaps, partitions=partitions
-        )
+        rules = None if options.no_device_filter else options.allow_device
+        macvtaps, partitions = options.allow_macvtap, options.partitions != "off"
+        privileged = start_privileged(options.root, options.procfs, rules, macvtaps=macvtaps, partitions=partitions)
         raise_limits()  # files: some 20 for each instance (runner/controller/tree/held_files.py)
         trio.run(control, options, privileged, output)
     except RunnerError as error:
@@ -158,27 +157,26 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
 
     The log's backlog is written to *output* as its reader makes room.
     """
-    pods = PodCgroups(
-        Cgroup(options.cgroupfs), Procfs(options.proc), kubelet=options.kubelet is not None, trusting=options.trusting
-    )
-    source = None
-    if options.kubelet is not None:
-        source = CpuSource(KubeletFiles(options.kubelet, options.cdi), options.sys, options.reserved)
+    kubelet, trusting = options.cpus is None, options.insecure_trust_peer
+    pods = PodCgroups(Cgroup(options.cgroupfs), Procfs(options.procfs), kubelet=kubelet, trusting=trusting)
+    files = KubeletFiles(options.kubelet_dir, options.cdi_dir)
     loop = ReconcileLoop(
         tree=Tree(Cgroup(options.root), privileged.partition_writer),
-        source=source,
-        sys=options.sys,
+        source=CpuSource(files, options.sysfs, options.reserved_cpus) if kubelet else None,
+        sys=options.sysfs,
         intervals=Intervals(),
-        limits=choose_limits(options.limits, pods, read_huge_pools(options.sys.parent)),
+        limits=choose_limits(options, pods, read_huge_pools(options.sysfs.parent)),
         pods=pods,
     )
-    callers, timeouts = Callers(Peers(options.proc), pods, loop.tree), Timeouts(handover=options.handover)
+    callers, timeouts = Callers(Peers(options.procfs), pods, loop.tree), Timeouts(handover=options.handover)
     device_filter, reports, tuner = privileged.device_filter, Reports(), _host_tuner(options, loop)
     seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, options.require_seccomp)
     seals = Seals(callers, loop, timeouts, options.partitions == "required")
-    registrations = Registrations(callers, loop, device_filter, seccomp, timeouts, options.cpus, seals.required)
+    registrations = Registrations(
+        callers, loop, device_filter, seccomp, timeouts, options.cpus or CpuSet(), seals.required
+    )
     status = NodeStatus(callers, loop, device_filter, seals, seccomp, reports, tuner)
-    if options.trusting:
+    if trusting:
         log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with running_loop(loop):
@@ -208,14 +206,16 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
 
 
 def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
-    root = options.proc / "1/root"  # the node's, whose /proc and /sys are mounted for writing
+    root = options.procfs / "1/root"  # the node's, whose /proc and /sys are mounted for writing
     return HostTuner(
         loop=loop,
-        procfs=Procfs(options.proc),
+        procfs=loop.pods.procfs,
         host=HostSettings(root),
         caches=CacheTuner(root, Resctrl(root / RESCTRL)),
         store=PurePosixPath(options.state_dir / RECORDS),
-        options=options.tuning,
+        options=TuningOptions(
+            options.move_interrupts, options.move_work_queues, options.low_latency, options.cache_groups
+        ),
         earlier=PurePosixPath(options.socket.with_name(RECORDS)),
     )
 
@@ -239,7 +239,6 @@ def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugeP
         instance_memory=pod_memory,
         ram=pods.procfs.memory_total(),
         instance_pids_max=options.pod_pids_max,
-        instance_cpu_weight=options.pod_cpu_weight,
         huge_page_sizes=tuple(hugetlb_name(pool.size) for pool in pools),
         swap=pods.procfs.has_swap(),
     )
@@ -413,13 +412,6 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="COUNT",
         help="processes and threads of a pod's instance, or max",
     )
-    add(
-        "--pod-cpu-weight",
-        type=argument_type(parse_weight),
-        default=defaults.pod_cpu_weight,
-        metavar="WEIGHT",
-        help="cpu.weight of a pod's instance, the same for each",
-    )
 
 
 def _add_tuning(group: argparse._ArgumentGroup) -> None:
@@ -430,43 +422,6 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         ("--cache-groups", "obey cpu.cache_ways and cpu.memory_bandwidth of a spec, by resctrl"),
     ):
         group.add_argument(option, action=argparse.BooleanOptionalAction, default=True, help=text)
-
-
-def _options(arguments: argparse.Namespace) -> Options:
-    cpus: CpuSet | None = arguments.cpus
-    return Options(
-        root=arguments.root,
-        cgroupfs=arguments.cgroupfs,
-        socket=arguments.socket,
-        state_dir=arguments.state_dir,
-        kubelet=arguments.kubelet_dir if cpus is None else None,
-        cdi=arguments.cdi_dir,
-        cpus=cpus or CpuSet(),
-        reserved=arguments.reserved_cpus,
-        metrics=arguments.metrics,
-        trusting=arguments.insecure_trust_peer,
-        handover=arguments.handover,
-        limits=LimitOptions(
-            memory_max=getattr(arguments, "memory_max", "default"),
-            cpu_weight=getattr(arguments, "cpu_weight", "default"),
-            pids_max=getattr(arguments, "pids_max", "default"),
-            pod_memory=getattr(arguments, "pod_memory", "default"),
-            pod_pids_max=arguments.pod_pids_max,
-            pod_cpu_weight=arguments.pod_cpu_weight,
-        ),
-        require_seccomp=arguments.require_seccomp,
-        tuning=TuningOptions(
-            interrupts=arguments.move_interrupts,
-            work_queues=arguments.move_work_queues,
-            latency=arguments.low_latency,
-            caches=arguments.cache_groups,
-        ),
-        device_rules=None if arguments.no_device_filter else tuple(arguments.allow_device),
-        macvtaps=arguments.allow_macvtap,
-        partitions=arguments.partitions,
-        sys=arguments.sysfs,
-        proc=arguments.procfs,
-    )
 
 
 def _some_cpus(text: str) -> CpuSet:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
+from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve import identity
 from runner.controller.serve.identity import RequestRefusedError
 from runner.controller.tree.limits import LEAST_INSTANCE_MEMORY, Limits, memory_for, share_of
+from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.reconcile import Observed
 from runner.kernel.cgroup import Cgroup
+from runner.kubelet.pod_cgroups import ContainerCgroup
 
 
 @frozen
@@ -54,19 +57,25 @@ def memory_granted(
     return {pod_uid: found if request.charged else min(found, max(limits.instance_memory, request.overhead))}
 
 
-def most_memory(groups: Iterable[Cgroup], overhead: int, own: int | None, limits: Limits, *, burstable: bool) -> int:
-    """Return the bytes that an instance may have, if they are more than each gets at first.
+def most_memory(
+    container: ContainerCgroup | None, cpus: CpuSet, overhead: int, pods: PodCgroups, limits: Limits, online: CpuSet
+) -> int:
+    """Return the bytes that the instance of *container*, with *cpus*, may have, if they are more than each gets at first.
 
-    They are what the limits of its pod and container, *groups*, leave, up to its share of the tree's memory: that of these limits in
-    the machine's memory. Of the *overhead* that it names it may have as much as is its *own*, the share of its CPUs: a container that
-    the machine's owner has started without a limit has no other, and one on a small machine may need that.
+    They are what the limits of pod and container leave, up to its share of the tree's memory: that of these limits in the
+    machine's memory. Of the *overhead* that it names it may have as much as is the share of its CPUs in those *online*, which are its
+    alone: a container that the machine's owner has started without a limit has no other, and one on a small machine may need that.
     """
+    own = share_of(len(cpus), len(online), limits)
     named = overhead if own is None else min(overhead, own)
+    groups = []
+    if container is not None:
+        groups = [pods.mount.at(container.path), *map(Cgroup, pods.existing(container.owner))]
     limited = [(group, limit) for group in groups if (limit := group.memory_limit()) is not None]
     if not limited:
         return named
     left = min(max(limit - group.memory_kept(), 0) for group, limit in limited)
-    if burstable:
+    if container is not None and container.qos == "burstable":
         return min(left, named)  # its limits are no part of the machine that is its own
     share = share_of(min(limit + group.huge_page_limit() for group, limit in limited), limits.ram, limits)
     return left if share is None else min(left, max(share, named))

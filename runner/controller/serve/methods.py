@@ -51,11 +51,12 @@ from runner.controller.serve.callers import Callers, RpcRequest, busy_error
 from runner.controller.serve.handover import HandoverPendingError
 from runner.controller.serve.identity import RequestRefusedError
 from runner.controller.serve.node_status import NodeStatus
-from runner.controller.serve.parameters import parse_arguments, parse_pod_uid, parse_tuning
+from runner.controller.serve.parameters import checked, parse_arguments, parse_pod_uid
 from runner.controller.serve.registrations import Registrations
 from runner.controller.serve.seals import Seals
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tune.host_tuner import TUNING, HostTuner
+from runner.controller.tune.tuning import Tuning
 from runner.kernel.peers import PeerError, Peers
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
@@ -178,7 +179,9 @@ def controller_methods(registrations: Registrations, seals: Seals, status: NodeS
 
 
 async def _tune(callers: Callers, loop: ReconcileLoop, tuner: HostTuner, request: RpcRequest) -> RpcResult:
-    tuning, pod_uid = parse_tuning(request.arguments["tuning"]), request.pod_uid
+    pod_uid = request.pod_uid
+    with checked("tuning"):
+        tuning = Tuning.parse(request.arguments["tuning"])
     await callers.owner(request)
     callers.check_registered("tune", pod_uid)
     loop.tree.domain(pod_uid).set_attribute(TUNING, tuning.to_json())

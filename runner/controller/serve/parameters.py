@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from runner.base.cpuset import CpuSet
-from runner.controller.tune.tuning import Tuning
 from runner.kubelet.pod_cgroups import INSTANCE_NAME
 from runner.protocol.jsonrpc import INVALID_PARAMS, RpcError
 
@@ -35,10 +35,8 @@ def parse_cpuset(value: object) -> CpuSet:
     """Return the CPUs, at least one."""
     if not isinstance(value, str):
         raise RpcError(INVALID_PARAMS, "Invalid params: 'cpuset' must be a string like '4-7,12'")
-    try:
+    with checked("cpuset"):
         cpus = CpuSet.parse(value)
-    except ValueError as error:
-        raise RpcError(INVALID_PARAMS, f"Invalid params: 'cpuset': {error}") from None
     if not cpus:
         raise RpcError(INVALID_PARAMS, "Invalid params: 'cpuset' is empty")
     return cpus
@@ -52,9 +50,10 @@ def parse_number(arguments: Mapping[str, object], name: str, default: int) -> in
     return value
 
 
-def parse_tuning(value: object) -> Tuning:
-    """Return what an instance asks for beyond its CPUs."""
+@contextmanager
+def checked(name: str) -> Iterator[None]:
+    """Answer a ``ValueError`` of the block as one of the parameter *name*."""
     try:
-        return Tuning.parse(value)
+        yield
     except ValueError as error:
-        raise RpcError(INVALID_PARAMS, f"Invalid params: 'tuning': {error}") from None
+        raise RpcError(INVALID_PARAMS, f"Invalid params: {name!r}: {error}") from None

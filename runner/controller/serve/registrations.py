@@ -23,7 +23,6 @@ from runner.controller.serve.parameters import parse_cpuset, parse_number
 from runner.controller.serve.seals import unsealed
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.timeouts import Timeouts
-from runner.controller.tree.limits import share_of
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.reconcile import floats_on
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
@@ -121,8 +120,9 @@ class Registrations:
         scope = None if caller is None or pods.trusting else pods.mount.at(caller.container.path).cpus()
         check_cpus(self.loop, pod_uid, asked, scope, self.own_cpus)
         observed = check_holders(self.loop, pod_uid, asked, self.timeouts.handover)
-        most = partial(self._most_memory, caller, asked, memory.overhead)
-        bytes_of = memory_granted(pod_uid, memory, most, self.loop.limits, observed)
+        container, limits = None if caller is None else caller.container, self.loop.limits
+        most = partial(most_memory, container, asked, memory.overhead, pods, limits, self.loop.machine().online)
+        bytes_of = memory_granted(pod_uid, memory, most, limits, observed)
         group, floating = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
         existed = group.exists()
         faults = [
@@ -163,15 +163,6 @@ class Registrations:
             },
             tuple(control_files),
         )
-
-    def _most_memory(self, caller: ContainerIdentity | None, asked: CpuSet, overhead: int) -> int:
-        limits, pods = self.loop.limits, self.callers.pods
-        own = share_of(len(asked), len(self.loop.machine().online), limits)
-        if caller is None:
-            return most_memory((), overhead, own, limits, burstable=False)
-        of_pod = map(Cgroup, pods.existing(caller.container.owner))
-        groups = (pods.mount.at(caller.container.path), *of_pod)
-        return most_memory(groups, overhead, own, limits, burstable=caller.container.qos == "burstable")
 
     async def _float_kernel_threads(self, request: RpcRequest, own: Cgroup) -> None:
         """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.

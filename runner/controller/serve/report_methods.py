@@ -20,10 +20,11 @@ from runner.base.values import frozen
 from runner.controller.serve.callers import Callers, RpcRequest
 from runner.controller.serve.identity import ContainerIdentity
 from runner.controller.serve.methods import Method, RpcMethods
+from runner.controller.serve.parameters import checked
 from runner.controller.serve.reports import Reports
 from runner.controller.tree.loop import ReconcileLoop
 from runner.protocol.instance_metrics import parse_report
-from runner.protocol.jsonrpc import INVALID_PARAMS, RpcError, RpcResult
+from runner.protocol.jsonrpc import RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits
 
 METHOD = "reportInstance"
@@ -58,10 +59,8 @@ class _ReportMethod:
             caller = await self.callers.owner(request)
         self.callers.check_registered("take a report of", request.pod_uid)
         self._proved[request.identify] = request.pod_uid, caller
-        try:
+        with checked("report"):
             report = parse_report(request.arguments["report"])
-        except ValueError as error:
-            raise RpcError(INVALID_PARAMS, f"Invalid params: 'report': {error}") from None
         await self.reports.take(request.pod_uid, report, self._registered)
         return RpcResult({})
 

@@ -22,7 +22,6 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, SpecError, explain
 from runner.base.events import ControllerEvent
-from runner.facts.hardware import OnlineCpus
 from runner.kernel.kubelet_files import Frozen, attempt, attempt_claims, is_registered, settled
 from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.claims import CDI_FILES, DRIVER_SOCKETS, CpuClaims, claimed_cpu_state, parse_cpu_claims
@@ -154,7 +153,9 @@ class CpuSource:
 
     def _claimed(self, claims: CpuClaims) -> CpuState | Frozen:
         try:
-            return claimed_cpu_state(claims, self._containers, self.machine(), self.reserved, str(self.files.cdi))
+            return claimed_cpu_state(
+                claims, self._containers, read_online_cpus(self.sys), self.reserved, str(self.files.cdi)
+            )
         except SpecError as error:
             return Frozen(f"cannot use {error}")
 
@@ -163,11 +164,7 @@ class CpuSource:
 
     def _parser(self) -> partial[CpuState]:
         reserved = self.reserved or self._reserved_by_kubelet
-        return partial(parse_verified_cpu_state, machine=self.machine(), reserved=reserved)
-
-    def machine(self) -> OnlineCpus:
-        """Read the machine."""
-        return read_online_cpus(self.sys)
+        return partial(parse_verified_cpu_state, machine=read_online_cpus(self.sys), reserved=reserved)
 
     def _lacks_reserved(self) -> bool:
         """Tell whether some CPUs are neither in the shared pool nor a pod's, as the reserved ones under ``strict-cpu-reservation``."""
@@ -175,7 +172,7 @@ class CpuSource:
         return (
             not isinstance(state, Frozen)
             and state.policy == "static"
-            and not self.machine().online <= state.shared_pool | state.exclusive()
+            and not read_online_cpus(self.sys).online <= state.shared_pool | state.exclusive()
         )
 
     async def _ask_for_reserved(self) -> CpuSet:
@@ -183,7 +180,7 @@ class CpuSource:
         allocatable = parse_allocatable_cpus(await self._ask(GET_ALLOCATABLE))
         if not allocatable:  # for a moment at its start (cpu_manager.go, Start)
             raise HostError(f"{self.files.pod_resources} says that no pod may have CPUs of its own")
-        return self.machine().online - allocatable
+        return read_online_cpus(self.sys).online - allocatable
 
     async def _ask(self, method: str) -> bytes:
         from runner.protocol.grpc import call

@@ -99,7 +99,7 @@ class HeldFiles:
 
     async def _outwait(self, path: str, awaited: set[str], held: Callable[[], None]) -> None:
         try:
-            opened = partial(_open_after_lease, path)
+            opened = partial(os.open, path, os.O_RDWR | os.O_CLOEXEC)
             fd = await trio.to_thread.run_sync(opened, abandon_on_cancel=True, limiter=self._threads)
         except OSError:  # it was removed meanwhile; if not, the next hold() tries again
             return
@@ -114,7 +114,3 @@ class HeldFiles:
         """Close all."""
         for path in [*self._held]:
             self._release(path)
-
-
-def _open_after_lease(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

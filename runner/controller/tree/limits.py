@@ -24,6 +24,8 @@ MOST_PROCESSES = 1 << 22
 """``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""
 CPU_WEIGHTS = range(1, 10_001)
 """The values of ``cpu.weight`` ("CPU Interface Files")."""
+DEFAULT_WEIGHT = 100
+"""The kernel's default, which every instance has: they share the tree's CPU time equally."""
 
 NO_LIMIT = "max"
 MEMORY_MAX, SWAP_MAX = "memory.max", "memory.swap.max"
@@ -43,7 +45,7 @@ class Limits:
 
     memory_max: int | None = None
     """Bytes of everything in the tree, which the limits of the instances do not exceed together."""
-    cpu_weight: int = 100
+    cpu_weight: int = DEFAULT_WEIGHT
     """The share of the tree in CPU time, beside all other pods."""
     pids_max: int | None = None
     """Processes and threads in the tree."""
@@ -53,8 +55,6 @@ class Limits:
     """Bytes of memory that the machine has; ``None`` if that is unknown."""
     instance_pids_max: int | None = 2048
     """Processes and threads of one instance."""
-    instance_cpu_weight: int = 100
-    """The share of an instance in the tree's CPU time."""
     huge_page_sizes: tuple[str, ...] = ()
     """The sizes of huge pages that the kernel has, as in the names of control files, such as ``2MB``."""
     swap: bool = False
@@ -76,7 +76,7 @@ class Limits:
         return {
             **self._of_memory(memory_max),
             "pids.max": NO_PROCESSES if gone else _written(self.instance_pids_max),
-            "cpu.weight": str(CPU_WEIGHTS[0] if gone else self.instance_cpu_weight),
+            "cpu.weight": str(CPU_WEIGHTS[0] if gone else DEFAULT_WEIGHT),
             "cgroup.max.descendants": "2",
         }
 

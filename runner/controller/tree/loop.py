@@ -251,12 +251,11 @@ class ReconcileLoop:
         """Do *actions*, log those that succeeded, and return what went wrong."""
         self._changed |= bool(actions)
         faults = self.tree.apply(actions, machine.online)
-        failed = {fault.group for fault in faults if not fault.unlimited}
-        unlimited = {fault.group for fault in faults if fault.unlimited}
+        failed = {(fault.group, fault.unlimited) for fault in faults}
         done = [
             action
             for action in actions
-            if action.group not in failed and not (isinstance(action, Restrict | Seal) and action.group in unlimited)
+            if failed.isdisjoint([(action.group, False), (action.group, isinstance(action, Restrict | Seal))])
         ]
         self.pass_log.add_actions(done, observed, grants)
         return faults

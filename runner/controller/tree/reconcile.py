@@ -659,16 +659,15 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
             yield Restrict(ROOT, "cgroup.subtree_control", f"+{name}")
 
 
-def float_cpus(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet] | None = None) -> CpuSet:
+def float_cpus(desired: Desired, observed: Observed) -> CpuSet:
     """Return the CPUs that every float is to have: the shared pool, less what instances hold still.
 
     With the orphans, instances whose pods have gone, on the whole shared pool, float joins them there, like every other pod
     of the node.
     """
-    grants = grants or {}
-    removed = frozenset(_removed(desired, observed, grants))
+    removed = frozenset(_removed(desired, observed, {}))
     groups = {path: group for path, group in observed.groups.items() if path not in removed}
-    _, owned, orphaned = _owned(desired, observed, groups, grants, _without_pod(desired, observed, grants))
+    _, owned, orphaned = _owned(desired, observed, groups, {}, _without_pod(desired, observed, {}))
     return desired.shared_pool - owned - orphaned or desired.shared_pool - owned
 
 

@@ -26,8 +26,20 @@ SettingKind = Literal["interrupt", "work_queue", "latency", "governor", "cache",
 KINDS: tuple[SettingKind, ...] = get_args(SettingKind)
 
 
+class _ListOfCpus:
+    """A setting whose value is a list of CPUs."""
+
+    def members(self, value: str) -> CpuSet:
+        """Return the CPUs of a list."""
+        return CpuSet.parse(value)
+
+    def value(self, members: CpuSet) -> str:
+        """Return the list of these CPUs."""
+        return str(members)
+
+
 @frozen
-class AwayFrom:
+class AwayFrom(_ListOfCpus):
     """CPUs without those of the instances (*occupied*).
 
     Where a mask has no others, it gets those of *near*, and failing that all *online* ones that are left. With *prefer_near*
@@ -38,14 +50,6 @@ class AwayFrom:
     online: CpuSet
     near: CpuSet = attrs.field(factory=CpuSet)
     prefer_near: bool = False
-
-    def members(self, value: str) -> CpuSet:
-        """Return the CPUs of a mask."""
-        return CpuSet.parse(value)
-
-    def value(self, members: CpuSet) -> str:
-        """Return the mask of these CPUs."""
-        return str(members)
 
     def target(self, before: str) -> str:
         """Return the mask for one that was *before*."""
@@ -58,18 +62,10 @@ class AwayFrom:
 
 
 @frozen
-class Added:
+class Added(_ListOfCpus):
     """CPUs in addition to those that were there: the ones that irqbalance leaves alone."""
 
     cpus: CpuSet
-
-    def members(self, value: str) -> CpuSet:
-        """Return the CPUs of a list."""
-        return CpuSet.parse(value)
-
-    def value(self, members: CpuSet) -> str:
-        """Return the list of these CPUs."""
-        return str(members)
 
     def target(self, before: str) -> str:
         """Return the list for one that was *before*."""

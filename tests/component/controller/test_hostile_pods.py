@@ -62,11 +62,11 @@ def limits(node: Node) -> dict[str, str]:
 
 async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
     node.become(B)
-    options = LimitOptions(pod_pids_max=40, pod_cpu_weight=300)
+    options = LimitOptions(pod_pids_max=40)
     async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         domain = node.domain(B)
-        assert (domain.kind(), domain.read("pids.max"), domain.read("cpu.weight")) == ("domain threaded", "40", "300")
+        assert (domain.kind(), domain.read("pids.max"), domain.read("cpu.weight")) == ("domain threaded", "40", "100")
         assert (domain.read("memory.max"), domain.read("memory.swap.max")) == (str(320 << 20), "0")
         assert domain.read("hugetlb.2MB.max") == domain.read("hugetlb.2MB.rsvd.max") == "0"
         assert str(domain.cpus()) == "", "it has the root's"

@@ -12,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import trio
 
 from runner.base.errors import HostError
-from runner.controller.main import main
+from runner.controller.main import Options, command_line, main
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.protocol.http import serve_http
@@ -308,7 +309,7 @@ def test_trusting_is_logged_as_a_warning(built: Node) -> None:
         (["--memory-high", "0M"], "--memory-high"),
         (["--pids-max", "0"], "--pids-max"),
         (["--pod-pids-max", "-1"], "--pod-pids-max"),
-        (["--pod-cpu-weight", "10001"], "--pod-cpu-weight"),
+        (["--cpu-weight", "10001"], "--cpu-weight"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -428,6 +429,12 @@ def test_its_log_can_be_json(built: Node) -> None:
     assert ready["fields"]["socket"] == str(built.socket)
     [stopping] = [each for each in records if each["message"] == "stopping"]
     assert stopping["fields"] == {"signal": "SIGTERM"}
+
+
+def test_the_parser_sets_every_option() -> None:
+    """A type checker cannot see which."""
+    options = command_line().parse_args([], Options())
+    assert [name for name in get_type_hints(Options) if not hasattr(options, name)] == []
 
 
 def test_the_script_is_installed() -> None:

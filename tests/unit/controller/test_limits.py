@@ -100,12 +100,12 @@ def test_numbers() -> None:
 
 
 def test_what_is_left_of_a_pod_that_has_gone_cannot_fork_and_gets_the_least_time() -> None:
-    limits = Limits(instance_pids_max=None, instance_cpu_weight=3)
+    limits = Limits(instance_pids_max=None)
     assert limits.of_domain(MIB, gone=False) == {
         "memory.max": str(MIB),
         "memory.high": "max",
         "pids.max": "max",
-        "cpu.weight": "3",
+        "cpu.weight": "100",
         "cgroup.max.descendants": "2",
     }
     assert limits.of_domain(MIB, gone=True)["cpu.weight"] == "1"

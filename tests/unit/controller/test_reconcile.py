@@ -49,7 +49,7 @@ MEMS = CpuSet([0, 1])
 SETS = [CpuSet(cpus) for size in range(4) for cpus in itertools.combinations(ALL, size)]
 MACHINE = OnlineCpus(present=ALL, online=ALL, memory_nodes=MEMS)
 CPUSET = frozenset({"cpuset"})
-LIMITS = Limits(memory_max=64 << 20, pids_max=100, instance_memory=8 << 20, instance_pids_max=10, instance_cpu_weight=7)
+LIMITS = Limits(memory_max=64 << 20, pids_max=100, instance_memory=8 << 20, instance_pids_max=10)
 BUILT = Observed(CPUSET, CPUSET, exists=True, enabled=CPUSET, cpus=ALL, mems=MEMS)
 """Of a kernel with cpuset alone; the limits have tests of their own."""
 
