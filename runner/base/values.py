@@ -6,7 +6,7 @@ hundred classes before its guest runs (``tests/benchmarks/README.md``). attrs le
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     from attrs import frozen  # mypy knows attrs' own decorator
@@ -21,7 +21,10 @@ else:
         return attrs.frozen(cls)
 
 
-__all__ = ["frozen"]
+__all__ = ["Fd", "frozen"]
+
+Fd = Annotated[int, "an open descriptor"]
+"""The number of an open descriptor, which goes along when a runner becomes another program; a negative one stands for none."""
 
 
 def _values(value: Any) -> tuple[Any, ...]:

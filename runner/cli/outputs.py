@@ -23,7 +23,7 @@ from runner.instance.init import ExitReport, Streams, of_running_guest, report_o
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
 if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedOutputs  # only a runner that is renewed carries any
+    from runner.instance.held import Held
     from runner.instance.supervisor import CarryOver
 
 log = logging.getLogger("runner")
@@ -32,7 +32,7 @@ log = logging.getLogger("runner")
 class Outputs:
     """The log, the console's output, and the termination log. A context manager that writes what is left at its end."""
 
-    def __init__(self, log_level: str, log_format: Literal["text", "json"]) -> None:
+    def __init__(self, held: Held, log_level: str, log_format: Literal["text", "json"]) -> None:
         self.termination_log: int | None = None
         self._abandoned: list[trio.lowlevel.Task] = []
         """The root tasks of event loops that have ended by themselves. Each keeps all of its loop's: they must not begin to
@@ -41,6 +41,7 @@ class Outputs:
         self._log_format = log_format
         self.stdout, self.stderr = open_output(1, log_format), open_output(2, log_format)
         self._json_console = JsonConsole(self.stdout) if log_format == "json" else None
+        held.at_commit(partial(self._begin_with, *self._hold(held)))
         root = logging.getLogger()
         root.addHandler(LogHandler(self.stderr.write, log_format))
         root.setLevel(log_level.upper())
@@ -54,31 +55,29 @@ class Outputs:
         for writer in (self.stderr, self.stdout):
             writer.__exit__(kind, error, trace)
 
-    def streams(self, http: tuple[str, int] | None) -> Streams:
-        """Return them for the instance."""
+    def streams(self, held: Held, http: tuple[str, int] | None = None) -> Streams:
+        """Return them for the instance, and the address *http* for probes and metrics, unless that is held already."""
         console = self.stdout.write if self._json_console is None else self._json_console.write
-        return Streams(self.stdout, self.stderr, console, http)
+        return Streams(self.stdout, self.stderr, console, held.value("http address", lambda: http))
 
-    def carried(self) -> CarriedOutputs:
-        """Return what the program that renews this one must know of them."""
-        from runner.instance.renewal.carried import CarriedOutputs
-        from runner.kernel.carried import CarriedFd
-
-        return CarriedOutputs(
-            self._log_level,
-            self._log_format,
-            None if self.termination_log is None else CarriedFd(self.termination_log),
-            self.stdout.carried(),
-            self.stderr.carried(),
-            b"" if self._json_console is None else self._json_console.unfinished,
+    def _hold(self, held: Held) -> tuple[bytes, bytes, bytes]:
+        """Keep in *held* what another program needs to go on; return what one before has not written yet."""
+        held.current("log level", lambda: self._log_level)
+        held.current("log format", lambda: self._log_format)
+        self.termination_log = held.current("termination log", lambda: self.termination_log)
+        console = self._json_console
+        return (
+            held.current("stdout", lambda: self.stdout.unwritten),
+            held.current("stderr", lambda: self.stderr.unwritten),
+            held.current("console line", lambda: b"" if console is None else console.unfinished),
         )
 
-    def take_over(self, carried: CarriedOutputs) -> None:
-        """Continue with what the runner before exec has not written yet."""
-        self.stdout.take_over(carried.stdout)
-        self.stderr.take_over(carried.stderr)
+    def _begin_with(self, stdout: bytes, stderr: bytes, console_line: bytes) -> None:
+        """Continue with what another program has not written yet."""
+        self.stdout.begin_with(stdout)
+        self.stderr.begin_with(stderr)
         if self._json_console is not None:
-            self._json_console.take_over(carried.console_line)
+            self._json_console.take_over(console_line)
 
     def reported(self, act: Callable[[], Awaitable[ExitReport]], carry_over: CarryOver) -> int:
         """Run *act*, log its report and write it to the termination log; return the exit status.
@@ -110,7 +109,7 @@ class Outputs:
         try:
             return trio.run(run)
         except Exception as error:
-            carry_over.go_back()
+            carry_over.held.go_back()
             if root is not None:
                 self._abandoned.append(root)
                 return self._after_loop(carry_over, error)
@@ -130,12 +129,10 @@ class Outputs:
             report = report_of(error)
             ran = resume is not None or carry_over.loop_ended_by is not None
             return with_faults(of_running_guest(report) if ran else report, found)
-        assert found.taken_over is not None  # noqa: S101 - it is what that loop has held
-        found.taken_over.pop("outputs")
-        found.offer("outputs", self.carried)
+        self._hold(found.held)
         with warnings.catch_warnings(action="ignore"):
             error.__traceback__ = None  # it holds the loop that has ended, and with it there can be no other
-        return self._run(partial(resume_as_init, self.streams(found.taken_over["run"].http), found), found)
+        return self._run(partial(resume_as_init, self.streams(found.held), found), found)
 
 
 def _write_termination_log(fd: int | None, report: ExitReport) -> None:

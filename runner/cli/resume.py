@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
-from runner.base.errors import HostError, RefusedError, explain
+from runner.base.errors import RefusedError, explain
 from runner.base.events import InstanceEvent
 from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
-from runner.instance.renewal.codec import decode
-from runner.instance.renewal.upgrade import FORMAT, committed_after, taken_over
+from runner.instance.renewal.upgrade import committed_after, state_of, taken_over
 from runner.instance.supervisor import CarryOver
 from runner.kernel.execution import claim_inherited
 from runner.kernel.program_directory import check_program
@@ -55,43 +53,33 @@ def rehearse(stage: ExecutedStage) -> None:
                 file.write(manifest)
         except RefusedError as error:  # the first stage prints no causes
             raise RefusedError(explain(error)) from None
-    _state(document)
+    state_of(document)
 
 
 def resume(stage: ExecutedStage) -> int:
     """Go on with the instance and return its exit status."""
     document = stage.document
-    state = _state(document)
+    carry_over = taken_over(document, stage.index, stage.reason)
     claim_inherited(document["descriptors"])
     os.set_inheritable(stage.fd, False)
-    carried = state.pop("outputs")
-    carry_over = taken_over(document, state, stage.index, stage.reason)
     carry_over.entry = __name__
-    with Outputs(carried.log_level, carried.log_format) as outputs:
-        outputs.termination_log = None if carried.termination_log is None else carried.termination_log.number
-        carry_over.offer("outputs", outputs.carried)
-
-        def commit() -> None:
-            stage.commit()
-            with contextlib.suppress(OSError):  # there is no way back from here on
-                os.close(stage.fd)
-            outputs.take_over(carried)
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            _log(carry_over, committed_after(document))
-
-        carry_over.commit, carry_over.fall_back = commit, stage.fall_back
-        return outputs.reported(partial(resume_as_init, outputs.streams(state["run"].http), carry_over), carry_over)
+    held = carry_over.held
+    held.fall_back = stage.fall_back
+    held.at_commit(stage.commit)
+    held.at_commit(partial(_close, stage.fd))
+    assert held.found is not None  # noqa: S101 - all of it
+    with Outputs(held, held.found["log level"], held.found["log format"]) as outputs:
+        held.at_commit(partial(_log, carry_over, document))
+        return outputs.reported(partial(resume_as_init, outputs.streams(held), carry_over), carry_over)
 
 
-def _state(document: dict[str, Any]) -> dict[str, Any]:
-    if document["format"] != FORMAT:
-        raise HostError(
-            f"cannot understand the state of the runner before: its format is {document['format']}, and this program knows {FORMAT}"
-        )
-    return {name: decode(each) for name, each in document["state"].items()}
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # there is no way back from here on
+        os.close(fd)
 
 
-def _log(carry_over: CarryOver, pause: float) -> None:
+def _log(carry_over: CarryOver, document: dict[str, Any]) -> None:
+    pause = committed_after(document)
     program, generation = carry_over.digest or "the image's", carry_over.generation
     match carry_over.outcome:
         case "renewed":

@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
     raise_limits()  # container runtimes begin with 1024 open files
     os.umask(os.umask(0o077) | 0o022)  # what it writes is its user's alone to change, whatever it was begun with
     carry_over = CarryOver(entry=RESUME)
-    with Outputs(arguments.log_level, arguments.log_format) as outputs:
+    held = carry_over.held
+    with Outputs(held, arguments.log_level, arguments.log_format) as outputs:
         outputs.termination_log = _open_termination_log(arguments.termination_log)
-        carry_over.offer("outputs", outputs.carried)
-        streams = outputs.streams(arguments.http)
+        streams = outputs.streams(held, arguments.http)
 
         async def act() -> ExitReport:
             data, pid1 = _read(arguments.spec), not arguments.not_pid1

@@ -26,6 +26,7 @@ from runner.host.discover import read_host_facts
 from runner.instance.change.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import CarryOver, Faults, Supervisor, open_supervisor
+from runner.kernel.files import all_closed
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.signals import received
@@ -35,7 +36,6 @@ from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
 
 if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedCounters, CarriedRun  # only a runner that is renewed carries any
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ async def run_as_init(
         return ExitReport.of(error)
 
     async def run(supervisor: Supervisor) -> ExitReport:
-        return await _run(source, spec, supervisor, state_directory, streams, pid1=pid1)
+        return await _run(spec, supervisor, streams, partial(_planned, source, spec, state_directory))
 
     return await _supervised(run, streams, carry_over or CarryOver(), pid1=pid1)
 
@@ -158,30 +158,37 @@ def _refuse_foreign_procfs() -> None:
 
 
 async def resume_as_init(streams: Streams, carry_over: CarryOver) -> ExitReport:
-    """Go on with the instance that the runner before exec has carried over; see :func:`run_as_init`."""
-    assert carry_over.taken_over is not None  # noqa: S101 - the caller resumes
-    run: CarriedRun = carry_over.taken_over.pop("run")
-    resuming = partial(_resume, run.plan, streams=streams, pid1=run.pid1)
-    return await _supervised(resuming, streams, carry_over, pid1=run.pid1)
+    """Go on with the instance that another program of this process has held; see :func:`run_as_init`."""
+
+    async def run(supervisor: Supervisor) -> ExitReport:
+        return await _run(None, supervisor, streams, _nothing_new)
+
+    return await _supervised(run, streams, carry_over, pid1=False)
+
+
+async def _nothing_new(_: Supervisor) -> InstancePlan:
+    raise AssertionError
 
 
 async def _supervised(
     run: Callable[[Supervisor], Awaitable[ExitReport]], streams: Streams, carry_over: CarryOver, *, pid1: bool
 ) -> ExitReport:
-    stop, faults = StopRequest(), Faults(begun=carry_over.go_back, own=carry_over.loop_ended_by)
+    held, stop = carry_over.held, StopRequest()
+    pid1 = held.value("pid1", lambda: pid1)
+    sentences = held.value("faults", list[str])
+    faults = Faults(sentences, begun=held.go_back, own=carry_over.loop_ended_by)
     if faults.own is not None:
         stop.ask("a fault of instance-runner")
     with received(*ASK_TO_STOP, note=stop.signals.add) as signals:
         try:
-            if not carry_over.resuming:  # else when everything has been taken over
-                signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            held.at_commit(partial(signal.pthread_sigmask, signal.SIG_SETMASK, ()))
             async with (
                 open_supervisor(stop, faults, () if pid1 else dying_with_us(), carry_over) as supervisor,
                 supervisor.background_task(partial(_obey, signals, stop)),
                 supervisor.background_task(streams.stdout.drain),
                 supervisor.background_task(streams.stderr.drain),
             ):
-                report = await run(_counting(supervisor))
+                report = await run(supervisor)
         finally:
             # A signal from here on comes too late to change anything, and must not end this process: trio raises
             # again what its receiver has not delivered.
@@ -200,39 +207,6 @@ def with_faults(report: ExitReport, faults: tuple[str, ...]) -> ExitReport:
     return ExitReport(Status.DIRTY, "dirty", detail, faults)
 
 
-def _counting(supervisor: Supervisor) -> Supervisor:
-    """Return *supervisor* with the counts of the runner before, if there was one."""
-    carry_over, counters = supervisor.carry_over, supervisor.counters
-    with carry_over.taking("counters") as carried:
-        if carried is not None:
-            counters.restarts.update(carried.restarts)
-            counters.renewals.update(carried.renewals)
-            counters.qemu_updates.update(carried.qemu_updates)
-            counters.swept, counters.console, counters.resets = carried.swept, carried.console, carried.resets
-            supervisor.processes.orphans = carried.orphans
-            supervisor.faults.sentences.extend(carried.faults)
-            if carry_over.outcome is not None:
-                counters.renewals[carry_over.outcome] += 1
-    carry_over.offer("counters", partial(_counts, supervisor))
-    return supervisor
-
-
-def _counts(supervisor: Supervisor) -> CarriedCounters:
-    from runner.instance.renewal.carried import CarriedCounters
-
-    counters = supervisor.counters
-    return CarriedCounters(
-        dict(counters.restarts),
-        dict(counters.renewals),
-        counters.swept,
-        counters.console,
-        supervisor.processes.orphans,
-        tuple(supervisor.faults.sentences),
-        dict(counters.qemu_updates),
-        counters.resets,
-    )
-
-
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
     """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.base.errors.RunnerError`."""
     spec = parse_instance(source, data, os.environ)
@@ -249,56 +223,43 @@ async def _plan(
 
 
 async def _run(
-    source: str,
-    asked: InstanceSpec,
+    asked: InstanceSpec | None,
     bare: Supervisor,
-    state_directory: PurePosixPath,
     streams: Streams,
-    *,
-    pid1: bool,
+    planned: Callable[[Supervisor], Awaitable[InstancePlan]],
 ) -> ExitReport:
-    """Run the instance *asked* for."""
+    """Run the instance *asked* for, or the one that is held; *planned* returns the plan of one that begins."""
 
     async def run() -> ExitReport:
         async with _with_inherited_fds(bare, asked) as supervisor:
-            spec = with_disks(asked, {name: each.descriptor.number for name, each in supervisor.inherited_fds.items()})
-            fds = supervisor.inherited_fds
-            async with supervisor.changes.begin(Kind.START, "the host is being read"):
-                facts = await read_host_facts(spec, supervisor.processes, Roots(), state_directory, fds)
-            plan = plan_instance(source, spec, facts)
-            for remark in plan.remarks:
-                log.warning(InstanceEvent.PLAN_REMARKED, remark)
-            log.info(InstanceEvent.INSTANCE_STARTING, plan.name)
-            if plan.pod.name:
-                log.info(InstanceEvent.POD_NAMED, *plan.pod.to_json().values())
-            return await _run_plan(plan, supervisor, streams, pid1=pid1)
+            # Without its remarks, which were logged, and cloud-init's documents, which QEMU has: they hold secrets.
+            plan = await supervisor.held.once(
+                "plan",
+                partial(planned, supervisor),
+                lambda: attrs.evolve(plan, remarks=(), machine=attrs.evolve(plan.machine, seed=None)),
+            )
+            async with _figures_shown(supervisor, plan, streams.http):
+                ended = await run_instance(plan, supervisor, streams.console)
+        status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
+        return ExitReport(status, ended.status.name.lower(), ended.detail)
 
     return await _reported(run, bare)
 
 
-async def _resume(plan: InstancePlan, bare: Supervisor, *, streams: Streams, pid1: bool) -> ExitReport:
-    """Go on with the instance of *plan*."""
-
-    async def run() -> ExitReport:
-        async with _with_inherited_fds(bare, None) as supervisor:
-            return await _run_plan(plan, supervisor, streams, pid1=pid1)
-
-    return await _reported(run, bare)
-
-
-async def _run_plan(plan: InstancePlan, supervisor: Supervisor, streams: Streams, *, pid1: bool) -> ExitReport:
-    supervisor.carry_over.offer("run", partial(_carried_run, plan, streams.http, pid1=pid1))
-    async with _figures_shown(supervisor, plan, streams.http):
-        ended = await run_instance(plan, supervisor, streams.console)
-    status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
-    return ExitReport(status, ended.status.name.lower(), ended.detail)
-
-
-def _carried_run(plan: InstancePlan, http: tuple[str, int] | None, *, pid1: bool) -> CarriedRun:
-    from runner.instance.renewal.carried import CarriedRun
-
-    # Without cloud-init's documents, which QEMU has: they hold secrets, and nothing needs them any more.
-    return CarriedRun(attrs.evolve(plan, machine=attrs.evolve(plan.machine, seed=None)), http, pid1)
+async def _planned(
+    source: str, asked: InstanceSpec, state_directory: PurePosixPath, supervisor: Supervisor
+) -> InstancePlan:
+    fds = supervisor.inherited_fds
+    spec = with_disks(asked, {name: each.descriptor.number for name, each in fds.items()})
+    async with supervisor.changes.begin(Kind.START, "the host is being read"):
+        facts = await read_host_facts(spec, supervisor.processes, Roots(), state_directory, fds)
+    plan = plan_instance(source, spec, facts)
+    for remark in plan.remarks:
+        log.warning(InstanceEvent.PLAN_REMARKED, remark)
+    log.info(InstanceEvent.INSTANCE_STARTING, plan.name)
+    if plan.pod.name:
+        log.info(InstanceEvent.POD_NAMED, *plan.pod.to_json().values())
+    return plan
 
 
 async def _reported(run: Callable[[], Awaitable[ExitReport]], supervisor: Supervisor) -> ExitReport:
@@ -326,23 +287,23 @@ async def _reported_as_start(run: Callable[[], Awaitable[ExitReport]]) -> ExitRe
 
 @asynccontextmanager
 async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None) -> AsyncIterator[Supervisor]:
-    """Hold *supervisor* with the descriptors that another process has opened for this instance.
+    """Hold *supervisor* with the descriptors that another process has opened for this instance."""
+    async with AsyncExitStack() as stack:
 
-    Without *spec* they came through exec once more.
-    """
-    found: Mapping[str, InheritedFd] = {}
-    async with AsyncExitStack() as held:
-        with supervisor.carry_over.taking("inherited") as carried:
-            if carried:
-                from runner.kernel.inherited_fds import adopted_fds
-
-                found = held.enter_context(adopted_fds(carried))
-        if spec is not None and (spec.descriptors.socket is not None or os.environ.get("LISTEN_FDS")):
+        async def inherit() -> Mapping[str, InheritedFd]:
+            if spec is None or not (spec.descriptors.socket is not None or os.environ.get("LISTEN_FDS")):
+                return {}
             from runner.kernel.inherited_fds import inherited_fds  # here, because few instances inherit any
 
             async with supervisor.changes.begin(Kind.START, "descriptors are being received"):
-                found = await held.enter_async_context(inherited_fds(os.environ, spec.descriptors.socket))
-        supervisor.carry_over.offer("inherited", lambda: tuple(each.carried(name) for name, each in found.items()))
+                return await stack.enter_async_context(inherited_fds(os.environ, spec.descriptors.socket))
+
+        def adopt(found: Mapping[str, InheritedFd]) -> Mapping[str, InheritedFd]:
+            stack.enter_context(all_closed(each.descriptor for each in found.values()))
+            return found
+
+        found = await supervisor.held.once("inherited descriptors", inherit, adopt=adopt)
+        stack.enter_context(supervisor.held.guarded())
         yield attrs.evolve(supervisor, inherited_fds=found)
 
 

@@ -6,10 +6,11 @@ The order of the lines in :func:`run_instance` is the order of the start, and up
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import trio
@@ -34,7 +35,7 @@ from runner.instance.parts.qemu import (
     started_within,
 )
 from runner.instance.parts.state_directory import RECEIPT, discard_leftovers
-from runner.instance.supervisor import CarryOver, Supervisor, carried_fd
+from runner.instance.supervisor import CarryOver, Supervisor
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.processes import Process
@@ -46,7 +47,6 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 if TYPE_CHECKING:
     from runner.instance.change.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
     from runner.instance.parts.network import NicBackend
-    from runner.instance.renewal.carried import CarriedControl  # only a runner that is renewed carries any
     from runner.instance.watch.receipts import Receipts
 
 log = logging.getLogger(__name__)
@@ -99,10 +99,12 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             def daemons() -> Sequence[Process]:
                 return [*(share.process for share in shares.daemons), *passts]
 
-            if not supervisor.carry_over.resuming:
+            async def begin() -> None:
                 refuse_dead(daemons())
                 await started_within(supervisor, plan.start_timeout, machine.resume)
                 log.info(InstanceEvent.GUEST_STARTED)
+
+            await supervisor.held.once("guest runs", begin)
             with supervisor.carry_over.outliving_the_loop(partial(_resume_after_loop, supervisor)):
                 async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                     unfinished = partial(_unfinished, machine, receipts)
@@ -130,7 +132,7 @@ async def _ended(
         ended = await _wait_for_the_end(supervisor, machine, daemons, partial(_cpus_lost, receipts))
 
     async with AsyncExitStack() as held:
-        if supervisor.carry_over.resuming:
+        if supervisor.held.resuming:
             from runner.instance.renewal.after import verify_guest  # here, because few runners are renewed
 
             await held.enter_async_context(supervisor.background_task(partial(verify_guest, machine, receipts)))
@@ -205,10 +207,8 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over
 @asynccontextmanager
 async def _opened(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[OpenedFiles]:
     """Hold the files and devices of :func:`opened_files`; none if QEMU has them already."""
-    if supervisor.carry_over.resuming:
-        yield OpenedFiles({}, {}, None, ExitStack())
-        return
-    with opened_files(plan.machine, plan.state_directory) as opened:
+    nothing = OpenedFiles({}, {}, None, ExitStack())
+    with supervisor.held.passed_on(lambda: opened_files(plan.machine, plan.state_directory), nothing) as opened:
         yield opened
 
 
@@ -246,20 +246,21 @@ async def _passthrough_held(
 @asynccontextmanager
 async def _state(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[int]:
     """Hold a descriptor of the state directory; it is removed at the end unless something is kept in it."""
-    with ExitStack() as held:
-        with supervisor.carry_over.taking("state directory") as carried:
-            if carried is None:
-                directory = held.enter_context(files.directory(plan.state_directory))
-                files.claim(directory, plan.state_directory)
-                discard_leftovers(directory, plan.state_directory)
-            else:  # claimed still: the lock belongs to the open file description, which went through exec
-                directory = held.enter_context(files.closing(carried.number))
-        supervisor.carry_over.offer("state directory", partial(carried_fd, directory))
+    # Claimed for as long as it is open, also by another program: the lock belongs to the open file description.
+    with supervisor.held.fd("state directory", lambda: _claimed(plan.state_directory)) as directory:
         try:
             yield directory
         finally:
             with supervisor.faults.recorded("remove the state directory"):
                 files.remove_directory_if_empty(plan.state_directory)
+
+
+@contextmanager
+def _claimed(path: PurePosixPath) -> Iterator[int]:
+    with files.directory(path) as directory:
+        files.claim(directory, path)
+        discard_leftovers(directory, path)
+        yield directory
 
 
 def _import_next_steps() -> None:
@@ -273,28 +274,22 @@ async def _placed_threads(
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
     # Here, because it was imported while QEMU started.
-    from runner.instance.parts.thread_placement import QemuThreads, place_threads, verified
-    from runner.instance.watch.receipts import Receipts, query_threads
+    from runner.instance.parts.thread_placement import QemuThreads, place_threads
+    from runner.instance.watch.receipts import PlacedThreads, Receipts, query_threads
 
-    receipts: Receipts | None = None
-    with supervisor.carry_over.taking("threads") as carried:
-        if carried is not None:
-            threads = QemuThreads(machine.process, carried.vcpus, carried.iothreads)
-            if carried.placement is not None:
-                active.adopt(carried.placement)
-            for vcpu in carried.vcpus:
-                active.remember(vcpu.tid)
-            receipts = Receipts(supervisor, plan, machine, threads, active, carried.receipt, carried.unplugged)
-            receipts.receipt = receipts.read()
-            if supervisor.carry_over.strict:
-                verified(receipts.receipt)
-    if receipts is None:
+    async def place() -> Receipts:
         threads = await started_within(supervisor, plan.start_timeout, partial(query_threads, machine, plan))
         receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
-        receipts = Receipts(supervisor, plan, machine, threads, active, receipt)
         if supervisor.guest_state.placed is not None:
             supervisor.guest_state.placed(receipt)
-    supervisor.carry_over.offer("threads", receipts.carried)
+        return Receipts(supervisor, plan, machine, threads, active, receipt)
+
+    def adopt(found: PlacedThreads) -> Receipts:
+        threads = QemuThreads(machine.process, found.vcpus, found.iothreads)
+        return Receipts(supervisor, plan, machine, threads, active, found.receipt, found.unplugged)
+
+    receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
+    supervisor.held.before_commit(receipts.reread)
     async with (
         _sealed_cpus(supervisor, active, receipts),
         supervisor.background_task(active.settle),
@@ -307,8 +302,7 @@ async def _placed_threads(
 async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
     """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
     async with active.sealed() as reason:
-        if not supervisor.carry_over.resuming:
-            receipts.confirm(reason)
+        supervisor.held.value("placement confirmed", lambda: receipts.confirm(reason))
         try:
             yield
         finally:
@@ -319,9 +313,8 @@ async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts
 @asynccontextmanager
 async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
-    carry_over, recorded = supervisor.carry_over, supervisor.faults.recorded
+    recorded = supervisor.faults.recorded
     plan, active, machine = receipts.plan, receipts.active, receipts.machine
-    attached: tuple[AttachedDisk, ...] = ()
     hotplug: DiskHotplug | None = None
 
     def control_server() -> Serve:
@@ -340,25 +333,15 @@ async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts
 
         return lambda listener: accept(listener, lambda: machine.monitor)
 
-    def carried_control() -> CarriedControl:
-        from runner.instance.renewal.carried import CarriedControl
-
-        disks = attached if hotplug is None else hotplug.attached
-        return CarriedControl(carried_fd(control.fileno()), carried_fd(qmp.fileno()), disks)
-
-    with ExitStack() as held:
-        with carry_over.taking("control") as carried:
-            attached = () if carried is None else carried.disks
-            for each in attached:
-                machine.disk_events.unplugged(each.plan.name)  # known from now on, and set if it was
-            control, qmp = (
-                held.enter_context(listening(directory, name, recorded, adopted and adopted.number))
-                for name, adopted in (
-                    (CONTROL_SOCKET, carried and carried.control),
-                    (QMP_SOCKET, carried and carried.qmp),
-                )
-            )
-        carry_over.offer("control", carried_control)
+    held = supervisor.held
+    with (
+        listening(directory, CONTROL_SOCKET, recorded, held.socket) as control,
+        listening(directory, QMP_SOCKET, recorded, held.socket) as qmp,
+    ):
+        nothing: tuple[AttachedDisk, ...] = ()
+        attached = held.value("disks", lambda: nothing, lambda: attached if hotplug is None else hotplug.attached)
+        for each in attached:
+            machine.disk_events.unplugged(each.plan.name)  # known from now on, and set if it was
         async with (
             supervisor.background_task(partial(_served, control, control_server)),
             supervisor.background_task(partial(_served, qmp, qmp_server)),

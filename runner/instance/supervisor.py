@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import attrs
 import trio
@@ -19,13 +18,13 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.instance.change.gate import Changes, StopRequest
+from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
 from runner.instance.watch.signs_of_life import SignsOfLife
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 
 if TYPE_CHECKING:
-    from runner.kernel.carried import CarriedFd
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
     from runner.placement.threads import Receipt
     from runner.protocol.qmp import Monitor
@@ -112,21 +111,11 @@ ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 
 @attrs.define
 class CarryOver:
-    """What came from the runner that this one renews, and what goes to the one that renews it.
+    """How this program has come to hold the instance, and when and how another one may; what it holds is in :class:`Held`."""
 
-    Each holder of the nest takes what is its own by name, or acquires it in a fresh start, and offers what it holds. Until
-    every holder has taken its own, in one step of the event loop, any error executes the program before again.
-    """
-
-    taken_over: dict[str, Any] | None = None
-    """By the name of the holder; ``None`` in a fresh start."""
+    held: Held = attrs.field(factory=Held)
     generation: int = 0
     """How often this process has been renewed."""
-    commit: Callable[[], None] = lambda: None
-    """Called when everything has been taken over: there is no way back to the program before then."""
-    fall_back: Callable[[BaseException], object] | None = None
-    """Executes the program before; ``None`` once it is committed, and in a fresh start."""
-    offers: dict[str, Callable[[], object]] = attrs.field(factory=dict)
     resume_after_fault: ResumeAfterFault | None = None
     """Only while the guest runs and everything is held."""
     resume_after_loop: ResumeAfterLoop | None = None
@@ -152,62 +141,15 @@ class CarryOver:
     entry: str = ""
     """The module by which a program takes over: ``resume`` of the command line, which stands above all that this module knows."""
 
-    @property
-    def resuming(self) -> bool:
-        """Return whether everything is taken over, and nothing acquired."""
-        return self.taken_over is not None
-
-    @contextmanager
-    def taking(self, name: str) -> Iterator[Any]:
-        """Return what the runner before has carried over as *name*, ``None`` in a fresh start; no await in the block."""
-        with self._falling_back():
-            yield self._take(name)
-
-    def has(self, name: str) -> bool:
-        """Tell whether the runner before has carried over *name*; for what an older one may not have held."""
-        return self.taken_over is not None and name in self.taken_over
-
-    def _take(self, name: str) -> Any:
-        if self.taken_over is None:
-            return None
-        if name not in self.taken_over:
-            raise HostError(f"cannot take over {name}: the runner before has not carried it over")
-        return self.taken_over.pop(name)
-
-    @contextmanager
-    def _falling_back(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self.fall_back is not None:
-                self.fall_back(error)
-            raise
-
-    def _commit(self) -> None:
-        if self.taken_over:
-            raise HostError(f"cannot take over {', '.join(self.taken_over)}: nothing here knows it")
-        self.commit()
-
-    def go_back(self) -> None:
-        """Execute the program before instead of releasing anything while not everything has been taken over."""
-        if self.fall_back is not None:
-            self.fall_back(sys.exc_info()[1] or RuntimeError("it ended before it had taken everything over"))
-
-    def offer(self, name: str, capture: Callable[[], object]) -> None:
-        """Carry over as *name* what *capture* returns at that moment."""
-        self.offers[name] = capture
-
     def unreleased(self, *alive: str) -> str:
         """Return the fault that what is held, and the children *alive*, could not be released where no event loop runs."""
-        return f"could not release {', '.join([*alive, *self.offers])}: the event loop has ended"
+        named = ", ".join([*alive, *self.held.blocks])
+        return f"could not release {named} and what else was made: the event loop has ended"
 
     @contextmanager
     def renewable(self, resume_after_fault: ResumeAfterFault, unfinished: Callable[[], str]) -> Iterator[None]:
         """Let this process be renewed while the block runs: the guest runs, and everything is held."""
-        if self.fall_back is not None:
-            with self._falling_back():
-                self._commit()
-            self.fall_back = None
+        self.held.commit()
         self.resume_after_fault, self.unfinished = resume_after_fault, unfinished
         try:
             yield
@@ -358,6 +300,11 @@ class Supervisor:
     clock: trio.abc.Clock = attrs.field(factory=trio.lowlevel.current_clock)
     """The event loop's, which can be read when that has ended."""
 
+    @property
+    def held(self) -> Held:
+        """Everything that outlives this program's image: asked for by name, made or found."""
+        return self.carry_over.held
+
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Run the task *observe* for as long as the block runs, and no step longer; it may be cancelled at any moment.
@@ -379,7 +326,7 @@ class Supervisor:
         try:
             yield
         finally:
-            self.carry_over.go_back()
+            self.held.go_back()
             scope.cancel()
             # It may be about to act already: a child must not be started again after it was stopped.
             with trio.move_on_after(ENDS_WITHIN, shield=True):
@@ -411,13 +358,6 @@ def loop_time(moment: float) -> float:
     return trio.current_time() - (time.monotonic() - moment)
 
 
-def carried_fd(number: int) -> CarriedFd:
-    """Return the descriptor *number* for the program that renews this one."""
-    from runner.kernel.carried import CarriedFd  # here, because only a runner that is renewed carries any
-
-    return CarriedFd(number)
-
-
 @asynccontextmanager
 async def open_supervisor(
     stop: StopRequest,
@@ -427,10 +367,14 @@ async def open_supervisor(
     timeouts: InstanceTimeouts = InstanceTimeouts(),  # noqa: B008 - frozen
 ) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
+    carry_over = carry_over or CarryOver()
+    held = carry_over.held
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
-        held = carry_over or CarryOver()
-        changes = Changes(stop)
-        supervisor = Supervisor(processes, nursery, stop, changes, faults, Procfs(), carry_over=held, timeouts=timeouts)
+        processes.orphans = held.current("orphans", lambda: processes.orphans)
+        counters, changes = held.value("counters", Counters), Changes(stop)
+        supervisor = Supervisor(
+            processes, nursery, stop, changes, faults, Procfs(), counters, carry_over=carry_over, timeouts=timeouts
+        )
         processes.observing = supervisor.surviving
         try:
             yield supervisor

@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
@@ -450,6 +450,15 @@ def owned(fd: int) -> Iterator[Descriptor]:
         yield descriptor
     finally:
         descriptor.close()
+
+
+@contextmanager
+def all_closed(descriptors: Iterable[Descriptor]) -> Iterator[None]:
+    """Close every one of *descriptors* at the end."""
+    with contextlib.ExitStack() as held:
+        for each in descriptors:
+            held.callback(each.close)
+        yield
 
 
 def read_document(path: PurePosixPath, most: int) -> DocumentFact:

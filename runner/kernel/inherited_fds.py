@@ -20,10 +20,9 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -35,9 +34,6 @@ from runner.facts.descriptor import DescriptorFact, DescriptorKind
 from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
 from runner.kernel.files import Descriptor, owned
 from runner.kernel.lines import LineFramer
-
-if TYPE_CHECKING:
-    from runner.kernel.carried import CarriedInheritedFd  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -68,25 +64,6 @@ class InheritedFd:
     descriptor: Descriptor
     declared: str | None
     """The kind that the agent declares; ``None`` for one inherited through exec."""
-
-    def carried(self, name: str) -> CarriedInheritedFd:
-        """Return what the program that renews this one must know of it."""
-        from runner.kernel.carried import CarriedFd, CarriedInheritedFd
-
-        number = self.descriptor.number
-        return CarriedInheritedFd(name, CarriedFd(number) if number >= 0 else None, self.declared)
-
-
-@contextmanager
-def adopted_fds(carried: Sequence[CarriedInheritedFd]) -> Iterator[Mapping[str, InheritedFd]]:
-    """Hold the descriptors that the runner before exec had inherited, by name; at the end none is open."""
-    with ExitStack() as held:
-        yield {
-            each.name: InheritedFd(
-                held.enter_context(owned(-1 if each.descriptor is None else each.descriptor.number)), each.declared
-            )
-            for each in carried
-        }
 
 
 @asynccontextmanager

@@ -7,13 +7,19 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
 from runner.base.errors import HostError, explain
+from runner.base.values import Fd, frozen
 from runner.kernel.files import append
 
-if TYPE_CHECKING:
-    from runner.kernel.carried import CarriedLogFile  # only a runner that is renewed carries any
+
+@frozen
+class LogFileRecord:
+    """An open log file; *fd* is negative where it could not be opened again. *missing* bytes were not written, for *error*."""
+
+    fd: Fd
+    error: str | None = None
+    missing: int = 0
 
 
 class LogFile:
@@ -22,7 +28,7 @@ class LogFile:
     So the newest *most* bytes are always there, and never more than twice as many. Only a regular file is renamed.
     """
 
-    def __init__(self, path: PurePosixPath, most: int, carried: CarriedLogFile | None = None) -> None:
+    def __init__(self, path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> None:
         self.error: str | None = None
         """Why the last write has failed; ``None`` while it works."""
         self.missing = 0
@@ -31,19 +37,16 @@ class LogFile:
         self._most = most
         self._fd = -1
         self._size: int | None = None
-        if carried is None:
+        if found is None:
             self._open()
         else:
-            self.error, self.missing = carried.error, carried.missing
-            if carried.file is not None:
-                self._fd = carried.file.number
+            self._fd, self.error, self.missing = found.fd, found.error, found.missing
+            if self._fd >= 0:
                 self._look_at_size()
 
-    def carried(self) -> CarriedLogFile:
-        """Return what the program that renews this one must know of it."""
-        from runner.kernel.carried import CarriedFd, CarriedLogFile
-
-        return CarriedLogFile(CarriedFd(self._fd) if self._fd >= 0 else None, self.error, self.missing)
+    def record(self) -> LogFileRecord:
+        """Return what another program needs to go on with it."""
+        return LogFileRecord(self._fd, self.error, self.missing)
 
     def write(self, data: bytes) -> bool:
         """Write *data*; return whether writing fails since now, or goes on, which :attr:`error` and :attr:`missing` say."""
@@ -88,9 +91,9 @@ class LogFile:
 
 
 @contextmanager
-def kept_log(path: PurePosixPath, most: int, carried: CarriedLogFile | None = None) -> Iterator[LogFile]:
-    """Hold an open log file."""
-    file = LogFile(path, most, carried)
+def kept_log(path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> Iterator[LogFile]:
+    """Hold an open log file, the one that was *found* if another program has held it."""
+    file = LogFile(path, most, found)
     try:
         yield file
     finally:

@@ -14,14 +14,11 @@ import select
 import stat
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import trio
 
 from runner.kernel.waiting import writable
-
-if TYPE_CHECKING:
-    from runner.kernel.carried import CarriedOutput  # only a runner that is renewed carries any
 
 BACKLOG = 1 << 18
 """Bytes kept for a reader that is slow."""
@@ -59,16 +56,14 @@ class NonBlockingWriter:
         except OSError:  # closed, or its reader is gone: there is nothing to write to
             return
 
-    def carried(self) -> CarriedOutput:
-        """Return what the program that renews this one has still to write."""
-        from runner.kernel.carried import CarriedOutput
+    @property
+    def unwritten(self) -> bytes:
+        """Return what is still to be written, with the message about what was dropped."""
+        return bytes(self._backlog) + (self._dropped_message(self._dropped) if self._dropped else b"")
 
-        return CarriedOutput(bytes(self._backlog), self._dropped)
-
-    def take_over(self, carried: CarriedOutput) -> None:
-        """Write what the runner before exec had still to write, before anything else."""
-        self._backlog[:0] = carried.backlog
-        self._dropped += carried.dropped
+    def begin_with(self, data: bytes) -> None:
+        """Write before anything else *data*, the :attr:`unwritten` of another program."""
+        self._backlog[:0] = data
         self.flush()
 
     def __enter__(self) -> Self:

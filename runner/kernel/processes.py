@@ -22,21 +22,17 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
-from runner.base.values import frozen
+from runner.base.values import Fd, frozen
 from runner.kernel.leases import read_at_once
 from runner.kernel.limits import OutOfMemory, limit_in_words, limit_of_signal, limited, no_kills
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
 from runner.kernel.signals import received
-
-if TYPE_CHECKING:
-    from runner.kernel.carried import CarriedProcess  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +96,25 @@ class Command:
         return self if user_id == 0 else attrs.evolve(self, user_id=user_id, group_id=group_id, groups=groups)
 
 
+@frozen
+class ProcessRecord:
+    """A child, which stays the child of this process through exec."""
+
+    role: str
+    pid: int
+    started: int
+    """When it was started, in clock ticks since the boot (``starttime`` of proc_pid_stat(5)): a pid alone may be another's."""
+    output: Fd
+    """Negative once it has ended."""
+    level: int
+    """The level at which its output is logged."""
+    unfinished: bytes = b""
+    """What was read of its output and is not logged yet."""
+    last_lines: tuple[str, ...] = ()
+    ended: int | None = None
+    """Its status, if that was read already."""
+
+
 class Process:
     """A child of this process, from its start until its status was read."""
 
@@ -149,15 +164,13 @@ class Process:
         except PermissionError as error:  # it runs as another user, and CAP_KILL is missing
             raise HostError(f"cannot send {signal_name(number)} to {self.role} (pid {self.pid})") from error
 
-    def carried(self) -> CarriedProcess:
-        """Return what the program that renews this one must know of it. Raises ``OSError`` if the kernel does not show it."""
-        from runner.kernel.carried import CarriedFd, CarriedProcess
-
+    def record(self) -> ProcessRecord:
+        """Return what another program needs to go on with it. Raises ``OSError`` if the kernel does not show it."""
         lines = tuple(self.last_lines)
         if self.returncode is not None:
-            return CarriedProcess(self.role, self.pid, 0, None, self._level, b"", lines, self.returncode)
-        started, output = start_time(self.pid), CarriedFd(self._output)
-        return CarriedProcess(self.role, self.pid, started, output, self._level, self._lines.held, lines)
+            return ProcessRecord(self.role, self.pid, 0, -1, self._level, b"", lines, self.returncode)
+        started = start_time(self.pid)
+        return ProcessRecord(self.role, self.pid, started, self._output, self._level, self._lines.held, lines)
 
     def how_it_ended(self) -> str:
         """Return ``exited with status 1`` or ``was killed by SIGKILL``, with the last line of its output if there is one."""
@@ -180,12 +193,12 @@ class Process:
             filter(None, (limit_in_words(each, self.user_id) for each in reversed(self.last_lines))), ""
         )
 
-    def take_over(self, carried: CarriedProcess) -> None:
-        """Continue with what the runner before exec has read of its output, and of its end."""
-        self._lines.feed(carried.unfinished)
-        self.last_lines.extend(carried.last_lines)
-        self.returncode = carried.ended
-        if carried.ended is not None:
+    def go_on(self, found: ProcessRecord) -> None:
+        """Continue with what another program has read of its output, and of its end."""
+        self._lines.feed(found.unfinished)
+        self.last_lines.extend(found.last_lines)
+        self.returncode = found.ended
+        if found.ended is not None:
             self._ended.set()
 
     async def _log_output(self) -> None:
@@ -374,26 +387,24 @@ class Processes:
     async def _observe(self, task: Callable[[], Awaitable[None]]) -> None:
         await (task() if self.observing is None else self.observing(task))
 
-    def adopt(self, carried: CarriedProcess) -> Process:
-        """Own the child that the runner before exec has started; the caller stops it.
+    def adopt(self, found: ProcessRecord) -> Process:
+        """Own the child that this process has started as another program; the caller stops it.
 
         Raises :exc:`~runner.base.errors.HostError` unless it is this process's child still, alive or a zombie, and the same one.
         """
-        process = Process(
-            carried.role, carried.pid, -1 if carried.output is None else carried.output.number, carried.level
-        )
-        process.take_over(carried)
+        process = Process(found.role, found.pid, found.output, found.level)
+        process.go_on(found)
         if process.returncode is not None:
             return process
         try:
-            os.waitid(os.P_PID, carried.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            same = start_time(carried.pid) == carried.started
-            process.user_id = os.stat(f"/proc/{carried.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
+            os.waitid(os.P_PID, found.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            same = start_time(found.pid) == found.started
+            process.user_id = os.stat(f"/proc/{found.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
         except OSError as error:
-            raise HostError(f"cannot take over {carried.role} (pid {carried.pid})") from error
+            raise HostError(f"cannot take over {found.role} (pid {found.pid})") from error
         if not same:
-            raise HostError(f"cannot take over {carried.role}: pid {carried.pid} is another process now")
-        self._owned[carried.pid] = process
+            raise HostError(f"cannot take over {found.role}: pid {found.pid} is another process now")
+        self._owned[found.pid] = process
         self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 Socket = socket.socket
 
+Hold = Callable[[str, Callable[[], AbstractContextManager[Socket]]], AbstractContextManager[Socket]]
+"""Holds the socket of a name, which the function makes where there is none yet."""
+
 _PAUSE = 1.0
 """Seconds until the next attempt to accept: the rest of this program needs what is short more."""
 _TOGETHER = 512
@@ -123,29 +126,26 @@ IN_STATE_DIRECTORY = Manners(
 )
 
 
+def _made(_name: str, make: Callable[[], AbstractContextManager[Socket]]) -> AbstractContextManager[Socket]:
+    return make()
+
+
 @contextmanager
 def listening(
     directory: int,
     name: str,
     recorded: Callable[[str], AbstractContextManager[None]],
-    adopted: int | None = None,
+    hold: Hold = _made,
     manners: Manners = IN_STATE_DIRECTORY,
-) -> Iterator[socket.socket]:
+) -> Iterator[Socket]:
     """Hold a listening, non-blocking socket *name* in *directory* (a descriptor).
 
-    It is removed at the end, in a block of *recorded*, which takes the ``OSError`` if that fails, and the
-    :exc:`~runner.base.errors.HostError` if something else has taken its place: that is left. A socket at which no process
-    answers was left by one that was killed, and is replaced in one step. One that came through exec is *adopted*.
+    It is held by *hold*, which makes it where there is none yet. It is removed at the end, in a block of *recorded*, which takes
+    the ``OSError`` if that fails, and the :exc:`~runner.base.errors.HostError` if something else has taken its place: that is
+    left. A socket at which no process answers was left by one that was killed, and is replaced in one step.
     """
     path = _beneath(directory, name)
-    new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) if adopted is None else adopted_socket(adopted)
-    with new as listener:
-        if adopted is None:
-            try:
-                _check_free(path, manners.another)
-                _replace(listener, path, _beneath(directory, _momentary()), manners)
-            except (OSError, HostError) as error:
-                raise HostError(f"cannot listen at {name!r} {manners.where}") from error
+    with hold(name, lambda: _new_listener(path, _beneath(directory, _momentary()), name, manners)) as listener:
         listener.setblocking(False)
         inode = _inode(path)
         try:
@@ -161,6 +161,17 @@ def _inode(path: str) -> int | None:
     with contextlib.suppress(FileNotFoundError):
         return os.lstat(path).st_ino
     return None
+
+
+@contextmanager
+def _new_listener(path: str, momentary: str, name: str, manners: Manners) -> Iterator[Socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            _check_free(path, manners.another)
+            _replace(listener, path, momentary, manners)
+        except (OSError, HostError) as error:
+            raise HostError(f"cannot listen at {name!r} {manners.where}") from error
+        yield listener
 
 
 def _replace(listener: Socket, path: str, momentary: str, manners: Manners) -> None:

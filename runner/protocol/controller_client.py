@@ -98,6 +98,11 @@ class CgroupFds:
     memory_events: Descriptor | None = None
     """``memory.events`` of the domain that both are in, to be read; ``None`` if none was sent."""
 
+    def descriptors(self) -> tuple[Descriptor, ...]:
+        """Return all of them."""
+        always = (self.float_procs, self.instance_threads, self.pod_procs, self.float_threads)
+        return always if self.memory_events is None else (*always, self.memory_events)
+
 
 @frozen
 class MemoryNeed:

@@ -26,7 +26,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import trio
 
@@ -42,9 +42,6 @@ with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instea
     from qemu.qmp.error import ProtocolError
     from qemu.qmp.message import Message
     from qemu.qmp.models import ErrorResponse, Greeting
-
-if TYPE_CHECKING:
-    from runner.protocol.carried import CarriedMonitor  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +115,22 @@ class VcpuThread:
     tid: int
 
 
+@frozen
+class MonitorRecord:
+    """A conversation with QEMU between two commands."""
+
+    greeting: str
+    """QEMU's, as JSON."""
+    next_number: int
+    """Of the next command: the replies to those that no task waits for any more have other numbers."""
+    unfinished: bytes = b""
+    """What was read and is not a whole line yet."""
+    skipping: bool = False
+    unanswered: tuple[str, ...] = ()
+    events: tuple[tuple[str, str], ...] = ()
+    """Events that no task has received yet: name, and data as JSON."""
+
+
 class Monitor:
     """A conversation with one QEMU; :meth:`greet` begins it.
 
@@ -157,15 +170,15 @@ class Monitor:
         """Return whether a command is being sent, or its reply is waited for."""
         return bool(self._expected) or self._sending.locked()
 
-    def carried(self) -> CarriedMonitor:
-        """Return what the program that renews this one must know of the conversation."""
-        from runner.kernel.carried import CarriedFd
-        from runner.protocol.carried import CarriedMonitor
+    def fileno(self) -> int:
+        """Return the number of its descriptor."""
+        return self._socket.fileno()
 
+    def record(self) -> MonitorRecord:
+        """Return what another program needs to continue the conversation."""
         next_number = next(self._numbers)
         self._numbers = itertools.count(next_number)
-        return CarriedMonitor(
-            CarriedFd(self._socket.fileno()),
+        return MonitorRecord(
             json.dumps(dict(self._greeting or {})),
             next_number,
             self._lines.held,
@@ -174,15 +187,16 @@ class Monitor:
             tuple((event.name, json.dumps(dict(event.data))) for event in self._events),
         )
 
-    def take_over(self, carried: CarriedMonitor) -> None:
-        """Continue the conversation of the runner before exec, which is past its greeting."""
-        self._greeting = Message(json.loads(carried.greeting))
-        self._numbers = itertools.count(carried.next_number)
-        self._lines.feed(carried.unfinished)
-        self._skipping = carried.skipping
-        self._unanswered.extend(carried.unanswered)
+    def go_on(self, found: MonitorRecord) -> Monitor:
+        """Continue the conversation of another program, which is past its greeting; return this monitor."""
+        self._greeting = Message(json.loads(found.greeting))
+        self._numbers = itertools.count(found.next_number)
+        self._lines.feed(found.unfinished)
+        self._skipping = found.skipping
+        self._unanswered.extend(found.unanswered)
         self._owed_since = trio.current_time()
-        self._events.extend(QmpEvent(name, json.loads(data)) for name, data in carried.events)
+        self._events.extend(QmpEvent(name, json.loads(data)) for name, data in found.events)
+        return self
 
     async def greet(self) -> str:
         """Wait for QEMU's greeting, enter command mode and return QEMU's version."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,8 @@ from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import restarted_child
-from runner.instance.renewal.carried import CarriedCgroups, CarriedControllers, CarriedMask, CarriedSeal
 from runner.instance.supervisor import CarryOver, Faults, open_supervisor
-from runner.kernel.carried import CarriedFd
-from runner.kernel.files import owned
+from runner.kernel.files import Descriptor, owned
 from runner.kernel.processes import Command
 from runner.kernel.scheduler import read_mask
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
@@ -32,18 +31,22 @@ PATHS = CgroupPaths("/pod", "/stelia/instance-a/float", "/stelia/instance-a/vcpu
 FILES = ("float_procs", "instance_threads", "pod_procs", "float_threads")
 
 
+def registered(placement: ControllerPlacement, numbers: list[int]) -> dict[str, Any]:
+    """Return what a runner has held that has registered with the controller."""
+    fds = CgroupFds(*map(Descriptor, numbers))
+    return {"placement": placement, "registration": (PATHS, fds), "cgroups": PATHS}
+
+
 async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
-    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
-    confined = frozenset({7, 8})
-    carried = CarriedCgroups(PATHS, float_procs, instance_threads, pod_procs, float_threads, confined)
     carry_over, faults = CarryOver(), Faults()
     placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
+    held = carry_over.held
     async with (
         open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
-        carry_over.taken_over = {"cgroups": carried, "seal": CarriedSeal("the kernel is old")}
+        held.found = {**registered(placement, numbers), "vCPU threads": {7, 8}, "seal": "the kernel is old"}
         async with entered_cgroups(supervisor, placement, [anchor]) as active:
             assert isinstance(active, RegisteredCgroups)
             assert active.cgroups == PATHS
@@ -51,13 +54,11 @@ async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.
             assert anchor.command.entering == numbers[2]
             async with active.sealed() as reason:
                 assert reason == "the kernel is old"
-                assert carry_over.offers["seal"]() == CarriedSeal("the kernel is old")
+                assert held.read["seal"]() == "the kernel is old"
             active.confined.add(9)
-            offered = carry_over.offers["cgroups"]()
-            assert isinstance(offered, CarriedCgroups)
-            assert (offered.pod_procs, offered.confined) == (carried.pod_procs, frozenset({7, 8, 9}))
+            assert held.read["vCPU threads"]() == {7, 8, 9}
             assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
-        assert carry_over.taken_over == {}
+        assert held.found == {}
         assert (tmp_path / "pod_procs").read_text() == "0\n"
         assert anchor.command.entering is None
     assert faults.sentences == []
@@ -75,15 +76,13 @@ async def test_out_of_float_into_a_frozen_cgroup_no_process_goes(
     (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 0\n")
     monkeypatch.setattr(float_module, "Roots", lambda: Roots(cgroup=tmp_path))
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
-    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
-    carried = CarriedCgroups(PATHS, float_procs, instance_threads, pod_procs, float_threads, frozenset())
     carry_over, faults = CarryOver(), Faults()
     placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
     async with (
         open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
-        carry_over.taken_over = {"cgroups": carried}
+        carry_over.held.found = {**registered(placement, numbers), "vCPU threads": set()}
         async with entered_cgroups(supervisor, placement, [anchor]):
             (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 1\n")
     assert faults.sentences == []
@@ -104,22 +103,29 @@ async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypat
     monkeypatch.setattr(delegated, "Roots", lambda: Roots(cgroup=tmp_path))
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
     paths = CgroupPaths("/pod", "/pod/float", "/pod/instance")
-    float_procs, instance_threads, pod_procs, float_threads = map(CarriedFd, numbers)
-    carried = CarriedCgroups(paths, float_procs, instance_threads, pod_procs, float_threads, frozenset({7}))
-    taken_over = {"controllers": CarriedControllers(frozenset({"cpu"})), "cgroups": carried}
+    placement = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
+    found = {
+        "pod's cgroup": "/pod",
+        "controllers": frozenset({"cpu"}),
+        "placement": placement,
+        "cgroups made": None,
+        "cgroup descriptors": CgroupFds(*map(Descriptor, numbers)),
+        "vCPU threads": {7},
+        "cgroups": paths,
+    }
     carry_over, faults = CarryOver(), Faults()
     async with (
         open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
-        carry_over.taken_over = dict(taken_over)
-        placement = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
+        held = carry_over.held
+        held.found = dict(found)
         async with entered_cgroups(supervisor, placement, [anchor]) as active:
             assert active.cgroups == paths
-            assert {name: carry_over.offers[name]() for name in taken_over} == taken_over
+            assert {name: held.read[name]() for name in found} == found
             assert [(tmp_path / name).read_text() for name in FILES] == [""] * 4
             assert control.read_text() == "cpu cpuset\n"
-        assert carry_over.taken_over == {}
+        assert held.found == {}
     assert faults.sentences == []
     assert (tmp_path / "pod_procs").read_text() == "0\n"
     assert sorted(each.name for each in scope.iterdir()) == ["cgroup.subtree_control"]
@@ -129,17 +135,19 @@ async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypat
 async def test_the_mask_of_before_the_start_is_given_back() -> None:
     """The new program's own mask is float's already; that of before goes over."""
     before = read_mask()
-    carry_over, faults = CarryOver({"cgroups": CarriedMask(before)}), Faults()
+    carry_over, faults = CarryOver(), Faults()
     other = CpuSet([min(before)])
     try:
         os.sched_setaffinity(0, set(other))
         placement = AffinityPlacement(CpuSet(set(before) - set(other)), (), other, shared=False)
         async with (
             open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
-            entered_cgroups(supervisor, placement, ()),
         ):
-            assert read_mask() == other
-            assert carry_over.offers["cgroups"]() == CarriedMask(before)
+            held = carry_over.held
+            held.found = {"mask": before, "in float": None, "vCPU threads": set(), "placement": placement}
+            async with entered_cgroups(supervisor, placement, ()):
+                assert read_mask() == other
+                assert held.read["mask"]() == before
         assert read_mask() == before
     finally:
         os.sched_setaffinity(0, set(before))

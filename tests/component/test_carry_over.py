@@ -17,13 +17,14 @@ from runner.base.errors import HostError, RefusedError, Status, explain
 from runner.instance.change.gate import Kind
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal import first_stage
-from runner.instance.renewal.carried import CarriedQemu, CarriedReadiness
-from runner.instance.renewal.codec import decode, encode
 from runner.instance.renewal.first_stage import FirstStage
-from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program
+from runner.instance.renewal.names import NAMES
+from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program, state_of
 from runner.instance.supervisor import Supervisor
+from runner.instance.watch.receipts import PlacedThreads
 from runner.kernel.execution import claim_inherited, identity, sealed_memory
 from runner.kernel.processes import start_time
+from runner.placement.threads import CgroupPaths
 from tests.support.fake_host import FakeHost
 
 SPEC = "[[network]]\n[display]\nvnc = true\n"
@@ -54,20 +55,33 @@ def inheritable() -> list[int]:
     return [number for number in numbers if number > 2 and os.get_inheritable(number)]
 
 
-async def test_every_holder_says_what_it_holds(fake_host: FakeHost) -> None:
+async def test_what_is_held_is_written_and_read(fake_host: FakeHost) -> None:
     async def act(supervisor: Supervisor) -> None:
         await trio.lowlevel.checkpoint()
         document = json.loads(json.dumps(_document(supervisor, [running_program("", "")], "upgrade")))
-        state = {name: decode(each) for name, each in document["state"].items()}
-        captured = {name: capture() for name, capture in supervisor.carry_over.offers.items()}
-        steady = {"state directory", "cgroups", "console", "control", "display", "threads"}
-        assert {name: state[name] for name in steady} == {name: captured[name] for name in steady}
-        assert {"anchor 0", "anchor 1", "dnsmasq 0", "share share", *steady} < state.keys()
+        found, held = state_of(document), {name: read() for name, read in supervisor.held.read.items()}
+        live = {"termination log", "silence"}
+        assert found.keys() == held.keys()
+        plain = {
+            name
+            for name, each in held.items()
+            if isinstance(each, bool | int | bytes | str | CgroupPaths | PlacedThreads)
+        }
+        assert {name: found[name] for name in plain - live} == {name: held[name] for name in plain - live}
+        names = {
+            "anchor:0",
+            "anchor:1",
+            "dnsmasq:0",
+            "up:dnsmasq:0",
+            "share:share",
+            "state directory",
+            "vnc.sock",
+            "qmp.sock",
+        }
+        assert names < found.keys()
+        assert {each.partition(":")[0] for each in found} <= NAMES.keys()
         [qemu] = [process for process in supervisor.processes if process.role == "qemu"]
-        found = state["qemu"]
-        assert isinstance(found, CarriedQemu)
-        assert (found.process.pid, found.process.started) == (qemu.pid, start_time(qemu.pid))
-        assert isinstance(state["readiness"], CarriedReadiness)
+        assert (found["qemu"].pid, found["qemu"].started) == (qemu.pid, start_time(qemu.pid))
         claim_inherited(document["descriptors"])  # each is what it was
 
     await run(fake_host, act)
@@ -135,4 +149,3 @@ def test_the_state_is_sealed_and_descriptors_are_told_apart() -> None:
             claim_inherited({str(fd): identity(other)})
     with pytest.raises(HostError, match=f"cannot take over descriptor {fd}"):
         claim_inherited({str(fd): [0, 0, 0]})
-    assert encode((), []) == []

@@ -18,11 +18,16 @@ import pytest
 import trio
 
 from runner.base.errors import RefusedError, explain
+from runner.instance.change.gate import StopRequest
+from runner.instance.held import Held
+from runner.instance.init import _with_inherited_fds
 from runner.instance.parts.qemu import GuestEnd
+from runner.instance.renewal.documents import from_document, to_document
+from runner.instance.renewal.names import NAMES
+from runner.instance.supervisor import CarryOver, Counters, Faults, open_supervisor
 from runner.kernel import character_devices
-from runner.kernel.carried import CarriedFd, CarriedInheritedFd
 from runner.kernel.files import Descriptor
-from runner.kernel.inherited_fds import InheritedFd, adopted_fds, inherited_fds, probe_descriptor
+from runner.kernel.inherited_fds import InheritedFd, inherited_fds, probe_descriptor
 from runner.plan.networks import InheritedFdPlan
 from tests.support.fake_host import FakeHost
 
@@ -251,13 +256,23 @@ def test_a_descriptor_is_described_as_the_kernel_reports_it(tmp_path: Path) -> N
     }
 
 
-def test_a_renewed_runner_takes_over_what_the_one_before_had_inherited() -> None:
+async def test_another_program_finds_what_the_one_before_had_inherited() -> None:
     """One is open, and closed at the end; the other one is QEMU's alone by now."""
     number = os.memfd_create("inherited")
-    carried = (CarriedInheritedFd("disk0", CarriedFd(number), "file"), CarriedInheritedFd("tap0", None, None))
-    with adopted_fds(carried) as found:
-        assert found["disk0"].descriptor.number == number
-        assert found["disk0"].declared == "file"
-        assert tuple(each.carried(name) for name, each in found.items()) == carried
+    inherited = {"disk0": InheritedFd(Descriptor(number), "file"), "tap0": InheritedFd(Descriptor(-1), None)}
+    descriptors: list[int] = []
+    document = to_document(inherited, NAMES["inherited descriptors"].type, descriptors)
+    assert descriptors == [number]
+    found = from_document(
+        json.loads(json.dumps(document)), NAMES["inherited descriptors"].type, "inherited descriptors"
+    )
+    carry_over = CarryOver(Held({"inherited descriptors": found, "orphans": 0, "counters": Counters()}))
+    async with (
+        open_supervisor(StopRequest(), Faults(), carry_over=carry_over) as bare,
+        _with_inherited_fds(bare, None) as supervisor,
+    ):
+        assert supervisor.inherited_fds["disk0"].descriptor.number == number
+        assert supervisor.inherited_fds["disk0"].declared == "file"
+        assert supervisor.inherited_fds["tap0"].descriptor.number == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)

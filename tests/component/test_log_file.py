@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from runner.kernel.carried import CarriedLogFile
-from runner.kernel.log_file import kept_log
+from runner.kernel.log_file import LogFileRecord, kept_log
 
 
 @pytest.fixture
@@ -52,6 +51,6 @@ def test_a_volume_that_is_full_for_a_while(small: Path) -> None:
 
 def test_what_is_missing_goes_along_to_the_next_program(small: Path) -> None:
     path = PurePosixPath(small / "console.log")
-    with kept_log(path, 1 << 20, CarriedLogFile(None, "No space left on device", 7)) as log:
+    with kept_log(path, 1 << 20, LogFileRecord(-1, "No space left on device", 7)) as log:
         assert log.write(b"after\n")
     assert Path(path).read_bytes() == b"\n[7 bytes of output are missing here: No space left on device]\nafter\n"

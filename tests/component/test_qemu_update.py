@@ -24,7 +24,7 @@ from runner.instance.change import qemu_update
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.instance.timeouts import InstanceTimeouts
-from runner.kernel.carried import CarriedProcess
+from runner.kernel.processes import ProcessRecord
 from runner.kernel.small_files import read_text
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import Accel
@@ -348,9 +348,9 @@ async def test_a_share_goes_along_with_the_state_of_its_virtiofsd(fake_host: Fak
             assert {each["pid"] for each in published["threads"] if each["role"] == "virtiofsd"} == {now}
         loaded = [(each["pid"], each["state"]) for each in fake_host.records("virtiofsd", "loaded")]
         assert loaded == [(pid, f"state of {daemons[0]}") for pid in daemons[1:]]
-        carried = supervisor.carry_over.offers["share share"]()
-        assert isinstance(carried, CarriedProcess)
-        assert carried.pid == daemons[-1]
+        held = supervisor.held.read["share:share"]()
+        assert isinstance(held, ProcessRecord)
+        assert held.pid == daemons[-1]
         await trio.testing.wait_all_tasks_blocked()
 
     assert (await run(fake_host, plan, act)).status is Status.STOPPED

@@ -315,7 +315,7 @@ async def test_a_command_whose_descriptors_could_not_be_sent_has_no_reply(
         patched.setattr("runner.protocol.qmp.send_with_fds", refused)
         with pytest.raises(TooManyFdsInFlightError):
             await monitor.execute("add-fd", fds=(0,))
-    assert list(monitor.carried().unanswered) == []
+    assert list(monitor.record().unanswered) == []
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(monitor.execute, "query-status")

@@ -157,15 +157,19 @@ def spoil_import(program: ProgramDirectory) -> None:
 
 
 def spoil_format(program: ProgramDirectory) -> None:
-    program.patch("instance/renewal/upgrade.py", ("FORMAT = 1\n", "FORMAT = 2\n"))
+    program.patch(
+        "instance/renewal/names.py",
+        ("FORMAT: Final = 2\n", "FORMAT: Final = 3\n"),
+        ("OLDEST: Final = 2\n", "OLDEST: Final = 3\n"),
+    )
 
 
 def spoil_field(program: ProgramDirectory) -> None:
-    program.patch("instance/renewal/carried.py", ("    agent_listens: bool\n", ""))
+    program.patch("protocol/qmp.py", ("    next_number: int\n", ""))
 
 
 def spoil_holder(program: ProgramDirectory) -> None:
-    program.patch("cli/resume.py", ("    _state(document)\n\n", "    import os\n    os.kill(os.getpid(), 9)\n\n"))
+    program.patch("cli/resume.py", ("    state_of(document)\n\n", "    import os\n    os.kill(os.getpid(), 9)\n\n"))
 
 
 @pytest.mark.parametrize(
@@ -176,8 +180,8 @@ def spoil_holder(program: ProgramDirectory) -> None:
         (spoil_directory, "others than root may change it; give it to root, mode go-w"),
         (spoil_link, "it is neither a file nor a directory"),
         (spoil_import, "No module named 'missing_package'"),
-        (spoil_format, "its format is 1, and this program knows 2"),
-        (spoil_field, "instance.renewal.carried.CarriedQemu has no agent_listens here"),
+        (spoil_format, "its format is 2, and this program knows 3"),
+        (spoil_field, "conversation has no next_number here"),
         (spoil_holder, "could not be tried"),
     ],
 )
@@ -256,8 +260,8 @@ def do(path: Path, at: int, statements: str) -> None:
     path.write_text(json.dumps({"at": at, "do": statements}))
 
 
-HOLDERS = 17
-"""What an instance with everything, probes included, takes over one after the other."""
+HOLDERS = 58
+"""Names under which an instance with everything, probes included, holds something; they are found one after the other."""
 
 
 @pytest.mark.soak
@@ -301,7 +305,7 @@ def test_a_program_that_hangs_gives_way_to_the_one_before(start: RenewableStarte
 def test_a_program_has_more_time_on_a_host_where_its_child_was_slow(
     start: RenewableStarter, program: ProgramDirectory
 ) -> None:
-    program.patch("cli/resume.py", ("    _state(document)\n\n", "    import time\n    time.sleep(4)\n\n"))
+    program.patch("cli/resume.py", ("    state_of(document)\n\n", "    import time\n    time.sleep(4)\n\n"))
     steps = hook(program)
     run = start()
     do(steps, 3, "time.sleep(11)")
@@ -310,9 +314,9 @@ def test_a_program_has_more_time_on_a_host_where_its_child_was_slow(
 
 
 def test_a_program_that_leaves_a_holder_out_gives_way(start: RenewableStarter, program: ProgramDirectory) -> None:
-    program.patch("instance/watch/readiness.py", ('taking("readiness")', 'taking("another")'))
+    program.patch("instance/watch/readiness.py", ('held.current("panic"', 'held.current("panic:other"'))
     run = start()
-    assert "cannot take over another: the runner before has not carried it over" in run.upgrade(program).stderr
+    assert "cannot take over panic:other: the runner before has not held it" in run.upgrade(program).stderr
     assert run.stop() == 0
 
 
@@ -452,12 +456,11 @@ def test_a_client_of_the_console_is_told_to_attach_again(start: RenewableStarter
 def test_down_and_up_again(start: RenewableStarter, made: ProgramDirectory, program: ProgramDirectory) -> None:
     """A newer program carries fields that the older one does not know, and leaves them out while they have their default."""
     program.patch(
-        "instance/renewal/carried.py",
-        (
-            "    foreign: CarriedForeignTime | None = attrs.field(default=None)\n",
-            "    foreign: CarriedForeignTime | None = attrs.field(default=None)\n    newer: int = 0\n",
-        ),
-        ("    confined: frozenset[int]\n", "    confined: frozenset[int]\n    newer: int = 0\n"),
+        "instance/parts/daemons.py",
+        ("    down: bool\n\n\n", "    down: bool\n    newer: int = 0\n\n\n"),
+    )
+    program.patch(
+        "kernel/processes.py", ("    ended: int | None = None\n", "    ended: int | None = None\n    newer: int = 0\n")
     )
     run = start(EVERYTHING, "--http", "127.0.0.1:9441")
     for generation, each in enumerate((program, made, program), 1):
@@ -471,13 +474,43 @@ def test_down_and_up_again(start: RenewableStarter, made: ProgramDirectory, prog
     assert run.stop() == 0
 
 
+def newer_name(program: ProgramDirectory) -> None:
+    """Have *program* hold one thing more, by a name that format 3 has first."""
+    program.patch(
+        "instance/renewal/names.py",
+        ("FORMAT: Final = 2\n", "FORMAT: Final = 3\n"),
+        ('    "panic": Name(str),\n', '    "panic": Name(str),\n    "newer": Name(int, since=3),\n'),
+    )
+    program.patch(
+        "instance/watch/readiness.py",
+        (
+            "        signs = state.signs_of_life\n",
+            '        signs = state.signs_of_life\n        held.value("newer", int)\n',
+        ),
+    )
+
+
+def test_what_only_a_newer_program_holds_is_made(
+    start: RenewableStarter, made: ProgramDirectory, program: ProgramDirectory
+) -> None:
+    """It is found by itself, and a program that knows nothing of it refuses."""
+    newer_name(program)
+    run = start(EVERYTHING, program=made)
+    for generation in (1, 2):
+        assert run.upgrade(program).returncode == 0, run.log
+        assert run.status()["runner"]["generation"] == generation
+    assert "its format is 3, and this program knows 2" in run.upgrade(made).stderr
+    assert run.stop() == 0
+    assert run.termination_log()["faults"] == []
+
+
 def test_versions_that_do_not_understand_each_other_refuse_in_both_directions(
     start: RenewableStarter, made: ProgramDirectory, program: ProgramDirectory
 ) -> None:
     spoil_format(program)
     newer, older = start(program=program), start(program=made)
-    assert "its format is 2, and this program knows 1" in newer.upgrade(made).stderr
-    assert "its format is 1, and this program knows 2" in older.upgrade(program).stderr
+    assert "its format is 3, and this program knows 2" in newer.upgrade(made).stderr
+    assert "its format is 2, and this program knows 3" in older.upgrade(program).stderr
     for run in (newer, older):
         assert run.status()["runner"]["generation"] == 0
         assert run.stop() == 0
@@ -666,9 +699,9 @@ log = logging.getLogger("runner")
 """
 
 
-COMMIT = """            stage.commit()
-            from runner.cli.outputs import STEPS
-            open({path!r}, "w").write(json.dumps(STEPS.names))
+COMMIT = """    held.at_commit(stage.commit)
+    from runner.cli.outputs import STEPS
+    held.at_commit(lambda: open({path!r}, "w").write(json.dumps(STEPS.names)))
 """
 
 
@@ -685,7 +718,7 @@ def test_everything_is_taken_over_in_one_step_of_the_event_loop(
     program.patch(
         "cli/resume.py",
         (
-            "            stage.commit()\n",
+            "    held.at_commit(stage.commit)\n",
             COMMIT.format(path=str(found)),
         ),
         ("import logging\n", "import json\nimport logging\n"),

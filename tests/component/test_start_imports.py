@@ -27,8 +27,8 @@ placement = "affinity"
 size = "32MiB"
 """
 
-MODULES, LINES = 110, 18_200
-"""Modules of this project, and their lines, that may be imported by then, the table of events and the gate of live changes among them."""
+MODULES, LINES = 110, 18_300
+"""Modules of this project, and their lines, that may be imported by then; among them the events, the gate of live changes and the store."""
 
 OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl resource qemu"
 """Modules beyond those that ``import trio`` loads, without their submodules and accelerators; with Python 3.11 trio loads

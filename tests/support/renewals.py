@@ -277,11 +277,11 @@ def hook(program: ProgramDirectory) -> Path:
     """
     path = program.path.parent / "hook.json"
     program.patch(
-        "instance/supervisor.py",
-        ("            yield self._take(name)\n", "            _hook(name)\n            yield self._take(name)\n"),
+        "instance/held.py",
         (
-            "Phase = Literal",
-            HOOK.format(path=str(path)) + "Phase = Literal",
+            "        assert self.found is not None  # noqa: S101 - the caller has asked\n",
+            "        assert self.found is not None\n        _hook(name)\n",
         ),
+        ("@attrs.define\nclass Held", HOOK.format(path=str(path)) + "@attrs.define\nclass Held"),
     )
     return path

@@ -33,7 +33,7 @@ def listening(path: Path) -> Iterator[socket.socket]:
     with (
         closing(directory),
         listening_in(
-            directory, path.name, lambda _: contextlib.suppress(OSError, HostError), None, manners
+            directory, path.name, lambda _: contextlib.suppress(OSError, HostError), manners=manners
         ) as listener,
     ):
         yield listener

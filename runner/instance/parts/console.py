@@ -12,9 +12,8 @@ import logging
 import os
 import select
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -28,12 +27,9 @@ from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers
-from runner.kernel.sockets import CONSOLE_SOCKET, Socket, adopted_socket, connected_pair, listening, serve_connections
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, listening, serve_connections
 from runner.kernel.waiting import persistently, receive, writable
 from runner.plan.instance import ConsolePlan
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedConsole  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +72,9 @@ class Console:
         self._show = show
         self._log_file = log_file
         self._log_limit = log_limit
-        self._replay = bytearray()
-        self._received = b""
+        self.replay = b""
+        """The last output, which a client receives first."""
+        self.received = b""
         """What was read of the guest's output and not passed on yet."""
         self._clients: list[ConsoleClient] = []
         self._writer: ConsoleClient | None = None
@@ -88,14 +85,14 @@ class Console:
 
     async def read_guest(self) -> None:
         """Pass the guest's output on until it ends; each piece of few lines is one step of the event loop."""
-        if self.ended.is_set():  # already before this program was renewed
+        if self.ended.is_set():  # before another program was executed
             return
         while True:
-            self._received = self._received or await self._receive()
-            if not self._received:
+            self.received = self.received or await self._receive()
+            if not self.received:
                 break
-            for piece in pieces(self._received):
-                self._received = self._received[len(piece) :]
+            for piece in pieces(self.received):
+                self.received = self.received[len(piece) :]
                 self._take_in(piece)
                 await trio.lowlevel.checkpoint()
         self._show(b"")
@@ -107,27 +104,6 @@ class Console:
         except (trio.ClosedResourceError, OSError):  # QEMU has ended
             return b""
 
-    def carried(self, listener: Socket) -> CarriedConsole:
-        """Return what the program that renews this one must know of it."""
-        from runner.instance.renewal.carried import CarriedConsole
-        from runner.kernel.carried import CarriedFd
-
-        return CarriedConsole(
-            CarriedFd(self._line.fileno()),
-            CarriedFd(listener.fileno()),
-            self._log_file.carried(),
-            bytes(self._replay),
-            self._received,
-            self.ended.is_set(),
-        )
-
-    def take_over(self, carried: CarriedConsole) -> None:
-        """Continue with what the runner before exec has read of the guest's output."""
-        self._replay += carried.replay
-        self._received = carried.received
-        if carried.ended:
-            self.ended.set()
-
     def take_leave(self) -> None:
         """Tell every client that it is to attach again: its connection does not go along."""
         for client in self._clients:
@@ -138,8 +114,7 @@ class Console:
         missing = self._log_file.missing
         if self._log_file.write(data):
             self._report_log_file(missing)
-        self._replay += data
-        del self._replay[:-REPLAYED]
+        self.replay = (self.replay + data)[-REPLAYED:]
         for client in self._clients:
             client.output.write(data)
 
@@ -175,7 +150,7 @@ class Console:
             self._clients.append(client)
             try:
                 self._settle_writer(client, request)
-                output.write(_line(writes=self._writer is client) + self._replay)
+                output.write(_line(writes=self._writer is client) + self.replay)
                 async with trio.open_nursery() as both:
                     both.start_soon(output.drain)
                     await self._pass_on_input(connection, client, framer.take_rest())
@@ -281,19 +256,18 @@ async def console_shown(
             supervisor.guest_state.signs_of_life.console_written.set()
         show(data)
 
-    with ExitStack() as held:
-        with supervisor.carry_over.taking("console") as carried:
-            if carried is None:
-                ours, theirs = held.enter_context(connected_pair("the serial console"))
-            else:
-                ours, theirs = held.enter_context(adopted_socket(carried.line.number)), None
-            log_file = held.enter_context(kept_log(plan.log, plan.log_size, carried and carried.log))
-            adopted, recorded = carried and carried.listener.number, supervisor.faults.recorded
-            listener = held.enter_context(listening(directory, CONSOLE_SOCKET, recorded, adopted))
-            console = Console(ours, count_and_show, log_file, supervisor.log_limit)
-            if carried is not None:
-                console.take_over(carried)
-        supervisor.carry_over.offer("console", partial(console.carried, listener))
+    held = supervisor.held
+    log_kept = partial(kept_log, plan.log, plan.log_size)
+    with (
+        held.pair("console", "the serial console") as (ours, theirs),
+        held.block("console log", log_kept, log_kept, LogFile.record) as log_file,
+        listening(directory, CONSOLE_SOCKET, supervisor.faults.recorded, held.socket) as listener,
+    ):
+        console = Console(ours, count_and_show, log_file, supervisor.log_limit)
+        console.replay = held.current("console replay", lambda: console.replay)
+        console.received = held.current("console received", lambda: console.received)
+        if held.current("console ended", console.ended.is_set):
+            console.ended.set()
         supervisor.carry_over.leaving.append(console.take_leave)
         async with (
             supervisor.background_task(partial(console.accept, listener)),

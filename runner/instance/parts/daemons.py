@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -17,15 +16,11 @@ from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.change.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
-from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.processes import Command, Process, ProcessRecord, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
 from runner.placement.children import RESTARTS, Restart
 from runner.plan.argv.qemu import virtiofsd_argv
 from runner.plan.shares import SharePlan
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedChild  # only a runner that is renewed carries any
-    from runner.kernel.carried import CarriedProcess
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +29,17 @@ UP_WITHIN = 10.0
 
 STOPPED_WITHIN = 2.0
 """Seconds that a daemon may take to end after SIGTERM."""
+
+
+@frozen
+class RestartedChildRecord:
+    """A child that is started again whenever it ends."""
+
+    process: ProcessRecord
+    born: float
+    """When it was started, on the monotonic clock."""
+    pause: float
+    down: bool
 
 
 @attrs.define
@@ -49,17 +55,9 @@ class RestartedChild:
     down: bool = False
     """Whether its end was logged, and it is to be started again."""
 
-    def carried(self, clock: trio.abc.Clock) -> CarriedChild:
-        """Return what the program that renews this one must know of it; *clock* is the event loop's."""
-        from runner.instance.renewal.carried import CarriedChild
-
-        return CarriedChild(self.process.carried(), kernel_time(self.born, clock), self.pause, self.down)
-
-    @classmethod
-    def adopt(cls, supervisor: Supervisor, command: Command, carried: CarriedChild) -> RestartedChild:
-        """Take over a child; *command* is what is started the next time. Raises :exc:`~runner.base.errors.HostError`."""
-        process = supervisor.processes.adopt(carried.process)
-        return cls(process, command, carried.pause, loop_time(carried.born), carried.down)
+    def record(self, clock: trio.abc.Clock) -> RestartedChildRecord:
+        """Return what another program needs to go on with it; *clock* is the event loop's."""
+        return RestartedChildRecord(self.process.record(), kernel_time(self.born, clock), self.pause, self.down)
 
 
 @asynccontextmanager
@@ -69,16 +67,24 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
     Raises :exc:`~runner.base.errors.HostError` if it never comes up: its first start is part of the instance's.
     """
     policy = RESTARTS[command.role]
-    with supervisor.carry_over.taking(name) as carried:
-        if carried is None:
-            child = RestartedChild(supervisor.processes.spawn(command), command, policy.first)
-        else:
-            child = RestartedChild.adopt(supervisor, command, carried)
-    supervisor.carry_over.offer(name, partial(child.carried, supervisor.clock))
+    held, clock = supervisor.held, supervisor.clock
+
+    def start() -> RestartedChild:
+        return RestartedChild(supervisor.processes.spawn(command), command, policy.first)
+
+    def adopt(found: RestartedChildRecord) -> RestartedChild:
+        process = supervisor.processes.adopt(found.process)
+        return RestartedChild(process, command, found.pause, loop_time(found.born), found.down)
+
+    child: RestartedChild = held.value(name, start, lambda: child.record(clock), adopt)
     try:
-        if command.up and not supervisor.carry_over.resuming:
-            async with supervisor.changes.begin(Kind.START, f"{command.role} is being started"):
-                await _come_up(child.process)
+        if command.up:
+
+            async def come_up() -> None:
+                async with supervisor.changes.begin(Kind.START, f"{command.role} is being started"):
+                    await _come_up(child.process)
+
+            await held.once(f"up:{name}", come_up)
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
             yield child
     finally:
@@ -114,8 +120,8 @@ async def anchored(
     """
     command = Command("anchor", argv)
     async with (
-        restarted_child(supervisor, command, "anchor 0") as one,
-        restarted_child(supervisor, command, "anchor 1") as other,
+        restarted_child(supervisor, command, "anchor:0") as one,
+        restarted_child(supervisor, command, "anchor:1") as other,
     ):
         yield one, other
 
@@ -155,10 +161,6 @@ class ShareDaemon:
     directory: int
     """A descriptor of the directory that its socket is made in."""
     process: Process
-
-    def carried(self) -> CarriedProcess:
-        """Return what the program that renews this one must know of it."""
-        return self.process.carried()
 
     def replace(self, process: Process) -> Process:
         """Let another virtiofsd serve the share; return the one before, whose end means nothing any more."""
@@ -210,17 +212,17 @@ async def _share(
     supervisor: Supervisor, plan: SharePlan, directory: int
 ) -> AsyncIterator[tuple[ShareDaemon, Socket | None]]:
     """Hold the virtiofsd of a share, and the connection to it until QEMU has it."""
-    name = f"share {plan.tag}"
     with ExitStack() as held:
-        process: Process
         client: Socket | None = None
-        with supervisor.carry_over.taking(name) as carried:
-            if carried is None:
-                process, client = held.enter_context(started_virtiofsd(supervisor, plan, directory))
-            else:
-                process = supervisor.processes.adopt(carried)
+
+        def start() -> Process:
+            nonlocal client
+            process, client = held.enter_context(started_virtiofsd(supervisor, plan, directory))
+            return process
+
+        name = f"share:{plan.tag}"
+        process = supervisor.held.child(name, supervisor.processes, start, lambda: daemon.process)
         daemon = ShareDaemon(plan, directory, process)
-        supervisor.carry_over.offer(name, daemon.carried)
         try:
             yield daemon, client
         finally:

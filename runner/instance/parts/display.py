@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 import trio
@@ -17,7 +17,7 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.console import may_attach
 from runner.instance.parts.qemu import Qemu
-from runner.instance.supervisor import Supervisor, carried_fd
+from runner.instance.supervisor import Supervisor
 from runner.kernel.sockets import listening, serve_connections
 from runner.protocol.qmp import QmpError
 
@@ -32,11 +32,7 @@ async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *
     if not vnc:
         yield
         return
-    with ExitStack() as held:
-        with supervisor.carry_over.taking("display") as carried:
-            adopted, recorded = carried and carried.number, supervisor.faults.recorded
-            listener = held.enter_context(listening(directory, SOCKET, recorded, adopted))
-        supervisor.carry_over.offer("display", partial(carried_fd, listener.fileno()))
+    with listening(directory, SOCKET, supervisor.faults.recorded, supervisor.held.socket) as listener:
         pass_on = partial(_pass_on, trio.Lock(), machine, supervisor.log_limit)
         async with supervisor.background_task(partial(serve_connections, listener, pass_on)):
             yield

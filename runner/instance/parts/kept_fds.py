@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from runner.instance.renewal.carried import CarriedQemuFds
-from runner.kernel.carried import CarriedFd
 from runner.kernel.files import owned
 from runner.kernel.limits import limited
 from runner.plan.argv.networks import WireNumbers
@@ -39,31 +37,11 @@ def kept_fds(fds: QemuFds) -> Iterator[QemuFds]:
         )
 
 
-def carried_fds(fds: QemuFds) -> CarriedQemuFds:
-    """Return the copies *fds* for the program that renews this one."""
-    agent = fds.guest_agent_channel
-    return CarriedQemuFds(
-        CarriedFd(fds.console),
-        None if agent is None else CarriedFd(agent),
-        tuple(map(CarriedFd, fds.ram)),
-        {name: CarriedFd(number) for name, number in fds.files.items()},
-        tuple(tuple(map(CarriedFd, each.taps)) for each in fds.wires),
-    )
-
-
 @contextmanager
-def adopted_fds(carried: CarriedQemuFds) -> Iterator[QemuFds]:
-    """Hold the copies of the runner before exec."""
+def adopted_fds(found: QemuFds) -> Iterator[QemuFds]:
+    """Hold copies that another program has made."""
     with ExitStack() as held:
-
-        def number(fd: CarriedFd) -> int:
-            return held.enter_context(owned(fd.number)).number
-
-        yield QemuFds(
-            qmp=-1,
-            console=number(carried.console),
-            ram=tuple(map(number, carried.ram)),
-            files={name: number(fd) for name, fd in carried.files.items()},
-            wires=tuple(WireNumbers(taps=tuple(map(number, taps))) for taps in carried.taps),
-            guest_agent_channel=None if carried.agent is None else number(carried.agent),
-        )
+        for number in found.numbers():
+            if number >= 0:
+                held.callback(os.close, number)
+        yield found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import trio
 
@@ -17,6 +17,7 @@ from runner.kernel import files
 from runner.kernel.processes import Command, Process
 from runner.plan.argv.qemu import preallocator_argv
 from runner.plan.instance import InstancePlan
+from runner.plan.machine import MachinePlan
 from runner.spec.rules import format_size
 
 log = logging.getLogger(__name__)
@@ -35,19 +36,25 @@ async def guest_memory(
     NUMA nodes at once, by threads on their CPUs.
     """
     machine = plan.machine
-    if not machine.ram.shared or supervisor.carry_over.resuming:
+    if not machine.ram.shared:
         yield ()
         return
+    nothing: tuple[files.Descriptor, ...] = ()
+    with supervisor.held.passed_on(lambda: _files_in_memory(machine), nothing) as ram:
+        if ram and machine.ram.preallocate:
+            await _preallocate(supervisor, plan, pod_cgroup_fd, tuple(each.number for each in ram))
+        yield ram
+
+
+@contextmanager
+def _files_in_memory(machine: MachinePlan) -> Iterator[tuple[files.Descriptor, ...]]:
     with ExitStack() as held:
-        ram = tuple(
+        yield tuple(
             held.enter_context(
                 files.owned(files.create_memory(f"{machine.name}-ram{number}", each.memory, machine.ram.page_size))
             )
             for number, each in enumerate(machine.topology.numa_nodes)
         )
-        if machine.ram.preallocate:
-            await _preallocate(supervisor, plan, pod_cgroup_fd, tuple(each.number for each in ram))
-        yield ram
 
 
 async def _preallocate(

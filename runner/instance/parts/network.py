@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from ipaddress import IPv6Interface
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from runner.kernel import character_devices, files
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.networks import DNSMASQ_UP, WireNumbers, dnsmasq_argv, passt_argv
-from runner.plan.networks import BridgedPlan, DhcpPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.networks import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 
 if TYPE_CHECKING:
     from runner.kernel.network import Bridge, Macvtap
@@ -57,7 +58,7 @@ async def networked(
     bridged = [plan for plan in plans if isinstance(plan, BridgedPlan)]
     async with AsyncExitStack() as held:
         nic_backends = [
-            await held.enter_async_context(_nic_backend(supervisor, plan, in_pod_cgroup, f"nic {number}"))
+            await held.enter_async_context(_nic_backend(supervisor, plan, in_pod_cgroup, f"nic:{number}"))
             for number, plan in enumerate(plans)
         ]
         held.enter_context(_built(supervisor, bridged))
@@ -68,21 +69,36 @@ async def networked(
 async def _nic_backend(
     supervisor: Supervisor, plan: NetworkPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]], name: str
 ) -> AsyncIterator[NicBackend]:
+    if isinstance(plan, PasstPlan):
+        async with _passt(supervisor, plan, name) as nic_backend:
+            yield nic_backend
+        return
     with ExitStack() as held:
-        if isinstance(plan, PasstPlan):
-            async with _passt(supervisor, plan, name) as nic_backend:
-                yield nic_backend
-            return
+        index = 0
+        if isinstance(plan, MacvtapPlan):
+            from runner.kernel import network  # here, because not every instance pays for pyroute2
+
+            index = supervisor.held.value(name, lambda: network.add_macvtap(_link(plan)))
+            held.enter_context(_macvtap_removed(supervisor, plan))
+        opened = partial(_opened, supervisor, plan, in_pod_cgroup, index)
+        yield held.enter_context(supervisor.held.passed_on(opened, NicBackend()))
+
+
+@contextmanager
+def _opened(
+    supervisor: Supervisor,
+    plan: BridgedPlan | MacvtapPlan | InheritedFdPlan,
+    in_pod_cgroup: Callable[[], AbstractContextManager[None]],
+    index: int,
+) -> Iterator[NicBackend]:
+    """Hold the descriptors of a network; *index* is that of its macvtap, if it has one."""
+    with ExitStack() as held:
         vhosts: tuple[files.Descriptor, ...] = ()
-        if supervisor.carry_over.resuming:  # QEMU has what is a descriptor
-            if isinstance(plan, MacvtapPlan):
-                held.enter_context(_macvtap_removed(supervisor, plan))
-            yield NicBackend()
-            return
         if isinstance(plan, BridgedPlan):
             taps = held.enter_context(character_devices.tap(plan.tap, plan.queues))
         elif isinstance(plan, MacvtapPlan):
-            taps = held.enter_context(_macvtap(supervisor, plan, in_pod_cgroup))
+            opening = character_devices.macvtap(plan.link, index, plan.queues, in_pod_cgroup=in_pod_cgroup)
+            taps = held.enter_context(opening)
         else:
             taps = tuple(supervisor.inherited_fds[name].descriptor for name in plan.fds)
             vhosts = tuple(supervisor.inherited_fds[name].descriptor for name in plan.vhost_fds)
@@ -92,20 +108,6 @@ async def _nic_backend(
         if plan.vhost:
             vhosts = tuple(held.enter_context(character_devices.vhost_net()) for _ in taps)
         yield NicBackend(taps, vhosts)
-
-
-@contextmanager
-def _macvtap(
-    supervisor: Supervisor, plan: MacvtapPlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
-) -> Iterator[tuple[files.Descriptor, ...]]:
-    from runner.kernel import network  # here, because not every instance pays for pyroute2
-
-    index = network.add_macvtap(_link(plan))
-    with (
-        _macvtap_removed(supervisor, plan),
-        character_devices.macvtap(plan.link, index, plan.queues, in_pod_cgroup=in_pod_cgroup) as taps,
-    ):
-        yield taps
 
 
 @contextmanager
@@ -128,23 +130,22 @@ def _link(plan: MacvtapPlan) -> Macvtap:
 
 @asynccontextmanager
 async def _passt(supervisor: Supervisor, plan: PasstPlan, name: str) -> AsyncIterator[NicBackend]:
-    with ExitStack() as held, supervisor.carry_over.taking(name) as carried:
-        if carried is None:
-            ours, theirs = held.enter_context(connected_pair("passt"))
+    with ExitStack() as held:
+        stream: Socket | None = None
+
+        def start() -> Process:
+            nonlocal stream
+            stream, theirs = held.enter_context(connected_pair("passt"))
             command = Command("passt", tuple(passt_argv(plan, f"--fd={theirs.fileno()}")), (theirs.fileno(),))
-            backend = NicBackend(stream=ours, daemon=supervisor.processes.spawn(command))
+            process = supervisor.processes.spawn(command)
             theirs.close()
-        else:
-            backend = NicBackend(daemon=supervisor.processes.adopt(carried))
-        ends = held.pop_all()
-    daemon = backend.daemon
-    assert daemon is not None  # noqa: S101 - made above
-    supervisor.carry_over.offer(name, daemon.carried)
-    with ends:
+            return process
+
+        daemon = supervisor.held.child(f"passt:{name}", supervisor.processes, start, lambda: daemon)
         try:
-            yield backend
+            yield NicBackend(stream=stream, daemon=daemon)
         finally:
-            backend.close_our_copies()  # it ends by itself when its client disconnects
+            held.close()  # it ends by itself when its client disconnects
             with supervisor.faults.recorded("stop passt"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await supervisor.processes.stop(daemon, STOPPED_WITHIN)
 
@@ -158,13 +159,11 @@ def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[Non
     from runner.kernel import network  # here, because not every instance pays for pyroute2
 
     bridges = [_bridge(plan) for plan in plans]
-    before: Mapping[str, frozenset[str]] = {}  # a runner that is renewed does not know it any more
-    if not supervisor.carry_over.resuming:
-        network.recover(bridges)
+    before: Mapping[str, frozenset[str]] = {}
+    supervisor.held.value("networks recovered", lambda: network.recover(bridges))
     try:
         # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
-        if not supervisor.carry_over.resuming:
-            before = network.build(bridges)
+        before = supervisor.held.value("networks", lambda: network.build(bridges))
         yield
     finally:
         # Bounded without a timeout here: the kernel does it within the call, and kernel/netlink.py does not wait for an
@@ -196,5 +195,5 @@ async def dhcp_served(supervisor: Supervisor, plans: Sequence[DhcpPlan]) -> Asyn
     async with AsyncExitStack() as held:
         for number, plan in enumerate(plans):
             command = Command("dnsmasq", tuple(dnsmasq_argv(plan)), up=DNSMASQ_UP)
-            await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq {number}"))
+            await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq:{number}"))
         yield

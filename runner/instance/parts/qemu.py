@@ -18,15 +18,16 @@ from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.change.gate import Changes, Kind
+from runner.instance.held import Held
 from runner.instance.parts import disks
 from runner.instance.parts.daemons import ShareDaemon, Shares
 from runner.instance.parts.memory import MBIND_REMEDY
 from runner.instance.parts.qemu_events import HANDLED, IGNORED
-from runner.instance.supervisor import Supervisor, carried_fd
+from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.processes import Command, Process, stop_bound
-from runner.kernel.sockets import Socket, adopted_socket, connected_pair
+from runner.kernel.sockets import Socket
 from runner.placement.children import FATAL
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.firmware import ForgottenVariables, VariablesPlan
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from runner.instance.parts.network import (
         NicBackend,  # some guests have no network, and PID 1 pays for what it imports
     )
-    from runner.instance.renewal.carried import CarriedQemu  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +105,7 @@ async def guest_agent_channel(supervisor: Supervisor, guest: GuestPlan) -> Async
     if not guest.agent:
         yield GuestAgentChannel()
         return
-    with ExitStack() as held:
-        with supervisor.carry_over.taking("guest agent") as carried:
-            if carried is None:
-                ours, theirs = held.enter_context(connected_pair("the guest agent"))
-            else:
-                ours, theirs = held.enter_context(adopted_socket(carried.number)), None
-        supervisor.carry_over.offer("guest agent", partial(carried_fd, ours.fileno()))
+    with supervisor.held.pair("guest agent", "the guest agent") as (ours, theirs):
         yield GuestAgentChannel(ours, theirs)
 
 
@@ -241,25 +235,12 @@ class Qemu:
         """The conversation with QEMU; only :meth:`ended` receives its events."""
         return self._monitor
 
-    def carried(self) -> CarriedQemu:
-        """Return what the program that renews this one must know of it."""
-        from runner.instance.renewal.carried import CarriedQemu
-
-        unplugged, fds = self.disk_events.all_unplugged, None
-        if self.fds is not None:
-            from runner.instance.parts.kept_fds import carried_fds
-
-            fds = carried_fds(self.fds)
-        process, monitor = self.process.carried(), self._monitor.carried()
-        return CarriedQemu(process, monitor, self.agent_listens, unplugged, fds, self.updates, self._suspended)
-
-    def take_over(self, carried: CarriedQemu) -> None:
-        """Continue with what the runner before exec has learnt."""
-        self._monitor.take_over(carried.monitor)
-        self.agent_listens = carried.agent_listens
-        self.updates = carried.updates
-        self._suspended = carried.suspended
-        for device in carried.unplugged:
+    def go_on(self, held: Held) -> None:
+        """Continue with what is held of what its events have said."""
+        self.agent_listens = held.current("agent listens", lambda: self.agent_listens)
+        self.updates = held.current("QEMU's updates", lambda: self.updates)
+        self._suspended = held.current("suspended", lambda: self._suspended)
+        for device in held.current("unplugged", lambda: self.disk_events.all_unplugged):
             self.disk_events.unplugged(device).set()
 
     @property
@@ -525,44 +506,50 @@ async def paused_qemu(
     has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
     *meanwhile* is called once it has been started: it takes 50 ms to greet.
     """
-    with ExitStack() as held, ExitStack() as lent:
-        theirs: Socket | None = None
-        with supervisor.carry_over.taking("qemu") as carried:
-            if carried is None:
-                ours, theirs = held.enter_context(connected_pair("QMP"))
-                if plan.machine.passthrough.devices:
-                    # Imported here, because few guests have devices of their own.
-                    from runner.instance.parts.passthrough import group_nodes_owned_by_qemu
+    held = supervisor.held
+    with (
+        held.pair("QMP", "QMP", lambda: machine.monitor.fileno()) as (ours, theirs),  # noqa: PLW0108 - made below
+        ExitStack() as stack,
+        ExitStack() as lent,
+    ):
 
-                    lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
-                descriptors = _descriptors(theirs, endpoints)
-                process = spawn_qemu(supervisor, plan.machine, descriptors, memory_cgroup_fd)
-                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.changes, supervisor.log_limit)
-                if plan.machine.updatable:
-                    from runner.instance.parts.kept_fds import kept_fds  # here, because few instances ask for it
+        def descriptors() -> QemuFds:
+            assert theirs is not None  # noqa: S101 - a QEMU that is started has not got them yet
+            return _descriptors(theirs, endpoints)
 
-                    machine.fds = held.enter_context(kept_fds(descriptors))
-            else:
-                ours = held.enter_context(adopted_socket(carried.monitor.socket.number))
-                process = supervisor.processes.adopt(carried.process)
-                machine = Qemu(process, Monitor(ours), endpoints.agent.ours, supervisor.changes, supervisor.log_limit)
-                machine.take_over(carried)
-                if carried.fds is not None:
-                    from runner.instance.parts.kept_fds import adopted_fds
+        def start() -> Process:
+            if plan.machine.passthrough.devices:
+                # Imported here, because few guests have devices of their own.
+                from runner.instance.parts.passthrough import group_nodes_owned_by_qemu
 
-                    machine.fds = held.enter_context(adopted_fds(carried.fds))
+                lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
+            return spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd)
+
+        process = held.child("qemu", supervisor.processes, start, lambda: machine.process)
+        new = Monitor(ours)
+        monitor = held.value("conversation", lambda: new, lambda: machine.monitor.record(), new.go_on)  # noqa: PLW0108
+        machine = Qemu(process, monitor, endpoints.agent.ours, supervisor.changes, supervisor.log_limit)
+        machine.go_on(held)
         machine.shares = endpoints.shares.daemons
-        supervisor.carry_over.offer("qemu", machine.carried)
+        if plan.machine.updatable:
+            from runner.instance.parts.kept_fds import adopted_fds, kept_fds  # here, because few instances ask for it
+
+            kept = held.block("QEMU's descriptors", lambda: kept_fds(descriptors()), adopted_fds)
+            machine.fds = stack.enter_context(kept)
+
+        async def greeted() -> None:
+            version = await started_within(supervisor, plan.start_timeout, machine.greeted)
+            log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
+            if (reason := too_old(version)) is not None:
+                raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
+
         try:
             if theirs is not None:
                 theirs.close()
                 endpoints.close_our_copies()
-                meanwhile()
-                version = await started_within(supervisor, plan.start_timeout, machine.greeted)
-                lent.close()
-                log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
-                if (reason := too_old(version)) is not None:
-                    raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
+            meanwhile()
+            await held.once("QEMU is up", greeted)
+            lent.close()
             yield machine
         finally:
             bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)

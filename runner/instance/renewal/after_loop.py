@@ -16,16 +16,16 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
 from runner.instance.change.gate import Kind
+from runner.instance.held import Held
 from runner.instance.parts.daemons import STOPPED_WITHIN
-from runner.instance.renewal.carried import CarriedQemu, CarriedRun
 from runner.instance.renewal.upgrade import BLOCKED, execute_again
 from runner.instance.supervisor import CarryOver, Supervisor
 from runner.kernel.processes import KILLED_WITHIN, Process, alive_after
+from runner.plan.instance import InstancePlan
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,8 @@ def resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | t
 def _for_another_loop(carry_over: CarryOver, error: Exception) -> CarryOver:
     """Return what is held, to be taken over in this process and released."""
     return CarryOver(
-        {name: capture() for name, capture in carry_over.offers.items()},
+        Held({name: read() for name, read in carry_over.held.read.items()}),
         carry_over.generation,
-        commit=_unblock_signals,
-        fall_back=lambda _: None,
         outcome=carry_over.outcome,
         reason=carry_over.reason,
         digest=carry_over.digest,
@@ -70,15 +68,11 @@ def _for_another_loop(carry_over: CarryOver, error: Exception) -> CarryOver:
     )
 
 
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
 def _end_children(supervisor: Supervisor) -> tuple[str, ...]:
     """Press the power button, end the children, and return what could not be released."""
-    offers, children = supervisor.carry_over.offers, list(supervisor.processes)
+    children = list(supervisor.processes)
     with contextlib.suppress(Exception):  # then QEMU gets its signal at once
-        _power_down(offers, next(child for child in children if child.role == "qemu"))
+        _power_down(supervisor.held, next(child for child in children if child.role == "qemu"))
     alive = children
     for number, within in ((signal.SIGTERM, STOPPED_WITHIN), (signal.SIGKILL, KILLED_WITHIN)):
         for child in alive:
@@ -88,9 +82,9 @@ def _end_children(supervisor: Supervisor) -> tuple[str, ...]:
     return (supervisor.carry_over.unreleased(*(f"{child.role} (pid {child.pid})" for child in alive)),)
 
 
-def _power_down(offers: dict[str, Callable[[], object]], qemu: Process) -> None:
-    run, machine = offers["run"](), offers["qemu"]()
-    if not isinstance(run, CarriedRun) or not isinstance(machine, CarriedQemu):
+def _power_down(held: Held, qemu: Process) -> None:
+    plan, connection = held.read["plan"](), held.read["QMP"]()
+    if not isinstance(plan, InstancePlan) or not isinstance(connection, int):
         raise HostError("cannot power the guest down: it is not known how")
-    os.write(machine.monitor.socket.number, _POWER_BUTTON)
-    alive_after([qemu], run.plan.shutdown.power_down)
+    os.write(connection, _POWER_BUTTON)
+    alive_after([qemu], plan.shutdown.power_down)

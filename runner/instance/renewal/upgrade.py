@@ -29,17 +29,16 @@ import trio
 from runner.base.errors import HostError, RefusedError, explain
 from runner.base.events import InstanceEvent
 from runner.instance.change.gate import Kind, OvertakenError
+from runner.instance.held import Held
 from runner.instance.renewal import first_stage
-from runner.instance.renewal.codec import encode
+from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.first_stage import stage_argv
+from runner.instance.renewal.names import FORMAT, OLDEST, name_of
 from runner.instance.supervisor import CarryOver, Supervisor
 from runner.kernel.execution import MANIFEST_NAME, STAGE_NAME, STATE_NAME, execute, identity, memory, sealed_memory
 from runner.kernel.processes import Command
 
 log = logging.getLogger(__name__)
-
-FORMAT = 1
-"""Of the state; another program that understands another one refuses this one."""
 
 QUIET_WITHIN = 5.0
 """Seconds to wait for a moment at which nothing is half done, for a renewal that was asked for."""
@@ -132,7 +131,7 @@ def _reason(error: Exception) -> str:
 
 def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str = "") -> Any:
     carry_over, descriptors = supervisor.carry_over, list[int]()
-    state = {name: encode(capture(), descriptors) for name, capture in carry_over.offers.items()}
+    state = {name: to_document(read(), name_of(name).type, descriptors) for name, read in carry_over.held.read.items()}
     return {
         "format": FORMAT,
         "cause": cause,
@@ -247,12 +246,24 @@ def committed_after(document: Any) -> float:
     return time.monotonic() - float(document["left_at"])
 
 
-def taken_over(document: Any, state: dict[str, Any], index: int, reason: str) -> CarryOver:
+def state_of(document: Any) -> dict[str, Any]:
+    """Return what the runner before has held, by name. Raises :exc:`~runner.base.errors.HostError` for what is not known here."""
+    if not OLDEST <= document["format"] <= FORMAT:
+        raise HostError(
+            f"cannot understand the state of the runner before: its format is {document['format']}, and this program knows {FORMAT}"
+        )
+    return {name: from_document(each, name_of(name).type, name) for name, each in document["state"].items()}
+
+
+def taken_over(document: Any, index: int, reason: str) -> CarryOver:
     """Return what the program *index* of *document* has taken over; *reason* says why it is not the first one."""
     resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
     outcome: Any = "resumed" if resumed else "renewed" if upgraded else "fell_back"
+    found = state_of(document)
+    found["counters"].renewals[outcome] += 1
+    held = Held(found, newer=lambda name: name_of(name).since > document["format"])
     return CarryOver(
-        state,
+        held,
         document["generation"] + (resumed or upgraded),
         outcome=outcome,
         reason=reason or document["reason"],

@@ -70,9 +70,9 @@ class ConsoleWatch:
         """The begun line, and the seconds of CPU time that are left for searches."""
         return self._line, self._left
 
-    def take_over(self, line: bytes, left: float) -> None:
-        """Continue with what :attr:`begun` of the runner before exec was."""
-        self._line, self._left = line, left
+    @begun.setter
+    def begun(self, begun: tuple[bytes, float]) -> None:
+        self._line, self._left = begun
 
     def forget(self) -> None:
         """Forget the begun line: the guest was reset."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,10 @@ import trio
 
 from runner.base.errors import HostError
 from runner.instance.supervisor import Supervisor
-from runner.kernel.sockets import Socket
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 
 if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedProbes  # only a runner that is renewed carries any
     from runner.instance.watch.foreign_time import ForeignTime
     from runner.instance.watch.metrics import NamedSamples
 
@@ -41,25 +38,10 @@ class Figures:
 
         if not self.plan.placement.shared:
             with suppress(HostError):  # no reason to give up a start
-                begun = self.foreign
+                begun, procfs = self.foreign, self.supervisor.procfs
                 self.foreign = (
-                    ForeignTime.begin(self.supervisor.procfs, receipt) if begun is None else begun.succeeded_by(receipt)
+                    ForeignTime.begin(procfs, receipt) if begun is None else begun.succeeded_by(procfs, receipt)
                 )
-
-    def carried(self, listeners: Sequence[Socket]) -> CarriedProbes:
-        """Return what the program that renews this one must know of them."""
-        from runner.instance.renewal.carried import CarriedProbes
-        from runner.kernel.carried import CarriedFd
-
-        numbers = tuple(CarriedFd(each.fileno()) for each in listeners)
-        return CarriedProbes(numbers, None if self.foreign is None else self.foreign.carried)
-
-    def take_over(self, carried: CarriedProbes) -> None:
-        """Continue what the runner before exec has counted."""
-        from runner.instance.watch.foreign_time import ForeignTime
-
-        if carried.foreign is not None:
-            self.foreign = ForeignTime.adopt(self.supervisor.procfs, carried.foreign)
 
     def receipt(self) -> Receipt | None:
         """Return where every thread is, read at most :data:`READ_AGAIN` seconds ago; ``None`` unless the guest runs."""

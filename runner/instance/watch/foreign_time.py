@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -11,12 +10,9 @@ from runner.base.values import frozen
 from runner.kernel.procfs import Procfs
 from runner.placement.threads import Receipt
 
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedForeignTime  # only a runner that is renewed carries any
-
 
 @frozen
-class _PinnedThread:
+class PinnedThread:
     """The thread of a vCPU."""
 
     pid: int
@@ -34,8 +30,7 @@ class ForeignTime:
     ``CONFIG_IRQ_TIME_ACCOUNTING`` a thread's time is without interrupts, so that those that hit the vCPU count here.
     """
 
-    _procfs: Procfs
-    _threads: Mapping[int, _PinnedThread]
+    _threads: Mapping[int, PinnedThread]
     """By the index of the vCPU."""
     _before: Mapping[int, int]
     """vCPU → the difference in nanoseconds at the beginning."""
@@ -45,54 +40,40 @@ class ForeignTime:
     def begin(cls, procfs: Procfs, receipt: Receipt) -> ForeignTime:
         """Begin to count for the vCPUs of *receipt*, none of which runs yet; where the kernel has no such sums, for none."""
         threads = _pinned(receipt)
-        return cls(procfs, threads, _differences(procfs, threads))
+        return cls(threads, _differences(procfs, threads))
 
-    def succeeded_by(self, receipt: Receipt) -> ForeignTime:
+    def succeeded_by(self, procfs: Procfs, receipt: Receipt) -> ForeignTime:
         """Continue to count for the vCPUs of *receipt*, now that some have other threads or other CPUs.
 
         A thread that has stayed on its CPU may run at this moment; the others do not, or were moved just now.
         """
-        self.read()
+        self.read(procfs)
         threads = _pinned(receipt)
         before = {
             vcpu: self._before[vcpu]
             if vcpu in self._before and self._threads.get(vcpu) == threads[vcpu]
             else each - self._highest.get(vcpu, 0)
-            for vcpu, each in _differences(self._procfs, threads).items()
+            for vcpu, each in _differences(procfs, threads).items()
         }
-        return ForeignTime(self._procfs, threads, before, dict(self._highest))
+        return ForeignTime(threads, before, dict(self._highest))
 
-    @property
-    def carried(self) -> CarriedForeignTime:
-        """Return what the program that renews this one must know of it."""
-        from runner.instance.renewal.carried import CarriedForeignTime
-
-        threads = {vcpu: (each.pid, each.tid, each.cpu) for vcpu, each in self._threads.items()}
-        return CarriedForeignTime(threads, dict(self._before), dict(self._highest))
-
-    @classmethod
-    def adopt(cls, procfs: Procfs, carried: CarriedForeignTime) -> ForeignTime:
-        """Continue what the runner before exec has counted."""
-        threads = {vcpu: _PinnedThread(*numbers) for vcpu, numbers in carried.threads.items()}
-        return cls(procfs, threads, carried.before, dict(carried.highest))
-
-    def read(self) -> Mapping[int, float]:
+    def read(self, procfs: Procfs) -> Mapping[int, float]:
         """Return vCPU → seconds of other tasks on its CPU."""
-        for vcpu, difference in _differences(self._procfs, self._threads).items():
+        for vcpu, difference in _differences(procfs, self._threads).items():
             if vcpu in self._before:
                 self._highest[vcpu] = max(self._highest.get(vcpu, 0), difference - self._before[vcpu])
         return {vcpu: nanoseconds / 1e9 for vcpu, nanoseconds in self._highest.items()}
 
 
-def _pinned(receipt: Receipt) -> dict[int, _PinnedThread]:
+def _pinned(receipt: Receipt) -> dict[int, PinnedThread]:
     return {
-        each.vcpu: _PinnedThread(each.thread.pid, each.thread.tid, min(each.thread.cpus))
+        each.vcpu: PinnedThread(each.thread.pid, each.thread.tid, min(each.thread.cpus))
         for each in receipt.threads
         if each.vcpu is not None
     }
 
 
-def _differences(procfs: Procfs, threads: Mapping[int, _PinnedThread]) -> dict[int, int]:
+def _differences(procfs: Procfs, threads: Mapping[int, PinnedThread]) -> dict[int, int]:
     cpus = procfs.cpu_run_times()  # first: what a vCPU runs between the two readings then only lessens the difference
     return {
         vcpu: cpus[thread.cpu] - ran

@@ -107,7 +107,7 @@ def _placement(supervisor: Supervisor, receipt: Receipt, foreign: ForeignTime | 
     yield "placement_holds", [((), not strays)]
     yield "placement_strays", [((), strays)]
     yield "cpus_offline", [((), len(supervisor.guest_state.offline))]
-    yield from _vcpus(supervisor, receipt, {} if foreign is None else foreign.read())
+    yield from _vcpus(supervisor, receipt, {} if foreign is None else foreign.read(supervisor.procfs))
     yield "memory_charged_bytes", _charged(supervisor, receipt)
 
 

@@ -13,12 +13,12 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
+from runner.instance.held import Held
 from runner.instance.watch.figures import Figures
 from runner.kernel.sockets import Socket
 from runner.placement.threads import sentences
@@ -33,9 +33,6 @@ from runner.protocol.http import (
     serve_http,
     unavailable,
 )
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedProbes  # only a runner that is renewed carries any
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +64,18 @@ def _ready(figures: Figures) -> HttpResponse:
 
 
 @contextmanager
-def probe_listeners(
-    plan: InstancePlan, address: tuple[str, int], carried: CarriedProbes | None
-) -> Iterator[Sequence[Socket]]:
-    """Hold the sockets that listen at *address*, or those that the runner before has *carried* over."""
-    with ExitStack() as held:
-        if carried is None:
-            listeners = open_http_listeners(*address)
-            _log_addresses(plan, listeners)
-        else:
-            listeners = adopted_http_listeners([each.number for each in carried.listeners])
+def probe_listeners(held: Held, plan: InstancePlan, address: tuple[str, int]) -> Iterator[Sequence[Socket]]:
+    """Hold the sockets that listen at *address*."""
+
+    def listen() -> list[Socket]:
+        listeners = open_http_listeners(*address)
+        _log_addresses(plan, listeners)
+        return listeners
+
+    listeners = held.value("http", listen, lambda: [each.fileno() for each in listeners], adopted_http_listeners)
+    with ExitStack() as stack, held.guarded():
         for each in listeners:
-            held.enter_context(each)
+            stack.enter_context(each)
         yield listeners
 
 

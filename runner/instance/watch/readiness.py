@@ -31,7 +31,6 @@ from runner.protocol.qmp import QmpError, QmpEvent, SilentError
 from runner.spec.readiness import AgentSign, ConsoleSign
 
 if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedReadiness  # only a runner that is renewed carries any
     from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
@@ -94,11 +93,7 @@ class Readiness:
         runs, and no stop was requested.
         """
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
-        with self._supervisor.carry_over.taking("readiness") as carried:
-            since = None if carried is None else loop_time(carried.since)
-            if carried is not None:
-                self._take_over(carried)
-        self._supervisor.carry_over.offer("readiness", self._carried)
+        since = self._go_on()
         with self._state.running(read, machine, since), self._publishing(), machine.observed_by(self._handle):
             async with AsyncExitStack() as held:
                 for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show_again):
@@ -107,31 +102,25 @@ class Readiness:
                     await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
                 yield
 
-    def _carried(self) -> CarriedReadiness:
-        from runner.instance.renewal.carried import CarriedReadiness
-
-        line, left = self.console.begun
-        clock = self._supervisor.clock
-        return CarriedReadiness(
-            kernel_time(clock.current_time() if self._state.since is None else self._state.since, clock),
-            self._state.waits_for,
-            self._state.panic,
-            self.console.pattern is not None,
-            left,
-            line,
-            self._state.signs_of_life.console_written.is_set(),
-            self._state.signs_of_life.silence,
-            self._state.halted,
+    def _go_on(self) -> float:
+        """Continue with what is held of the guest's state; return when it has begun to run, on trio's clock."""
+        held, state, console, clock = self._supervisor.held, self._state, self.console, self._supervisor.clock
+        signs = state.signs_of_life
+        state.waits_for = held.current("awaited sign", lambda: state.waits_for)
+        state.panic = held.current("panic", lambda: state.panic)
+        state.halted = held.current("halted", lambda: state.halted)
+        searching = held.current("sign searched", lambda: console.pattern is not None)
+        console.pattern = self._pattern if searching else None
+        console.begun = held.current("console searches", lambda: console.begun)
+        signs.silence = held.current("silence", lambda: signs.silence)
+        if held.current("console written", signs.console_written.is_set):
+            signs.console_written.set()
+        return loop_time(
+            held.current(
+                "running since",
+                lambda: kernel_time(clock.current_time() if state.since is None else state.since, clock),
+            )
         )
-
-    def _take_over(self, carried: CarriedReadiness) -> None:
-        self._state.waits_for, self._state.panic = carried.waits_for, carried.panic
-        self._state.halted = carried.halted
-        self.console.pattern = self._pattern if carried.searching else None
-        self.console.take_over(carried.line, carried.searches_left)
-        self._state.signs_of_life.silence = carried.silence
-        if carried.console_written:
-            self._state.signs_of_life.console_written.set()
 
     def _asking(self, machine: Qemu) -> Callable[[], Awaitable[bool]] | None:
         """Return what waits for the sign and returns whether it was given; ``None`` for one that need not be asked for."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -14,6 +13,7 @@ from runner.base.errors import HostError, PlacementError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.table import aligned
 from runner.base.tasks import first_of
+from runner.base.values import frozen
 from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import Qemu
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, RECEIPT
@@ -24,9 +24,7 @@ from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.protocol.logs import LogTable
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedThreads  # only a runner that is renewed carries any
+from runner.protocol.qmp import VcpuThread
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +55,17 @@ def receipt_table(receipt: Receipt) -> LogTable:
         row = {"role": each.role.value, "vcpu": each.vcpu, "tid": thread.tid, "name": thread.name}
         rows.append({**row, "allowed_cpus": str(thread.cpus), "running_on": running_on})
     return LogTable("threads", rows, tuple(aligned(lines)))
+
+
+@frozen
+class PlacedThreads:
+    """QEMU's threads by role, and the receipt of where all threads are."""
+
+    vcpus: tuple[VcpuThread, ...]
+    iothreads: frozenset[int]
+    receipt: Receipt
+    unplugged: bool = False
+    """Whether the guest has released a vCPU."""
 
 
 @attrs.define
@@ -149,18 +158,19 @@ class Receipts:
         if (more := self.supervisor.log_limit.due("receipt")) is not None:
             log.warning(InstanceEvent.RECEIPT_OUTDATED, more, explain(error))
 
-    def carried(self) -> CarriedThreads:
-        """Return what the program that renews this one must know of them."""
-        from runner.instance.renewal.carried import CarriedThreads
+    def placed(self) -> PlacedThreads:
+        """Return QEMU's threads, and the receipt."""
+        vcpus, iothreads = tuple(self.threads.vcpus), frozenset(self.threads.iothreads)
+        return PlacedThreads(vcpus, iothreads, self.receipt, self.unplugged)
 
-        placement = self.active.placement
-        return CarriedThreads(
-            tuple(self.threads.vcpus),
-            frozenset(self.threads.iothreads),
-            self.receipt,
-            None if placement == self.plan.placement else placement,
-            self.unplugged,
-        )
+    def reread(self) -> None:
+        """Read every thread back that another program has placed.
+
+        Raises :exc:`~runner.base.errors.PlacementError` if one is misplaced, and this program is not the one that has placed it.
+        """
+        self.receipt = self.read()
+        if self.supervisor.carry_over.strict:
+            verified(self.receipt)
 
     def misplaced(self) -> str:
         """Return which threads are not where the receipt has them, empty if all are."""

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import assert_never
 
-from runner.base.values import frozen
+from runner.base.values import Fd, frozen
 from runner.plan.dhcp import dhcp_routes
 from runner.plan.networks import (
     BridgedPlan,
@@ -27,9 +27,9 @@ DNSMASQ_UP = "started, version "
 class WireNumbers:
     """The descriptors of one network as QEMU inherits them: a tap (and a vhost-net) for each queue, or a stream socket."""
 
-    taps: tuple[int, ...] = ()
-    vhosts: tuple[int, ...] = ()
-    stream: int | None = None
+    taps: tuple[Fd, ...] = ()
+    vhosts: tuple[Fd, ...] = ()
+    stream: Fd | None = None
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 
 from runner.base.cpuset import CpuSet
-from runner.base.values import frozen
+from runner.base.values import Fd, frozen
 from runner.placement.backends import Placement
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan
@@ -104,17 +104,17 @@ class Endpoints(Protocol):
 class QemuFds:
     """Endpoints as inherited descriptors; *ram*, *wires* and *shares* are by index."""
 
-    qmp: int
-    console: int
-    ram: tuple[int, ...]
-    files: dict[str, int] = attrs.field(factory=dict)
+    qmp: Fd
+    console: Fd
+    ram: tuple[Fd, ...]
+    files: dict[str, Fd] = attrs.field(factory=dict)
     """``kernel``, ``initrd``, ``firmware``, ``firmware-vars``, ``disk0``, …"""
     wires: tuple[WireNumbers, ...] = ()
-    shares: tuple[int, ...] = ()
-    guest_agent_channel: int | None = None
-    vhost_vsock: tuple[int, int] | None = None
+    shares: tuple[Fd, ...] = ()
+    guest_agent_channel: Fd | None = None
+    vhost_vsock: tuple[Fd, int] | None = None
     """The descriptor and its context identifier."""
-    devices: dict[str, int] = attrs.field(factory=dict)
+    devices: dict[str, Fd] = attrs.field(factory=dict)
     """By PCI address, the devices that are inherited as descriptors; ``iommufd`` is ``/dev/iommu``."""
 
     def numbers(self) -> tuple[int, ...]:

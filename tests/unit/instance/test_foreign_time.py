@@ -55,35 +55,35 @@ def foreign(kernel: Kernel) -> ForeignTime:
     return ForeignTime.begin(Procfs(kernel.root), RECEIPT)
 
 
-def test_what_ran_before_does_not_count(foreign: ForeignTime) -> None:
-    assert foreign.read() == {0: 0, 1: 0}
+def test_what_ran_before_does_not_count(kernel: Kernel, foreign: ForeignTime) -> None:
+    assert foreign.read(Procfs(kernel.root)) == {0: 0, 1: 0}
 
 
 def test_what_others_run_is_what_the_cpu_ran_more_than_its_vcpu(kernel: Kernel, foreign: ForeignTime) -> None:
     kernel.write({2: 110 * SECOND, 5: 8 * SECOND}, {11: 11 * SECOND, 12: 3 * SECOND})
-    assert foreign.read() == {0: 2, 1: 0}
+    assert foreign.read(Procfs(kernel.root)) == {0: 2, 1: 0}
 
 
 def test_it_never_shrinks_while_a_vcpu_runs_without_a_pause(kernel: Kernel, foreign: ForeignTime) -> None:
     kernel.write({2: 102 * SECOND, 5: 7 * SECOND}, {11: 4 * SECOND, 12: 9 * SECOND})
-    assert foreign.read() == {0: 1, 1: 0}
+    assert foreign.read(Procfs(kernel.root)) == {0: 1, 1: 0}
     kernel.write({2: 102 * SECOND, 5: 7 * SECOND}, {11: 50 * SECOND, 12: 60 * SECOND})  # it has not left its CPU yet
-    assert foreign.read() == {0: 1, 1: 0}
+    assert foreign.read(Procfs(kernel.root)) == {0: 1, 1: 0}
     kernel.write({2: 151 * SECOND, 5: 65 * SECOND}, {11: 50 * SECOND, 12: 60 * SECOND})  # it has
-    assert foreign.read() == {0: 4, 1: 0}
+    assert foreign.read(Procfs(kernel.root)) == {0: 4, 1: 0}
 
 
 def test_what_can_no_longer_be_read_stays_as_it_was(kernel: Kernel, foreign: ForeignTime) -> None:
     kernel.write({2: 101 * SECOND, 5: 7 * SECOND}, {})
-    assert foreign.read() == {0: 1, 1: 0}
+    assert foreign.read(Procfs(kernel.root)) == {0: 1, 1: 0}
     (kernel.root / "10/task/11/schedstat").unlink()
     kernel.write({5: 9 * SECOND}, {})
-    assert foreign.read() == {0: 1, 1: 2}
+    assert foreign.read(Procfs(kernel.root)) == {0: 1, 1: 2}
 
 
 def test_without_the_kernels_sums_there_are_none(kernel: Kernel) -> None:
     (kernel.root / "schedstat").unlink()
-    assert ForeignTime.begin(Procfs(kernel.root), RECEIPT).read() == {}
+    assert ForeignTime.begin(Procfs(kernel.root), RECEIPT).read(Procfs(kernel.root)) == {}
 
 
 def test_vcpus_that_come_go_and_move_are_counted_on(kernel: Kernel, foreign: ForeignTime) -> None:
@@ -91,13 +91,13 @@ def test_vcpus_that_come_go_and_move_are_counted_on(kernel: Kernel, foreign: For
     kernel.write(
         {2: 101 * SECOND, 5: 9 * SECOND, 6: 50 * SECOND, 7: 80 * SECOND}, {11: 9 * SECOND, 12: 2 * SECOND, 13: 0}
     )
-    assert foreign.read() == {0: 0, 1: 2}
+    assert foreign.read(Procfs(kernel.root)) == {0: 0, 1: 2}
     threads = (thread(Role.VCPU, 0, 11, 2), thread(Role.VCPU, 1, 12, 6), thread(Role.VCPU, 2, 13, 7))
-    later = foreign.succeeded_by(attrs.evolve(RECEIPT, threads=threads))
-    assert later.read() == {0: 0, 1: 2, 2: 0}
+    later = foreign.succeeded_by(Procfs(kernel.root), attrs.evolve(RECEIPT, threads=threads))
+    assert later.read(Procfs(kernel.root)) == {0: 0, 1: 2, 2: 0}
     # vCPU 0 has left its CPU: what it ran is none of the others' time.
     kernel.write({2: 110 * SECOND, 6: 53 * SECOND, 7: 84 * SECOND}, {11: 12 * SECOND, 12: 3 * SECOND, 13: 3 * SECOND})
-    assert later.read() == {0: 1, 1: 4, 2: 1}
-    fewer = later.succeeded_by(attrs.evolve(RECEIPT, threads=threads[:2]))
+    assert later.read(Procfs(kernel.root)) == {0: 1, 1: 4, 2: 1}
+    fewer = later.succeeded_by(Procfs(kernel.root), attrs.evolve(RECEIPT, threads=threads[:2]))
     kernel.write({2: 110 * SECOND, 6: 54 * SECOND}, {11: 12 * SECOND, 12: 3 * SECOND})
-    assert fewer.read() == {0: 1, 1: 5, 2: 1}, "what was counted stays"
+    assert fewer.read(Procfs(kernel.root)) == {0: 1, 1: 5, 2: 1}, "what was counted stays"

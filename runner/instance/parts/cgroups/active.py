@@ -57,9 +57,6 @@ class ActivePlacement(Protocol):
     def release(self, tid: int) -> None:
         """Move the thread *tid* alone back to float, with float's CPUs as its mask."""
 
-    def remember(self, tid: int) -> None:
-        """Know the vCPU thread *tid*, which the runner before exec has confined."""
-
     def forget(self, tid: int) -> None:
         """Forget the vCPU thread *tid*, which has ended."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -19,9 +18,6 @@ from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import AffinityPlacement, Placement
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedMask
 
 
 @attrs.define
@@ -40,9 +36,6 @@ class FloatMask:
         pass
 
     def confine(self, tid: int) -> None:
-        self._confined.add(tid)
-
-    def remember(self, tid: int) -> None:
         self._confined.add(tid)
 
     def forget(self, tid: int) -> None:
@@ -102,21 +95,19 @@ def pinned_off_vcpus(
     supervisor: Supervisor, placement: AffinityPlacement, anchors: Sequence[RestartedChild]
 ) -> Iterator[FloatMask]:
     """Hold this process and the *anchors* on float's CPUs; at the end this process has its former mask."""
-    with supervisor.carry_over.taking("cgroups") as carried:
-        before = read_mask() if carried is None else carried.before
-    supervisor.carry_over.offer("cgroups", lambda: _carried(before))
+    held = supervisor.held
+
+    def enter() -> None:
+        pin(0, placement.float_cpus)
+        for anchor in anchors:
+            pin(anchor.process.pid, placement.float_cpus)
+
+    before = held.value("mask", read_mask)
     try:
-        if carried is None:
-            pin(0, placement.float_cpus)
-            for anchor in anchors:
-                pin(anchor.process.pid, placement.float_cpus)
-        yield FloatMask(placement, supervisor)
+        held.value("in float", enter)
+        active = FloatMask(placement, supervisor, confined=held.value("vCPU threads", set[int]))
+        active.placement = held.value("placement", lambda: placement, lambda: active.placement)
+        yield active
     finally:
         with supervisor.faults.recorded("take back this process's CPU mask"):
             pin(0, before)
-
-
-def _carried(before: CpuSet) -> CarriedMask:
-    from runner.instance.renewal.carried import CarriedMask
-
-    return CarriedMask(before)

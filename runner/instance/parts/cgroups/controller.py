@@ -11,7 +11,6 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -22,7 +21,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.change.gate import Kind
-from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
+from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_fds
 from runner.instance.parts.cgroups.float import entered_float, is_frozen
 from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
@@ -33,6 +32,7 @@ from runner.kubelet.pod_cgroups import float_group
 from runner.placement.backends import ControllerPlacement, CpuTuning, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
+    CgroupFds,
     ControllerAbsentError,
     ControllerBusyError,
     ControllerError,
@@ -45,9 +45,6 @@ from runner.protocol.controller_client import (
     tune,
     unseal,
 )
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedSeal
 
 log = logging.getLogger(__name__)
 
@@ -185,12 +182,12 @@ async def _sealed(
 ) -> AsyncIterator[str]:
     placement = in_force.placement
     try:
-        with supervisor.carry_over.taking("seal") as carried:
-            reason = "" if carried is None else carried.reason
-        if carried is None:
+
+        async def close() -> str:
             async with supervisor.changes.begin(Kind.START, "the CPUs are being sealed"):
-                reason = await _seal(placement, supervisor.timeouts)
-        supervisor.carry_over.offer("seal", lambda: _carried(reason))
+                return await _seal(placement, supervisor.timeouts)
+
+        reason = await supervisor.held.once("seal", close)
         async with supervisor.background_task(
             partial(_keep_sealed, in_force, anchors, pod, reason, supervisor.timeouts)
         ):
@@ -267,19 +264,19 @@ async def registered_cgroups(
     Raises :exc:`~runner.base.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
     """
     in_force = InForce(placement)
-    adopted: EnteredCgroups[ControllerPlacement] | None = None
+    in_force.placement = supervisor.held.value("placement", lambda: placement, lambda: in_force.placement)
+    named: CgroupPaths | None = None
 
     async def leave() -> None:
-        if adopted is None or not is_frozen(adopted.cgroups.pod):
+        if named is None or not is_frozen(named.pod):
             await _deregister(supervisor.faults, placement)
 
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
             # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
             held.push_async_callback(leave)
-            with supervisor.carry_over.taking("cgroups") as carried:
-                adopted = None if carried is None else adopted_cgroups(carried, in_force, descriptors)
-            if adopted is None:
+
+            async def enter() -> tuple[CgroupPaths, CgroupFds]:
                 pod = supervisor.procfs.cgroup()
                 try:
                     registration = await registration_of(supervisor, placement, pod, descriptors)
@@ -291,9 +288,18 @@ async def registered_cgroups(
                         f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                     )
                 below = registration.below_tree
-                named = CgroupPaths(pod, below(registration.float_cgroup), below(registration.instance))
-                adopted = EnteredCgroups(named, None, registration.cgroup_fds, in_force)
-            async with entered_float(supervisor, anchors, adopted) as entered:
+                found = CgroupPaths(pod, below(registration.float_cgroup), below(registration.instance))
+                return found, registration.cgroup_fds
+
+            def adopt(found: tuple[CgroupPaths, CgroupFds]) -> tuple[CgroupPaths, CgroupFds]:
+                descriptors.enter_context(adopted_fds(found[1]))
+                return found
+
+            paths, fds = await supervisor.held.once("registration", enter, adopt=adopt)
+            named = paths
+            confined = supervisor.held.value("vCPU threads", set[int])
+            cgroups = EnteredCgroups(paths, None, fds, in_force, confined)
+            async with entered_float(supervisor, anchors, cgroups) as entered:
                 held.enter_context(entered.kills_explained(supervisor.processes))
                 supervisor.guest_state.registered.set()
                 yield RegisteredCgroups(
@@ -392,9 +398,3 @@ def check_domain(registration: Registration, pod_uid: str) -> None:
     named, ours = registration.below_tree(registration.float_cgroup), float_group(pod_uid)
     if registration.protocol is not None and named != ours:
         raise HostError(f"cannot use the controller: it names the float {named!r}, which is not {ours!r}")
-
-
-def _carried(reason: str) -> CarriedSeal:
-    from runner.instance.renewal.carried import CarriedSeal
-
-    return CarriedSeal(reason)

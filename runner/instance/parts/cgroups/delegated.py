@@ -5,9 +5,15 @@ They keep apart what runs in the container. What runs outside of it must be kept
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 
 import attrs
 import trio
@@ -16,17 +22,14 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError
 from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_cgroups
+from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_fds
 from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup
 from runner.placement.backends import DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import open_cgroup_fds
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedControllers
+from runner.protocol.controller_client import CgroupFds, open_cgroup_fds
 
 EMPTY_WITHIN = 1.0
 """Seconds for the kernel to see that a cgroup whose last thread was reaped is empty; measured: a millisecond."""
@@ -74,23 +77,20 @@ async def delegated_cgroups(
     The order matters: switching cpuset on while processes are in the cgroup succeeds either way, but an ordinary child
     made after it could never hold anything ("Threads" of cgroup-v2.rst).
     """
-    with supervisor.carry_over.taking("controllers") as controllers, supervisor.carry_over.taking("cgroups") as carried:
-        pod = supervisor.procfs.cgroup() if carried is None else carried.cgroups.pod
-        scope = Cgroup(Roots().cgroup).at(pod)
-        before = scope.enabled() if controllers is None else controllers.before
-    supervisor.carry_over.offer("controllers", lambda: _carried(before))
+    held = supervisor.held
+    pod = held.value("pod's cgroup", supervisor.procfs.cgroup)
+    scope = Cgroup(Roots().cgroup).at(pod)
+    before = held.value("controllers", scope.enabled)
     float_cgroup, instance = scope.child("float"), scope.child("instance")
     in_force = InForce(placement)
+    in_force.placement = held.value("placement", lambda: placement, lambda: in_force.placement)
+    named = CgroupPaths(pod, float_cgroup.name, instance.name)
     try:
-        with ExitStack() as held:
-            if carried is None:
-                _make(placement, scope, float_cgroup, instance)
-                named = CgroupPaths(pod, float_cgroup.name, instance.name)
-                cgroups = EnteredCgroups(named, None, open_cgroup_fds(float_cgroup, instance, scope, held), in_force)
-            else:
-                cgroups = adopted_cgroups(carried, in_force, held)
+        held.value("cgroups made", lambda: _make(placement, scope, float_cgroup, instance))
+        with held.block("cgroup descriptors", lambda: _opened(float_cgroup, instance, scope), adopted_fds) as fds:
+            cgroups = EnteredCgroups(named, None, fds, in_force, held.value("vCPU threads", set[int]))
             async with entered_float(supervisor, anchors, cgroups) as entered:
-                fds, confined = entered.cgroup_fds, entered.confined
+                confined = entered.confined
                 yield DelegatedCgroups(entered.cgroups, None, fds, in_force, confined, scope=scope)
     finally:
         with supervisor.faults.recorded("remove the cgroups"), trio.move_on_after(EMPTY_WITHIN + 1, shield=True):
@@ -115,10 +115,10 @@ def _give(cgroup: Cgroup, cpus: CpuSet) -> None:
         raise PlacementError(f"cannot give {cgroup.path} the CPUs '{cpus}': the kernel lets it have '{effective}'")
 
 
-def _carried(before: frozenset[str]) -> CarriedControllers:
-    from runner.instance.renewal.carried import CarriedControllers
-
-    return CarriedControllers(before)
+@contextmanager
+def _opened(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup) -> Iterator[CgroupFds]:
+    with ExitStack() as held:
+        yield open_cgroup_fds(float_cgroup, instance, pod, held)
 
 
 async def _remove(cgroup: Cgroup) -> None:

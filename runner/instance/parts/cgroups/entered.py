@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import attrs
 
 from runner.base.values import frozen
 from runner.kernel.cgroup import parse_oom_kills, read_members, write_control
-from runner.kernel.files import owned
+from runner.kernel.files import all_closed
 from runner.kernel.limits import no_kills
 from runner.kernel.processes import Processes
 from runner.kernel.scheduler import unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import CgroupFds
-
-if TYPE_CHECKING:
-    from runner.instance.renewal.carried import CarriedCgroups  # only a runner that is renewed carries any
-
 
 P = TypeVar("P", ControllerPlacement, DelegatedPlacement)
 
@@ -70,9 +66,6 @@ class EnteredCgroups(Generic[P]):
     def loses_cpus(self) -> bool:
         return True
 
-    def remember(self, tid: int) -> None:
-        self.confined.add(tid)
-
     def forget(self, tid: int) -> None:
         self.confined.discard(tid)
 
@@ -84,22 +77,6 @@ class EnteredCgroups(Generic[P]):
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
         self.confined.discard(tid)
         unpin(tid)  # it has the one CPU of the vCPU that started it, and float's CPUs change
-
-    def carried(self) -> CarriedCgroups:
-        """Return what the program that renews this one must know of them."""
-        from runner.instance.renewal.carried import CarriedCgroups
-        from runner.kernel.carried import CarriedFd
-
-        fds = self.cgroup_fds
-        return CarriedCgroups(
-            self.cgroups,
-            CarriedFd(fds.float_procs.number),
-            CarriedFd(fds.instance_threads.number),
-            CarriedFd(fds.pod_procs.number),
-            CarriedFd(fds.float_threads.number),
-            frozenset(self.confined),
-            None if fds.memory_events is None else CarriedFd(fds.memory_events.number),
-        )
 
     @contextmanager
     def kills_explained(self, processes: Processes) -> Iterator[None]:
@@ -154,9 +131,8 @@ class OomKills:
             return self._known
 
 
-def adopted_cgroups(carried: CarriedCgroups, in_force: InForce[P], held: ExitStack) -> EnteredCgroups[P]:
-    """Return the cgroups that the runner before exec has entered; *held* closes their descriptors."""
-    fds = [carried.float_procs, carried.instance_threads, carried.pod_procs, carried.float_threads]
-    fds += [] if carried.memory_events is None else [carried.memory_events]
-    cgroup_fds = CgroupFds(*(held.enter_context(owned(each.number)) for each in fds))
-    return EnteredCgroups(carried.cgroups, None, cgroup_fds, in_force, set(carried.confined))
+@contextmanager
+def adopted_fds(found: CgroupFds) -> Iterator[CgroupFds]:
+    """Hold the descriptors of cgroups that another program has entered."""
+    with all_closed(found.descriptors()):
+        yield found

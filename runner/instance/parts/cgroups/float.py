@@ -36,18 +36,19 @@ async def entered_float(
 
     What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
     *active* holds the paths of float and of the instance's cgroup below their common parent. Their full paths, relative to the
-    cgroup namespace of this process, can only be read once it is inside. A runner that is renewed is inside, and knows them.
+    cgroup namespace of this process, can only be read once it is inside.
     """
     named, command = active.cgroups, anchors[0].command
+
+    def enter() -> CgroupPaths:
+        active.admit(0)
+        _lift_mask(supervisor, anchors)
+        return _read_paths(supervisor, active.placement, named)
+
     try:
-        if not supervisor.carry_over.resuming:
-            active.admit(0)
-            _lift_mask(supervisor, anchors)
+        active = attrs.evolve(active, cgroups=supervisor.held.value("cgroups", enter))
         for anchor in anchors:
             anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
-        if not supervisor.carry_over.resuming:
-            active = attrs.evolve(active, cgroups=_read_paths(supervisor, active.placement, named))
-        supervisor.carry_over.offer("cgroups", active.carried)
         async with AsyncExitStack() as held:
             if active.placement.sweep:
                 sweeping = partial(sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active)

@@ -1,0 +1,208 @@
+"""What a runner holds, by name: made in a fresh start, found in a program that renews one (get or make).
+
+The descriptor store of systemd works in the same way (``FileDescriptorStoreMax=`` of systemd.service(5)). A holder of the nest
+asks for what it is to hold and cannot tell whether that was made now, or years ago by another version of this program::
+
+    directory = stack.enter_context(held.fd("state directory", partial(claimed_directory, path)))
+    process = held.child("qemu", processes, start, lambda: machine.process)
+    counters = held.value("counters", Counters)
+    await held.once("guest runs", machine.resume)
+
+1. A name has one type, in one table: ``NAMES`` in ``runner/instance/renewal/names.py``. What is after a colon, as in
+   ``anchor:0``, tells those of one kind apart. Only that table, and what reads and writes the documents, knows how a name looks
+   on the wire; nothing is imported for it in a fresh start.
+2. Held are values (plain, frozen, or changed in place), what *current* returns of an object that has more than plain values,
+   descriptors and sockets, children, and the result of an act on the kernel or on QEMU that is done once.
+3. At exec nothing is asked of a holder: the store has each value itself, or the function by which it is read. The numbers of all
+   descriptors in the documents are what the next program inherits.
+4. A renewed program takes everything in one step of the event loop: no method awaits anything that was found. A name that is
+   missing was not written by the runner before, one that is left was not asked for: either is an error, unless the table says
+   that the name is newer than the format of what was found. Then it is made, as in a fresh start.
+5. An error before the end of that step, in a method or in a block of one, executes the program before (:attr:`Held.fall_back`),
+   before anything is released: each block of this module is left by that way first.
+6. What QEMU has got is held by no runner any more (:meth:`Held.passed_on`): it is made in a fresh start, and empty otherwise.
+7. Times are the kernel's (CLOCK_MONOTONIC): the clock of the event loop begins anew with each program.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import attrs
+
+from runner.base.errors import HostError
+from runner.kernel.files import closing
+from runner.kernel.sockets import Socket, adopted_socket, connected_pair
+
+if TYPE_CHECKING:
+    from runner.kernel.processes import Process, Processes
+
+T = TypeVar("T")
+
+
+def _same(value: T) -> T:
+    return value
+
+
+@attrs.define
+class Held:
+    """The store of one program. The default is that of a fresh start."""
+
+    found: dict[str, Any] | None = None
+    """What the runner before has held and nothing has asked for yet, by name; ``None`` in a fresh start."""
+    newer: Callable[[str], bool] = lambda _: False
+    """Tells whether a name is newer than the format of what was found."""
+    fall_back: Callable[[BaseException], object] | None = None
+    """Executes the program before; ``None`` once there is no way back, and in a fresh start."""
+    read: dict[str, Callable[[], object]] = attrs.field(factory=dict)
+    """What is held, by name: returns it as it is now."""
+    blocks: list[str] = attrs.field(factory=list)
+    """The names of what a block holds, whose end releases it."""
+    _before_commit: list[Callable[[], None]] = attrs.field(factory=list)
+    _at_commit: list[Callable[[], object]] = attrs.field(factory=list)
+
+    @property
+    def resuming(self) -> bool:
+        """Return whether another program has held all this before."""
+        return self.found is not None
+
+    def value(
+        self,
+        name: str,
+        make: Callable[[], T],
+        now: Callable[[], object] | None = None,
+        adopt: Callable[[Any], T] = _same,
+    ) -> T:
+        """Return what is held as *name*, and what *make* returns in a fresh start.
+
+        *now* returns what is to be found next, by default the same object. *adopt* makes the value of what was found.
+        """
+        with self.guarded():
+            value: T = adopt(self._take(name)) if self._finds(name) else make()
+        self.read[name] = now or (lambda: value)
+        return value
+
+    def current(self, name: str, read: Callable[[], T]) -> T:
+        """Return what is held as *name*; *read* returns what that is now, also in a fresh start."""
+        return self.value(name, read, read)
+
+    async def once(
+        self,
+        name: str,
+        act: Callable[[], Awaitable[T]],
+        now: Callable[[], object] | None = None,
+        adopt: Callable[[Any], T] = _same,
+    ) -> T:
+        """Do *act*, once in the life of the instance, and return its result; see :meth:`value`."""
+        if not self._finds(name):
+            value = await act()
+            return self.value(name, lambda: value, now)
+        return self.value(name, _never, now, adopt)
+
+    @contextmanager
+    def block(
+        self,
+        name: str,
+        make: Callable[[], AbstractContextManager[T]],
+        adopt: Callable[[Any], AbstractContextManager[T]],
+        now: Callable[[T], object] = _same,
+    ) -> Iterator[T]:
+        """Hold as *name* what *make* holds; *adopt* holds in the same way what was found, *now* returns what is to be found next."""
+        with ExitStack() as stack, self.guarded():
+            value = stack.enter_context(adopt(self._take(name)) if self._finds(name) else make())
+            self.read[name] = lambda: now(value)
+            self.blocks.append(name)
+            yield value
+
+    def fd(self, name: str, make: Callable[[], AbstractContextManager[int]]) -> AbstractContextManager[int]:
+        """Hold a descriptor, which the end closes."""
+        return self.block(name, make, closing)
+
+    def socket(
+        self, name: str, make: Callable[[], AbstractContextManager[Socket]], now: Callable[[], int] | None = None
+    ) -> AbstractContextManager[Socket]:
+        """Hold a socket; *now* returns the number of its descriptor where another may have taken its place."""
+        return self.block(name, make, adopted_socket, lambda found: found.fileno() if now is None else now())
+
+    @contextmanager
+    def pair(
+        self, name: str, purpose: str, now: Callable[[], int] | None = None
+    ) -> Iterator[tuple[Socket, Socket | None]]:
+        """Hold our end of a connection as *name*, and in a fresh start the other one, for the child that is to have it."""
+        with ExitStack() as stack:
+            theirs: Socket | None = None
+
+            def make() -> AbstractContextManager[Socket]:
+                nonlocal theirs
+                ours, theirs = stack.enter_context(connected_pair(purpose))
+                return nullcontext(ours)
+
+            with self.socket(name, make, now) as ours:
+                yield ours, theirs
+
+    def child(
+        self, name: str, processes: Processes, spawn: Callable[[], Process], now: Callable[[], Process]
+    ) -> Process:
+        """Return a child, which the caller ends; *now* returns the one that has taken its place since.
+
+        Raises :exc:`~runner.base.errors.HostError` for one that cannot be started, or is no child of this process any more.
+        """
+        return self.value(name, spawn, lambda: now().record(), processes.adopt)
+
+    def passed_on(self, make: Callable[[], AbstractContextManager[T]], nothing: T) -> AbstractContextManager[T]:
+        """Hold what *make* holds until QEMU has it; *nothing* if QEMU has it already."""
+        return make() if self.found is None else nullcontext(nothing)
+
+    def before_commit(self, check: Callable[[], None]) -> None:
+        """Call *check* when everything was found; an error of it is one more way back. Never in a fresh start."""
+        self._before_commit.append(check)
+
+    def at_commit(self, act: Callable[[], object]) -> None:
+        """Call *act* once there is no way back, in the order of these calls; at once if there is none."""
+        if self.fall_back is None:
+            act()
+        else:
+            self._at_commit.append(act)
+
+    def commit(self) -> None:
+        """Give up the way back: everything was found, and asked for."""
+        if self.fall_back is None:
+            return
+        with self.guarded():
+            if self.found:
+                raise HostError(f"cannot take over {', '.join(self.found)}: nothing here asks for it")
+            for check in self._before_commit:
+                check()
+        self.fall_back = None
+        for act in self._at_commit:
+            act()
+
+    def go_back(self) -> None:
+        """Execute the program before, instead of releasing anything, while there is a way back."""
+        if self.fall_back is not None:
+            self.fall_back(sys.exc_info()[1] or RuntimeError("it ended before it had taken everything over"))
+
+    def _finds(self, name: str) -> bool:
+        return self.found is not None and (name in self.found or not self.newer(name))
+
+    def _take(self, name: str) -> Any:
+        assert self.found is not None  # noqa: S101 - the caller has asked
+        if name not in self.found:
+            raise HostError(f"cannot take over {name}: the runner before has not held it")
+        return self.found.pop(name)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Go back for an error of the block, before what holds the block releases anything."""
+        try:
+            yield
+        except BaseException:
+            self.go_back()
+            raise
+
+
+def _never() -> NoReturn:
+    raise AssertionError

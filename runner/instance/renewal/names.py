@@ -1,0 +1,162 @@
+"""What goes from one program to the next, by name: the promise between two versions of this program.
+
+A document of the state is ``{name: value}``. How a value of a type looks is in :mod:`runner.instance.renewal.documents`; the names
+and types of the fields of a class are those of its attributes. What is after a colon in a name, as in ``anchor:0``, tells those of
+one kind apart.
+
+* A name, or a field with a default, may be added: it gets the number of the next :data:`FORMAT`, and a program that finds an older
+  document makes what it needs. A field is left out while it has its default, so that an older program understands.
+* A name, a field, or a kind of :data:`KINDS` is neither renamed nor given another meaning. A class or a module may be.
+* Recorded documents of each format are in ``tests/data/renewal/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Never
+
+from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
+from runner.base.values import Fd, frozen
+from runner.instance.change.hotplug import AttachedDisk
+from runner.instance.parts.daemons import RestartedChildRecord
+from runner.instance.supervisor import Counters
+from runner.instance.watch.foreign_time import ForeignTime
+from runner.instance.watch.receipts import PlacedThreads
+from runner.instance.watch.signs_of_life import Silence
+from runner.kernel.inherited_fds import InheritedFd
+from runner.kernel.log_file import LogFileRecord
+from runner.kernel.processes import ProcessRecord
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
+from runner.placement.threads import CgroupPaths
+from runner.plan.argv.networks import WireNumbers
+from runner.plan.argv.qemu import QemuFds
+from runner.plan.firmware import ForgottenVariables, KeptVariables
+from runner.plan.guest_devices import GuestPort
+from runner.plan.instance import InstancePlan
+from runner.plan.networks import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.passthrough_plan import PassthroughPlan
+from runner.protocol.controller_client import CgroupFds
+from runner.protocol.qmp import MonitorRecord
+from runner.spec.readiness import AgentSign, ConsoleSign
+
+FORMAT: Final = 2
+"""Of the state that this program writes. Format 1, of before the first release, named classes by their modules."""
+OLDEST: Final = 2
+"""The oldest format that it reads."""
+
+
+@frozen
+class Name:
+    """What a name stands for; *since* is the first format that has it."""
+
+    type: Any
+    since: int = 2
+
+
+NAMES: Final[Mapping[str, Name]] = {
+    # the program's outputs
+    "log level": Name(str),
+    "log format": Name(Literal["text", "json"]),
+    "termination log": Name(Fd | None),
+    "stdout": Name(bytes),  # not written yet
+    "stderr": Name(bytes),
+    "console line": Name(bytes),  # of the guest's output, not shown as JSON yet, because it is no whole line
+    # what is run, and how
+    "pid1": Name(bool),
+    "http address": Name(tuple[str, int] | None),
+    "plan": Name(InstancePlan),  # without its remarks, and cloud-init's documents
+    "counters": Name(Counters),
+    "orphans": Name(int),
+    "faults": Name(list[str]),
+    # before QEMU
+    "inherited descriptors": Name(dict[str, InheritedFd]),
+    "state directory": Name(Fd),
+    "anchor": Name(RestartedChildRecord),
+    "placement": Name(Placement),  # that is in force
+    "registration": Name(tuple[CgroupPaths, CgroupFds]),  # controller
+    "pod's cgroup": Name(str),  # delegated
+    "controllers": Name(frozenset[str]),  # delegated: of the container's cgroup, before
+    "cgroups made": Name(None),  # delegated
+    "cgroup descriptors": Name(CgroupFds),  # delegated
+    "mask": Name(CpuSet),  # affinity: of this process, before
+    "in float": Name(None),  # affinity
+    "cgroups": Name(CgroupPaths),
+    "vCPU threads": Name(set[int]),
+    "nic": Name(int),  # the index of a macvtap
+    "passt": Name(ProcessRecord),
+    "networks recovered": Name(None),
+    "networks": Name(dict[str, frozenset[str]]),  # sysctl or list of links, before: see `network.build`
+    "dnsmasq": Name(RestartedChildRecord),
+    "up": Name(None),  # a child that serves
+    "share": Name(ProcessRecord),
+    # QEMU
+    "console": Name(Fd),
+    "console log": Name(LogFileRecord),
+    "console.sock": Name(Fd),
+    "console replay": Name(bytes),
+    "console received": Name(bytes),
+    "console ended": Name(bool),
+    "guest agent": Name(Fd),
+    "QMP": Name(Fd),
+    "qemu": Name(ProcessRecord),
+    "conversation": Name(MonitorRecord),
+    "agent listens": Name(bool),
+    "QEMU's updates": Name(int),
+    "suspended": Name(bool),
+    "unplugged": Name(tuple[str, ...]),  # devices that the guest has released
+    "QEMU's descriptors": Name(QemuFds),  # copies, for the next QEMU
+    "QEMU is up": Name(None),
+    "threads": Name(PlacedThreads),
+    "seal": Name(str),  # why the vCPUs' CPUs are not sealed, empty if they are
+    "placement confirmed": Name(None),
+    "vnc.sock": Name(Fd),
+    "control.sock": Name(Fd),
+    "qmp.sock": Name(Fd),
+    "disks": Name(tuple[AttachedDisk, ...]),
+    "guest runs": Name(None),
+    # the guest
+    "awaited sign": Name(str),
+    "panic": Name(str),
+    "halted": Name(str),
+    "sign searched": Name(bool),
+    "console searches": Name(tuple[bytes, float]),  # the line that has begun, and seconds of CPU time left
+    "silence": Name(Silence | None),
+    "console written": Name(bool),
+    "running since": Name(float),  # seconds of the monotonic clock
+    "http": Name(list[Fd]),
+    "foreign time": Name(ForeignTime | None),
+}
+
+KINDS: Final[Mapping[type, str]] = {
+    ControllerPlacement: "controller",
+    DelegatedPlacement: "delegated",
+    AffinityPlacement: "affinity",
+    BridgedPlan: "bridged",
+    MacvtapPlan: "macvtap",
+    PasstPlan: "passt",
+    InheritedFdPlan: "inherited",
+    KeptVariables: "kept",
+    ForgottenVariables: "forgotten",
+    AgentSign: "agent",
+    ConsoleSign: "console",
+    GuestPort: "port",
+}
+"""The class of a value where it may be of several → its ``kind``."""
+
+ELSEWHERE: Final = {
+    "DhcpPlan": DhcpPlan,
+    "NetworkPlan": NetworkPlan,
+    "WireNumbers": WireNumbers,
+    "SeedPlan": Never,  # it holds secrets, and costs 0.7 MB
+    "PassthroughPlan": PassthroughPlan,
+}
+"""Types that modules name and do not import, because a fresh start needs few of them."""
+
+
+def name_of(name: str) -> Name:
+    """Return what *name* stands for. Raises :exc:`~runner.base.errors.HostError` for one that this program does not know."""
+    try:
+        return NAMES[name.partition(":")[0]]
+    except KeyError:
+        raise HostError(f"cannot take over {name}: nothing here knows it") from None
