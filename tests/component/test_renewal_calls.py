@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.test_system_calls import KINDS, error_of
+from tests.component.test_system_calls import KINDS, failure_of
 from tests.support.renewals import ProgramDirectory, RenewableStarter, failing, make_program
 from tests.support.soak import FACTOR
 
@@ -84,7 +84,7 @@ def test_a_call_that_fails_once_does_not_end_the_guest(
     if not (before if place == "before exec" else ours):
         return  # not made there
     run = start()
-    with failing(run, f"{kind}:error={error_of(kind)}:when={when}") as trace:
+    with failing(run, f"{kind}:{failure_of(kind)}:when={when}") as trace:
         ended = run.upgrade(made)
     if len(found := calls(trace)) > 1 and found[1]["injected"]:
         return  # fewer calls than usual came before

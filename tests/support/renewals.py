@@ -166,7 +166,7 @@ class RenewableRun:
 
 @contextmanager
 def failing(run: RenewableRun, *faults: str) -> Iterator[Path]:
-    """Have system calls of the runner fail as *faults* say, as strace(1) has them: ``NAME:error=ERROR:when=FIRST``.
+    """Have system calls of the runner fail as *faults* say, in the form of strace(1): ``NAME:error=ERROR:when=FIRST``.
 
     Yield the file with all calls.
     """
