@@ -15,7 +15,7 @@ from runner.spec.instance import ClockBase, GuestSpec, WatchdogAction
 from runner.spec.readiness import AgentSign, ConsoleSign, PortSign, ReadySign
 
 if TYPE_CHECKING:
-    from runner.plan.networks import NetworkPlan
+    from runner.plan.network_plan import NetworkPlan
 
 FIRST_CID, LAST_CID = 3, (1 << 32) - 2
 """Context identifiers of guests (``include/uapi/linux/vm_sockets.h``): 0 to 2 and 2**32 - 1 have meanings of their own."""
@@ -80,7 +80,7 @@ def plan_guest(
 def _ready(sign: ReadySign | None, networks: Sequence[NetworkPlan]) -> ReadyPlan | None:
     if not isinstance(sign, PortSign):
         return sign
-    from runner.plan.networks import BridgedPlan  # here, because some guests have no network
+    from runner.plan.network_plan import BridgedPlan  # here, because some guests have no network
 
     # With mode "bridge" the guest has the pod's own address, at which this program reaches only itself.
     private = (each.guest.ip for each in networks if isinstance(each, BridgedPlan) and each.pod is None)

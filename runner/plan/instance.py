@@ -48,7 +48,7 @@ from runner.spec.instance import InstanceSpec
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
-    from runner.plan.networks import DhcpPlan, NetworkPlan
+    from runner.plan.network_plan import DhcpPlan, NetworkPlan
 
 GREETING_TIMEOUT = 60.0
 """Seconds QEMU may take to greet: it takes 0.1 s."""

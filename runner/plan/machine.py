@@ -36,7 +36,7 @@ from runner.spec.instance import BootSpec, IdleChoice, InstanceSpec, RebootActio
 
 if TYPE_CHECKING:
     from runner.plan.cloud_init import SeedPlan
-    from runner.plan.networks import NetworkPlan
+    from runner.plan.network_plan import NetworkPlan
 
 Accel = Literal["kvm", "tcg"]
 

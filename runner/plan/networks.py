@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
-from pathlib import PurePosixPath
 from typing import Literal, assert_never
 
-from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
@@ -25,6 +23,15 @@ from runner.plan.dhcp import (
     search_bytes,
 )
 from runner.plan.identity import Identity
+from runner.plan.network_plan import (
+    BridgedPlan,
+    DhcpPlan,
+    InheritedFdPlan,
+    Ipv6Plan,
+    MacvtapPlan,
+    NetworkPlan,
+    PasstPlan,
+)
 from runner.plan.problems import Problems
 from runner.spec.instance import InstanceSpec, NetworkSpec, private_subnet
 
@@ -56,89 +63,6 @@ OWN_ADDRESSES_ALONE = {
 """Kinds of links behind which a bridge's other ports receive nothing (``drivers/net/macvlan.c``, ``ipvlan_core.c``)."""
 
 DHCP_USERS = ("dnsmasq", "nobody")
-
-
-@frozen
-class Nic:
-    """The properties of a network interface that the guest sees."""
-
-    mac: str
-    mtu: int
-    queues: int
-    """Pairs of receive and transmit queues."""
-
-
-@frozen
-class Ipv6Plan:
-    """The guest's IPv6 address on one bridge, which it gets by router advertisement and DHCPv6."""
-
-    guest: IPv6Interface
-    host: IPv6Interface | None
-    """The bridge's address; ``None`` in the pod's network, where the bridge has none."""
-    nameservers: tuple[IPv6Address, ...] = ()
-
-
-@frozen
-class BridgedPlan(Nic):
-    """A tap on a bridge that this program creates; dnsmasq gives the guest its address there (modes ``private``, ``bridge``)."""
-
-    bridge: str
-    tap: str
-    host: IPv4Interface
-    """The bridge's address, from which dnsmasq answers."""
-    guest: IPv4Interface
-    gateway: IPv4Address | None
-    routes: tuple[Route, ...]
-    """The guest's routes (RFC 3442); empty if its netmask and gateway are enough."""
-    nameservers: tuple[IPv4Address, ...]
-    search: tuple[str, ...]
-    pod: Interface | None
-    """The interface whose address the guest takes over, as it was before (mode ``bridge``); ``None`` with ``private``."""
-    ipv6: Ipv6Plan | None
-    vhost: bool
-    dns_options: tuple[str, ...] = ()
-    """What the pod's resolver is told besides, which DHCP cannot say."""
-
-
-@frozen
-class MacvtapPlan(Nic):
-    """A link over another one, with its own MAC address (``Documentation/networking/``, ``drivers/net/macvtap.c``)."""
-
-    link: str
-    over: str
-    vhost: bool
-
-
-@frozen
-class PasstPlan(Nic):
-    """passt(1), which translates between the guest's frames and sockets of the pod."""
-
-    program: PurePosixPath
-    ports: tuple[str, ...] = ()
-    """TCP ports of the pod that lead to the guest, as passt takes them."""
-
-
-@frozen
-class InheritedFdPlan(Nic):
-    """Descriptors that another program opened, by name."""
-
-    kind: Literal["tap", "macvtap", "socket"]
-    fds: tuple[str, ...]
-    vhost_fds: tuple[str, ...]
-    vhost: bool
-    """Whether this program opens /dev/vhost-net for each queue; never together with *vhost_fds*."""
-
-
-NetworkPlan = BridgedPlan | MacvtapPlan | PasstPlan | InheritedFdPlan
-
-
-@frozen
-class DhcpPlan:
-    """dnsmasq on one bridge."""
-
-    program: PurePosixPath
-    user: str
-    network: BridgedPlan
 
 
 def derived_mac(identity: Identity, index: int) -> str:

@@ -14,7 +14,8 @@ from runner.plan.disks import disk_words
 from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
-from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan, derived_mac
+from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.networks import derived_mac
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan, PciPort
 from runner.spec.rules import format_size
 

@@ -23,6 +23,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup_fds import CgroupFds, open_cgroup_fds
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.files import Descriptor
 from runner.kernel.lines import LineFramer, OverlongError, receive_line
@@ -78,30 +79,6 @@ class ControllerAbsentError(HostError):
 
 class ControllerBusyError(ControllerAbsentError):
     """The controller is there, and has more to do than it takes at once; it may answer within milliseconds."""
-
-
-@frozen
-class CgroupFds:
-    """Descriptors of four control files, open for writing, by which processes and threads change their cgroup.
-
-    Their order is that of the controller's message. ``cgroup.threads`` is open for reading as well.
-    """
-
-    float_procs: Descriptor
-    """``cgroup.procs`` of float."""
-    instance_threads: Descriptor
-    """``cgroup.threads`` of the vCPUs' cgroup."""
-    pod_procs: Descriptor
-    """``cgroup.procs`` of the pod's own cgroup."""
-    float_threads: Descriptor
-    """``cgroup.threads`` of the same cgroup as :attr:`float_procs`."""
-    memory_events: Descriptor | None = None
-    """``memory.events`` of the domain that both are in, to be read; ``None`` if none was sent."""
-
-    def descriptors(self) -> tuple[Descriptor, ...]:
-        """Return all of them."""
-        always = (self.float_procs, self.instance_threads, self.pod_procs, self.float_threads)
-        return always if self.memory_events is None else (*always, self.memory_events)
 
 
 @frozen
@@ -256,15 +233,6 @@ async def read_status(path: PurePosixPath) -> Mapping[str, object]:
     if not isinstance(result, dict):
         raise HostError(f"cannot understand the controller: its status is {result!r}")
     return result
-
-
-def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> CgroupFds:
-    """Open the control files by the cgroups' paths; *held* closes them. Raises ``CgroupError``."""
-    received = _ReceivedFds(held)
-    procs, threads = "cgroup.procs", "cgroup.threads"
-    for group, file in ((float_cgroup, procs), (instance, threads), (pod, procs), (float_cgroup, threads)):
-        received.take(group.open(file))
-    return CgroupFds(*received.descriptors)
 
 
 @frozen

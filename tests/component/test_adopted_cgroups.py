@@ -20,12 +20,12 @@ from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import restarted_child
 from runner.instance.supervisor import CarryOver, Faults, open_supervisor
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor, owned
 from runner.kernel.processes import Command
 from runner.kernel.scheduler import read_mask
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import CgroupFds
 
 PATHS = CgroupPaths("/pod", "/stelia/instance-a/float", "/stelia/instance-a/vcpus")
 FILES = ("float_procs", "instance_threads", "pod_procs", "float_threads")

@@ -20,6 +20,7 @@ from runner.base.errors import HostError, explain
 from runner.instance.parts.cgroups.controller import RegisteredCgroups, check_domain
 from runner.instance.parts.cgroups.entered import InForce
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor
 from runner.kernel.host_settings import latency_path
 from runner.placement.backends import ControllerPlacement, CpuTuning
@@ -27,7 +28,6 @@ from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
     CONNECTED_WITHIN,
     PROTOCOL,
-    CgroupFds,
     ControllerAbsentError,
     ControllerBusyError,
     ControllerError,

@@ -28,7 +28,7 @@ from runner.instance.supervisor import CarryOver, Counters, Faults, open_supervi
 from runner.kernel import character_devices
 from runner.kernel.files import Descriptor
 from runner.kernel.inherited_fds import InheritedFd, inherited_fds, probe_descriptor
-from runner.plan.networks import InheritedFdPlan
+from runner.plan.network_plan import InheritedFdPlan
 from tests.support.fake_host import FakeHost
 
 Sent = tuple[bytes, Sequence[int]]

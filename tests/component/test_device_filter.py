@@ -15,10 +15,10 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError, RunnerError, explain
 from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import InForce
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor
 from runner.placement.backends import ControllerPlacement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import CgroupFds
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost, hotplug_of
 

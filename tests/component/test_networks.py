@@ -24,7 +24,7 @@ from runner.kernel import character_devices, network
 from runner.kernel.inherited_fds import probe_descriptor
 from runner.kernel.processes import Command
 from runner.plan.instance import InstancePlan
-from runner.plan.networks import PasstPlan
+from runner.plan.network_plan import PasstPlan
 from tests.support.fake_host import FakeHost
 
 MAC = "52:54:00:00:00:77"

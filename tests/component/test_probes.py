@@ -23,7 +23,7 @@ from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.instance.watch.figures import READ_AGAIN
 from runner.instance.watch.shown import figures_shown
 from runner.plan.instance import InstancePlan
-from runner.plan.networks import BridgedPlan
+from runner.plan.network_plan import BridgedPlan
 from tests.support.exposition import families, figures
 from tests.support.fake_host import FakeHost
 

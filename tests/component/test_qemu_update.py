@@ -28,7 +28,7 @@ from runner.kernel.processes import ProcessRecord
 from runner.kernel.small_files import read_text
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import Accel
-from runner.plan.networks import BridgedPlan
+from runner.plan.network_plan import BridgedPlan
 from runner.plan.passthrough_plan import VfioBackend
 from runner.protocol.qmp import Monitor
 from tests.support.fake_host import FakeHost

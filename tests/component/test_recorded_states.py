@@ -21,11 +21,11 @@ from runner.instance.renewal.documents import to_document
 from runner.instance.renewal.names import FORMAT, NAMES, OLDEST, name_of
 from runner.instance.renewal.upgrade import _document, running_program, state_of
 from runner.instance.supervisor import Supervisor
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
 from runner.plan.instance import InstancePlan
-from runner.protocol.controller_client import CgroupFds
 from tests.component.test_qemu_update import NEW, run
 from tests.support.fake_host import FakeHost
 

@@ -25,7 +25,7 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Faults
 from runner.plan.disks import plan_disk
 from runner.plan.instance import InstancePlan
-from runner.plan.networks import PasstPlan
+from runner.plan.network_plan import PasstPlan
 from runner.plan.problems import Problems
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost, link_names

@@ -20,10 +20,10 @@ from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.thread_placement import ThreadReader
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup, CgroupError, read_members
+from runner.kernel.cgroup_fds import open_cgroup_fds
 from runner.kernel.procfs import Procfs
 from runner.placement.backends import AffinityPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import open_cgroup_fds
 
 PLACEMENT = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
 NAMED = """

@@ -50,7 +50,7 @@ from runner.kernel.sockets import Socket, accepted, connected_pair, copy_between
 from runner.kernel.tap_queues import attach_queue, detach_queue
 from runner.plan.argv.qemu import QemuFds
 from runner.plan.machine import Accel, MachinePlan
-from runner.plan.networks import InheritedFdPlan, NetworkPlan, PasstPlan
+from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
 from runner.plan.shares import SharePlan
 from runner.protocol.qmp import ExecuteError, Monitor, QmpError

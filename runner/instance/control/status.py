@@ -120,7 +120,7 @@ class StatusReader:
         """Yield the guest's networks; *addresses* are those that it gets by DHCP, as far as this program gives them."""
         if not self.plan.networks:
             return
-        from runner.plan.networks import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
+        from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
 
         for network in self.plan.networks:
             mode, addresses = "", list[str]()

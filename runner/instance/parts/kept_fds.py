@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 from runner.kernel.files import owned
 from runner.kernel.limits import limited
-from runner.plan.argv.networks import WireNumbers
 from runner.plan.argv.qemu import QemuFds
+from runner.plan.argv.wires import WireNumbers
 
 
 @contextmanager

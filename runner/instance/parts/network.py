@@ -16,8 +16,9 @@ from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, files
 from runner.kernel.processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
-from runner.plan.argv.networks import DNSMASQ_UP, WireNumbers, dnsmasq_argv, passt_argv
-from runner.plan.networks import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.argv.networks import DNSMASQ_UP, dnsmasq_argv, passt_argv
+from runner.plan.argv.wires import WireNumbers
+from runner.plan.network_plan import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 
 if TYPE_CHECKING:
     from runner.kernel.network import Bridge, Macvtap

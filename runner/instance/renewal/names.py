@@ -24,19 +24,19 @@ from runner.instance.supervisor import Counters
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.instance.watch.receipts import PlacedThreads
 from runner.instance.watch.signs_of_life import Silence
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.log_file import LogFileRecord
 from runner.kernel.processes import ProcessRecord
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
-from runner.plan.argv.networks import WireNumbers
 from runner.plan.argv.qemu import QemuFds
+from runner.plan.argv.wires import WireNumbers
 from runner.plan.firmware import ForgottenVariables, KeptVariables
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
-from runner.plan.networks import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.network_plan import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import PassthroughPlan
-from runner.protocol.controller_client import CgroupFds
 from runner.protocol.qmp import MonitorRecord
 from runner.spec.readiness import AgentSign, ConsoleSign
 

@@ -22,7 +22,7 @@ from runner.kernel.procfs import LinkTraffic
 from runner.kernel.waiting import shortages
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
-from runner.plan.networks import BridgedPlan, MacvtapPlan
+from runner.plan.network_plan import BridgedPlan, MacvtapPlan
 from runner.protocol.instance_metrics import PHASES, QEMU_UPDATE_OUTCOMES, RENEWAL_OUTCOMES, RESTARTED_ROLES, Samples
 from runner.protocol.qmp import QmpError
 

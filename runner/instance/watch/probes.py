@@ -23,7 +23,7 @@ from runner.instance.watch.figures import Figures
 from runner.kernel.sockets import Socket
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
-from runner.plan.networks import BridgedPlan
+from runner.plan.network_plan import BridgedPlan
 from runner.protocol.http import (
     HttpResponse,
     adopted_http_listeners,

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator
 from typing import assert_never
 
-from runner.base.values import Fd, frozen
+from runner.plan.argv.wires import WireNumbers
 from runner.plan.dhcp import dhcp_routes
-from runner.plan.networks import (
+from runner.plan.network_plan import (
     BridgedPlan,
     DhcpPlan,
     InheritedFdPlan,
@@ -21,31 +21,6 @@ from runner.plan.networks import (
 
 DNSMASQ_UP = "started, version "
 """What dnsmasq logs when its sockets are bound and its privileges dropped (``main`` of ``src/dnsmasq.c``); in a locale of no language."""
-
-
-@frozen
-class WireNumbers:
-    """The descriptors of one network as QEMU inherits them: a tap (and a vhost-net) for each queue, or a stream socket."""
-
-    taps: tuple[Fd, ...] = ()
-    vhosts: tuple[Fd, ...] = ()
-    stream: Fd | None = None
-
-    def numbers(self) -> tuple[int, ...]:
-        """Return every descriptor."""
-        return (*self.taps, *self.vhosts, *(() if self.stream is None else (self.stream,)))
-
-    def netdev(self) -> str:
-        """Return the kind and properties of QEMU's ``-netdev``, without its id."""
-        if self.stream is not None:
-            return f"stream,server=off,addr.type=fd,addr.str={self.stream}"
-        several = "s" if len(self.taps) > 1 else ""
-        carried = f",vhost=on,vhostfd{several}={_colons(self.vhosts)}" if self.vhosts else ""
-        return f"tap,fd{several}={_colons(self.taps)}{carried}"
-
-
-def _colons(numbers: tuple[int, ...]) -> str:
-    return ":".join(map(str, numbers))
 
 
 def nic_device(index: int, nic: Nic) -> str:

@@ -37,7 +37,7 @@ from runner.spec.instance import WatchdogAction
 from runner.spec.rules import MIB
 
 if TYPE_CHECKING:
-    from runner.plan.argv.networks import WireNumbers
+    from runner.plan.argv.wires import WireNumbers
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 """QEMU's seccomp sandbox."""

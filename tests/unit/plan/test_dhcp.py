@@ -10,7 +10,7 @@ import pytest
 from runner.facts.host import Resolver
 from runner.facts.network import Route
 from runner.plan.dhcp import LONGEST_OPTION, is_domain, search_bytes
-from runner.plan.networks import BridgedPlan
+from runner.plan.network_plan import BridgedPlan
 from runner.plan.render import plan_lines
 from tests.unit.plan.test_plan import FACTS, KERNEL, POD, plan_of, problems
 

@@ -17,7 +17,8 @@ from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
 from runner.plan.identity import Identity
 from runner.plan.instance import plan_instance
-from runner.plan.networks import BridgedPlan, InheritedFdPlan, Ipv6Plan, derived_subnet
+from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, Ipv6Plan
+from runner.plan.networks import derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems

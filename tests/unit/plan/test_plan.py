@@ -19,14 +19,16 @@ from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd
 from runner.facts.memory import MemoryLimits
 from runner.facts.network import Interface, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
-from runner.plan.argv.networks import WireNumbers, dnsmasq_argv
+from runner.plan.argv.networks import dnsmasq_argv
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
+from runner.plan.argv.wires import WireNumbers
 from runner.plan.host_checks import OWN_CPUS
 from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
 from runner.plan.machine import EMULATED_CPU, VcpuHotplugPlan, parse_cpu_models
 from runner.plan.memory import VCPU
-from runner.plan.networks import BridgedPlan, PasstPlan, derived_mac
+from runner.plan.network_plan import BridgedPlan, PasstPlan
+from runner.plan.networks import derived_mac
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_kernel import FAKE_KERNEL

@@ -27,12 +27,12 @@ from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.scheduler import read_mask
 from runner.kubelet.pod_cgroups import float_group
 from runner.placement.backends import ControllerPlacement, CpuTuning, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
-    CgroupFds,
     ControllerAbsentError,
     ControllerBusyError,
     ControllerError,

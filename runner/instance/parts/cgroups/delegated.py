@@ -27,9 +27,9 @@ from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup_fds import CgroupFds, open_cgroup_fds
 from runner.placement.backends import DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import CgroupFds, open_cgroup_fds
 
 EMPTY_WITHIN = 1.0
 """Seconds for the kernel to see that a cgroup whose last thread was reaped is empty; measured: a millisecond."""

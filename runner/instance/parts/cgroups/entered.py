@@ -11,13 +11,13 @@ import attrs
 
 from runner.base.values import frozen
 from runner.kernel.cgroup import parse_oom_kills, read_members, write_control
+from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import all_closed
 from runner.kernel.limits import no_kills
 from runner.kernel.processes import Processes
 from runner.kernel.scheduler import unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import CgroupFds
 
 P = TypeVar("P", ControllerPlacement, DelegatedPlacement)
 
