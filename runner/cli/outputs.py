@@ -24,7 +24,7 @@ from runner.protocol.logs import JsonConsole, LogHandler, open_output
 
 if TYPE_CHECKING:
     from runner.instance.held import Held
-    from runner.instance.supervisor import CarryOver
+    from runner.instance.supervisor import Renewal
 
 log = logging.getLogger("runner")
 
@@ -79,12 +79,12 @@ class Outputs:
         if self._json_console is not None:
             self._json_console.take_over(console_line)
 
-    def reported(self, act: Callable[[], Awaitable[ExitReport]], carry_over: CarryOver) -> int:
+    def reported(self, act: Callable[[], Awaitable[ExitReport]], renewal: Renewal) -> int:
         """Run *act*, log its report and write it to the termination log; return the exit status.
 
-        Before anything is reported of a renewed program that fails, the one before goes on; see :class:`CarryOver`.
+        Before anything is reported of a renewed program that fails, the one before goes on; see :class:`Renewal`.
         """
-        report = self._run(act, carry_over)
+        report = self._run(act, renewal)
         level = logging.INFO if report.status == Status.STOPPED else logging.ERROR
         for line in report.detail.splitlines():
             log.log(level, InstanceEvent.END_EXPLAINED, line)
@@ -95,7 +95,7 @@ class Outputs:
             os._exit(report.status)
         return report.status
 
-    def _run(self, act: Callable[[], Awaitable[ExitReport]], carry_over: CarryOver) -> ExitReport:
+    def _run(self, act: Callable[[], Awaitable[ExitReport]], renewal: Renewal) -> ExitReport:
         root: trio.lowlevel.Task | None = None
 
         async def run() -> ExitReport:
@@ -109,25 +109,25 @@ class Outputs:
         try:
             return trio.run(run)
         except Exception as error:
-            carry_over.held.go_back()
+            renewal.held.go_back()
             if root is not None:
                 self._abandoned.append(root)
-                return self._after_loop(carry_over, error)
+                return self._after_loop(renewal, error)
             report = report_of(error)
             if report.status == Status.BUG:
                 log.exception(InstanceEvent.BUG)
             return report
 
-    def _after_loop(self, carry_over: CarryOver, error: Exception) -> ExitReport:
+    def _after_loop(self, renewal: Renewal, error: Exception) -> ExitReport:
         """Go on without the event loop that *error* has ended: in another one, or report what is left."""
         log.error(InstanceEvent.EVENT_LOOP_ENDED, exc_info=error)
-        if (resume := carry_over.resume_after_loop) is None:
-            found: CarryOver | tuple[str, ...] = (carry_over.unreleased(),)
+        if (resume := renewal.resume_after_loop) is None:
+            found: Renewal | tuple[str, ...] = (renewal.unreleased(),)
         else:
             found = resume(error)
         if isinstance(found, tuple):
             report = report_of(error)
-            ran = resume is not None or carry_over.loop_ended_by is not None
+            ran = resume is not None or renewal.loop_ended_by is not None
             return with_faults(of_running_guest(report) if ran else report, found)
         self._hold(found.held)
         with warnings.catch_warnings(action="ignore"):

@@ -18,7 +18,7 @@ from runner.base.events import InstanceEvent
 from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
 from runner.instance.renewal.upgrade import committed_after, state_of, taken_over
-from runner.instance.supervisor import CarryOver
+from runner.instance.supervisor import Renewal
 from runner.kernel.execution import claim_inherited
 from runner.kernel.program_directory import check_program
 
@@ -59,18 +59,18 @@ def rehearse(stage: ExecutedStage) -> None:
 def resume(stage: ExecutedStage) -> int:
     """Go on with the instance and return its exit status."""
     document = stage.document
-    carry_over = taken_over(document, stage.index, stage.reason)
+    renewal = taken_over(document, stage.index, stage.reason)
     claim_inherited(document["descriptors"])
     os.set_inheritable(stage.fd, False)
-    carry_over.entry = __name__
-    held = carry_over.held
+    renewal.entry = __name__
+    held = renewal.held
     held.fall_back = stage.fall_back
     held.at_commit(stage.commit)
     held.at_commit(partial(_close, stage.fd))
     assert held.found is not None  # noqa: S101 - all of it
     with Outputs(held, held.found["log level"], held.found["log format"]) as outputs:
-        held.at_commit(partial(_log, carry_over, document))
-        return outputs.reported(partial(resume_as_init, outputs.streams(held), carry_over), carry_over)
+        held.at_commit(partial(_log, renewal, document))
+        return outputs.reported(partial(resume_as_init, outputs.streams(held), renewal), renewal)
 
 
 def _close(fd: int) -> None:
@@ -78,14 +78,14 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-def _log(carry_over: CarryOver, document: dict[str, Any]) -> None:
+def _log(renewal: Renewal, document: dict[str, Any]) -> None:
     pause = committed_after(document)
-    program, generation = carry_over.digest or "the image's", carry_over.generation
-    match carry_over.outcome:
+    program, generation = renewal.digest or "the image's", renewal.generation
+    match renewal.outcome:
         case "renewed":
             log.info(InstanceEvent.RUNNER_RENEWED, generation, program, pause)
         case "fell_back":
-            log.error(InstanceEvent.RUNNER_NOT_RENEWED, carry_over.reason)
+            log.error(InstanceEvent.RUNNER_NOT_RENEWED, renewal.reason)
         case _:
-            reason = carry_over.reason
+            reason = renewal.reason
             log.error(InstanceEvent.RUNNER_RESUMED, generation, pause, reason)

@@ -13,7 +13,7 @@ from runner.base.events import InstanceEvent
 from runner.cli.options import TERMINATION_LOG, read_spec_file
 from runner.cli.outputs import Outputs
 from runner.instance.init import ASK_TO_STOP, ExitReport, run_as_init
-from runner.instance.supervisor import CarryOver
+from runner.instance.supervisor import Renewal
 from runner.kernel.processes import raise_limits
 
 log = logging.getLogger("runner")
@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     raise_limits()  # container runtimes begin with 1024 open files
     os.umask(os.umask(0o077) | 0o022)  # what it writes is its user's alone to change, whatever it was begun with
-    carry_over = CarryOver(entry=RESUME)
-    held = carry_over.held
+    renewal = Renewal(entry=RESUME)
+    held = renewal.held
     with Outputs(held, arguments.log_level, arguments.log_format) as outputs:
         outputs.termination_log = _open_termination_log(arguments.termination_log)
         streams = outputs.streams(held, arguments.http)
@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
         async def act() -> ExitReport:
             data, pid1 = _read(arguments.spec), not arguments.not_pid1
             source = arguments.spec
-            return await run_as_init(source, data, state_directory, streams, pid1=pid1, carry_over=carry_over)
+            return await run_as_init(source, data, state_directory, streams, pid1=pid1, renewal=renewal)
 
-        return outputs.reported(act, carry_over)
+        return outputs.reported(act, renewal)
 
 
 def _read(spec: str) -> bytes:

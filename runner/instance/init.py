@@ -25,7 +25,7 @@ from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
 from runner.instance.change.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
-from runner.instance.supervisor import CarryOver, Faults, Supervisor, open_supervisor
+from runner.instance.supervisor import Faults, Renewal, Supervisor, open_supervisor
 from runner.kernel.files import all_closed
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
@@ -104,7 +104,7 @@ async def run_as_init(
     streams: Streams,
     *,
     pid1: bool,
-    carry_over: CarryOver | None = None,
+    renewal: Renewal | None = None,
 ) -> ExitReport:
     """Run the instance that the document *data* describes, from the first signal to the last child.
 
@@ -126,7 +126,7 @@ async def run_as_init(
     async def run(supervisor: Supervisor) -> ExitReport:
         return await _run(spec, supervisor, streams, partial(_planned, source, spec, state_directory))
 
-    return await _supervised(run, streams, carry_over or CarryOver(), pid1=pid1)
+    return await _supervised(run, streams, renewal or Renewal(), pid1=pid1)
 
 
 def _refuse_foreign_procfs() -> None:
@@ -157,13 +157,13 @@ def _refuse_foreign_procfs() -> None:
         )
 
 
-async def resume_as_init(streams: Streams, carry_over: CarryOver) -> ExitReport:
+async def resume_as_init(streams: Streams, renewal: Renewal) -> ExitReport:
     """Go on with the instance that another program of this process has held; see :func:`run_as_init`."""
 
     async def run(supervisor: Supervisor) -> ExitReport:
         return await _run(None, supervisor, streams, _nothing_new)
 
-    return await _supervised(run, streams, carry_over, pid1=False)
+    return await _supervised(run, streams, renewal, pid1=False)
 
 
 async def _nothing_new(_: Supervisor) -> InstancePlan:
@@ -171,19 +171,19 @@ async def _nothing_new(_: Supervisor) -> InstancePlan:
 
 
 async def _supervised(
-    run: Callable[[Supervisor], Awaitable[ExitReport]], streams: Streams, carry_over: CarryOver, *, pid1: bool
+    run: Callable[[Supervisor], Awaitable[ExitReport]], streams: Streams, renewal: Renewal, *, pid1: bool
 ) -> ExitReport:
-    held, stop = carry_over.held, StopRequest()
+    held, stop = renewal.held, StopRequest()
     pid1 = held.value("pid1", lambda: pid1)
     sentences = held.value("faults", list[str])
-    faults = Faults(sentences, begun=held.go_back, own=carry_over.loop_ended_by)
+    faults = Faults(sentences, begun=held.go_back, own=renewal.loop_ended_by)
     if faults.own is not None:
         stop.ask("a fault of instance-runner")
     with received(*ASK_TO_STOP, note=stop.signals.add) as signals:
         try:
             held.at_commit(partial(signal.pthread_sigmask, signal.SIG_SETMASK, ()))
             async with (
-                open_supervisor(stop, faults, () if pid1 else dying_with_us(), carry_over) as supervisor,
+                open_supervisor(stop, faults, () if pid1 else dying_with_us(), renewal) as supervisor,
                 supervisor.background_task(partial(_obey, signals, stop)),
                 supervisor.background_task(streams.stdout.drain),
                 supervisor.background_task(streams.stderr.drain),

@@ -35,7 +35,7 @@ from runner.instance.parts.qemu import (
     started_within,
 )
 from runner.instance.parts.state_directory import RECEIPT, discard_leftovers
-from runner.instance.supervisor import CarryOver, Supervisor
+from runner.instance.supervisor import Renewal, Supervisor
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.processes import Process
@@ -105,10 +105,10 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 log.info(InstanceEvent.GUEST_STARTED)
 
             await supervisor.held.once("guest runs", begin)
-            with supervisor.carry_over.outliving_the_loop(partial(_resume_after_loop, supervisor)):
+            with supervisor.renewal.outliving_the_loop(partial(_resume_after_loop, supervisor)):
                 async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                     unfinished = partial(_unfinished, machine, receipts)
-                    with supervisor.carry_over.renewable(partial(_resume_after_fault, supervisor), unfinished):
+                    with supervisor.renewal.possible(partial(_resume_after_fault, supervisor), unfinished):
                         ended = await _ended(supervisor, machine, daemons, receipts)
                 over = trio.current_time()
                 async with supervisor.changes.begin(Kind.STOP, f"the instance ends: {ended.detail}"):
@@ -151,7 +151,7 @@ async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     await resume_after_fault(supervisor, error)
 
 
-def _resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | tuple[str, ...]:
+def _resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
     from runner.instance.renewal.after_loop import resume_after_loop  # here, because nothing else needs it
 
     return resume_after_loop(supervisor, error)

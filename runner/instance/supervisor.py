@@ -49,7 +49,7 @@ class Faults:
     begun: Callable[[], None] = lambda: None
     """Called before each release."""
     own: Exception | None = None
-    """The fault of this program that ends the instance: it was not to be survived by :class:`CarryOver`."""
+    """The fault of this program that ends the instance: it was not to be survived by a :class:`Renewal`."""
 
     @contextmanager
     def recorded(self, what: str) -> Iterator[None]:
@@ -101,7 +101,7 @@ RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
 QemuUpdateOutcome = Literal["updated", "fell_back", "lost"]
 """Another QEMU has the guest; the one before continues; the one before does not continue either, and the instance ends."""
 
-ResumeAfterLoop = Callable[[Exception], "CarryOver | tuple[str, ...]"]
+ResumeAfterLoop = Callable[[Exception], "Renewal | tuple[str, ...]"]
 """Has this program continue as a fresh process image after its event loop has ended with an error. Where that may not be done, it
 returns what another loop of this process takes over to power the guest down, or what could not be released without any loop."""
 
@@ -110,8 +110,8 @@ ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 
 
 @attrs.define
-class CarryOver:
-    """How this program has come to hold the instance, and when and how another one may; what it holds is in :class:`Held`."""
+class Renewal:
+    """How this program has come to run the instance, and when and how another one may; what it holds is in :class:`Held`."""
 
     held: Held = attrs.field(factory=Held)
     generation: int = 0
@@ -147,7 +147,7 @@ class CarryOver:
         return f"could not release {named} and what else was made: the event loop has ended"
 
     @contextmanager
-    def renewable(self, resume_after_fault: ResumeAfterFault, unfinished: Callable[[], str]) -> Iterator[None]:
+    def possible(self, resume_after_fault: ResumeAfterFault, unfinished: Callable[[], str]) -> Iterator[None]:
         """Let this process be renewed while the block runs: the guest runs, and everything is held."""
         self.held.commit()
         self.resume_after_fault, self.unfinished = resume_after_fault, unfinished
@@ -295,7 +295,7 @@ class Supervisor:
     """The descriptors that another process has opened for this instance, by name."""
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
     """For messages that the guest, or a client of a socket, can cause without end."""
-    carry_over: CarryOver = attrs.field(factory=CarryOver)
+    renewal: Renewal = attrs.field(factory=Renewal)
     timeouts: InstanceTimeouts = InstanceTimeouts()
     clock: trio.abc.Clock = attrs.field(factory=trio.lowlevel.current_clock)
     """The event loop's, which can be read when that has ended."""
@@ -303,7 +303,7 @@ class Supervisor:
     @property
     def held(self) -> Held:
         """Everything that outlives this program's image: asked for by name, made or found."""
-        return self.carry_over.held
+        return self.renewal.held
 
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
@@ -340,10 +340,10 @@ class Supervisor:
         try:
             await observe()
         except Exception as error:
-            if self.carry_over.resume_after_fault is None:
+            if self.renewal.resume_after_fault is None:
                 raise
             log.exception(InstanceEvent.BUG)
-            await self.carry_over.resume_after_fault(error)
+            await self.renewal.resume_after_fault(error)
             self.faults.own = error
             self.stop.ask("a fault of instance-runner")
 
@@ -363,17 +363,17 @@ async def open_supervisor(
     stop: StopRequest,
     faults: Faults,
     prefix: tuple[str, ...] = (),
-    carry_over: CarryOver | None = None,
+    renewal: Renewal | None = None,
     timeouts: InstanceTimeouts = InstanceTimeouts(),  # noqa: B008 - frozen
 ) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
-    carry_over = carry_over or CarryOver()
-    held = carry_over.held
+    renewal = renewal or Renewal()
+    held = renewal.held
     async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
         processes.orphans = held.current("orphans", lambda: processes.orphans)
         counters, changes = held.value("counters", Counters), Changes(stop)
         supervisor = Supervisor(
-            processes, nursery, stop, changes, faults, Procfs(), counters, carry_over=carry_over, timeouts=timeouts
+            processes, nursery, stop, changes, faults, Procfs(), counters, renewal=renewal, timeouts=timeouts
         )
         processes.observing = supervisor.surviving
         try:

@@ -19,7 +19,7 @@ from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import restarted_child
-from runner.instance.supervisor import CarryOver, Faults, open_supervisor
+from runner.instance.supervisor import Faults, Renewal, open_supervisor
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor, owned
 from runner.kernel.processes import Command
@@ -39,11 +39,11 @@ def registered(placement: ControllerPlacement, numbers: list[int]) -> dict[str, 
 
 async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
-    carry_over, faults = CarryOver(), Faults()
+    renewal, faults = Renewal(), Faults()
     placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
-    held = carry_over.held
+    held = renewal.held
     async with (
-        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        open_supervisor(StopRequest(), faults, renewal=renewal) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
         held.found = {**registered(placement, numbers), "vCPU threads": {7, 8}, "seal": "the kernel is old"}
@@ -76,13 +76,13 @@ async def test_out_of_float_into_a_frozen_cgroup_no_process_goes(
     (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 0\n")
     monkeypatch.setattr(float_module, "Roots", lambda: Roots(cgroup=tmp_path))
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
-    carry_over, faults = CarryOver(), Faults()
+    renewal, faults = Renewal(), Faults()
     placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
     async with (
-        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        open_supervisor(StopRequest(), faults, renewal=renewal) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
-        carry_over.held.found = {**registered(placement, numbers), "vCPU threads": set()}
+        renewal.held.found = {**registered(placement, numbers), "vCPU threads": set()}
         async with entered_cgroups(supervisor, placement, [anchor]):
             (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 1\n")
     assert faults.sentences == []
@@ -113,12 +113,12 @@ async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypat
         "vCPU threads": {7},
         "cgroups": paths,
     }
-    carry_over, faults = CarryOver(), Faults()
+    renewal, faults = Renewal(), Faults()
     async with (
-        open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+        open_supervisor(StopRequest(), faults, renewal=renewal) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
-        held = carry_over.held
+        held = renewal.held
         held.found = dict(found)
         async with entered_cgroups(supervisor, placement, [anchor]) as active:
             assert active.cgroups == paths
@@ -135,15 +135,15 @@ async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypat
 async def test_the_mask_of_before_the_start_is_given_back() -> None:
     """The new program's own mask is float's already; that of before goes over."""
     before = read_mask()
-    carry_over, faults = CarryOver(), Faults()
+    renewal, faults = Renewal(), Faults()
     other = CpuSet([min(before)])
     try:
         os.sched_setaffinity(0, set(other))
         placement = AffinityPlacement(CpuSet(set(before) - set(other)), (), other, shared=False)
         async with (
-            open_supervisor(StopRequest(), faults, carry_over=carry_over) as supervisor,
+            open_supervisor(StopRequest(), faults, renewal=renewal) as supervisor,
         ):
-            held = carry_over.held
+            held = renewal.held
             held.found = {"mask": before, "in float": None, "vCPU threads": set(), "placement": placement}
             async with entered_cgroups(supervisor, placement, ()):
                 assert read_mask() == other

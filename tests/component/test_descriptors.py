@@ -24,7 +24,7 @@ from runner.instance.init import _with_inherited_fds
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.names import NAMES
-from runner.instance.supervisor import CarryOver, Counters, Faults, open_supervisor
+from runner.instance.supervisor import Counters, Faults, Renewal, open_supervisor
 from runner.kernel import character_devices
 from runner.kernel.files import Descriptor
 from runner.kernel.inherited_fds import InheritedFd, inherited_fds, probe_descriptor
@@ -266,9 +266,9 @@ async def test_another_program_finds_what_the_one_before_had_inherited() -> None
     found = from_document(
         json.loads(json.dumps(document)), NAMES["inherited descriptors"].type, "inherited descriptors"
     )
-    carry_over = CarryOver(Held({"inherited descriptors": found, "orphans": 0, "counters": Counters()}))
+    renewal = Renewal(Held({"inherited descriptors": found, "orphans": 0, "counters": Counters()}))
     async with (
-        open_supervisor(StopRequest(), Faults(), carry_over=carry_over) as bare,
+        open_supervisor(StopRequest(), Faults(), renewal=renewal) as bare,
         _with_inherited_fds(bare, None) as supervisor,
     ):
         assert supervisor.inherited_fds["disk0"].descriptor.number == number

@@ -88,9 +88,9 @@ class StatusReader:
 
         It is known without QEMU, which may not answer.
         """
-        carry_over = self.supervisor.carry_over
-        found = {"generation": carry_over.generation, "digest": carry_over.digest}
-        return {**found, "outcome": carry_over.outcome, "reason": carry_over.reason}
+        renewal = self.supervisor.renewal
+        found = {"generation": renewal.generation, "digest": renewal.digest}
+        return {**found, "outcome": renewal.outcome, "reason": renewal.reason}
 
     def _placement(self) -> dict[str, object]:
         """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""

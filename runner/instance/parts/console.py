@@ -268,7 +268,7 @@ async def console_shown(
         console.received = held.current("console received", lambda: console.received)
         if held.current("console ended", console.ended.is_set):
             console.ended.set()
-        supervisor.carry_over.leaving.append(console.take_leave)
+        supervisor.renewal.leaving.append(console.take_leave)
         async with (
             supervisor.background_task(partial(console.accept, listener)),
             supervisor.background_task(console.read_guest),

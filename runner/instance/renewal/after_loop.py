@@ -23,7 +23,7 @@ from runner.instance.change.gate import Kind
 from runner.instance.held import Held
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.renewal.upgrade import BLOCKED, execute_again
-from runner.instance.supervisor import CarryOver, Supervisor
+from runner.instance.supervisor import Renewal, Supervisor
 from runner.kernel.processes import KILLED_WITHIN, Process, alive_after
 from runner.plan.instance import InstancePlan
 
@@ -32,38 +32,38 @@ log = logging.getLogger(__name__)
 _POWER_BUTTON = b'{"execute": "system_powerdown"}\n'
 
 
-def resume_after_loop(supervisor: Supervisor, error: Exception) -> CarryOver | tuple[str, ...]:
+def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
     """Become a fresh image of this program; return what another loop takes over if that may not be, or fails.
 
     If *error* has ended that other loop, power the guest down without one, and return what could not be released.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    carry_over = supervisor.carry_over
-    if carry_over.loop_ended_by is None:
+    renewal = supervisor.renewal
+    if renewal.loop_ended_by is None:
         # One that was received is obeyed by what goes on: the kernel keeps it until that unblocks it.
         for number in supervisor.stop.signals or ({signal.SIGTERM} if supervisor.stop.reason else ()):
             os.kill(os.getpid(), number)
         try:
             if not supervisor.changes.making(Kind.QEMU_UPDATE):
                 execute_again(supervisor, error)
-            return _for_another_loop(carry_over, error)
+            return _for_another_loop(renewal, error)
         except Exception as found:  # noqa: BLE001 - whatever it is, the guest is to power down in order
             log.error(InstanceEvent.EVENT_LOOP_NOT_REPLACED, explain(found))  # noqa: TRY400
     log.error(InstanceEvent.GUEST_POWERED_DOWN_PLAINLY)
     return _end_children(supervisor)
 
 
-def _for_another_loop(carry_over: CarryOver, error: Exception) -> CarryOver:
+def _for_another_loop(renewal: Renewal, error: Exception) -> Renewal:
     """Return what is held, to be taken over in this process and released."""
-    return CarryOver(
-        Held({name: read() for name, read in carry_over.held.read.items()}),
-        carry_over.generation,
-        outcome=carry_over.outcome,
-        reason=carry_over.reason,
-        digest=carry_over.digest,
-        manifest=carry_over.manifest,
-        own_faults=carry_over.own_faults,
-        entry=carry_over.entry,
+    return Renewal(
+        Held({name: read() for name, read in renewal.held.read.items()}),
+        renewal.generation,
+        outcome=renewal.outcome,
+        reason=renewal.reason,
+        digest=renewal.digest,
+        manifest=renewal.manifest,
+        own_faults=renewal.own_faults,
+        entry=renewal.entry,
         loop_ended_by=error,
     )
 
@@ -79,7 +79,7 @@ def _end_children(supervisor: Supervisor) -> tuple[str, ...]:
             with contextlib.suppress(HostError):
                 child.send_signal(number)
         alive = alive_after(children, within)
-    return (supervisor.carry_over.unreleased(*(f"{child.role} (pid {child.pid})" for child in alive)),)
+    return (supervisor.renewal.unreleased(*(f"{child.role} (pid {child.pid})" for child in alive)),)
 
 
 def _power_down(held: Held, qemu: Process) -> None:

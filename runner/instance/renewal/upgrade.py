@@ -34,7 +34,7 @@ from runner.instance.renewal import first_stage
 from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.first_stage import stage_argv
 from runner.instance.renewal.names import FORMAT, OLDEST, name_of
-from runner.instance.supervisor import CarryOver, Supervisor
+from runner.instance.supervisor import Renewal, Supervisor
 from runner.kernel.execution import MANIFEST_NAME, STAGE_NAME, STATE_NAME, execute, identity, memory, sealed_memory
 from runner.kernel.processes import Command
 
@@ -73,10 +73,10 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
 
     Raises :exc:`~runner.base.errors.RunnerError`, and nothing has changed then.
     """
-    carry_over = supervisor.carry_over
+    renewal = supervisor.renewal
     programs: list[dict[str, Any]] = [
         {"path": [str(directory)], "digest": digest},
-        running_program(carry_over.digest, carry_over.manifest),
+        running_program(renewal.digest, renewal.manifest),
     ]
     document = {"directory": str(directory), **_document(supervisor, programs, "upgrade")}
     with memory(MANIFEST_NAME) as manifest:
@@ -90,39 +90,39 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
 
 async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program after its own fault; return if that was so too often, or cannot be."""
-    carry_over = supervisor.carry_over
-    if not _is_survivable(carry_over):
+    renewal = supervisor.renewal
+    if not _is_survivable(renewal):
         return
     try:
-        await _become(supervisor, _again(carry_over), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
+        await _become(supervisor, _again(renewal), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
     except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
         log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400
 
 
 def execute_again(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program at once, whatever is half done; return if that may not be, or fails."""
-    if _is_survivable(supervisor.carry_over):
+    if _is_survivable(supervisor.renewal):
         try:
-            failure = _execute(supervisor, _again(supervisor.carry_over), "fault", _reason(error))
+            failure = _execute(supervisor, _again(supervisor.renewal), "fault", _reason(error))
         except HostError as raised:
             failure = raised
         log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))
 
 
-def _is_survivable(carry_over: CarryOver) -> bool:
+def _is_survivable(renewal: Renewal) -> bool:
     """Count a fault of this program's own, and tell whether it may be survived; it is logged if there were too many."""
     now = time.monotonic()
-    carry_over.own_faults = [each for each in carry_over.own_faults if now - each < FORGIVEN]
-    if len(carry_over.own_faults) >= MOST_FAULTS:
+    renewal.own_faults = [each for each in renewal.own_faults if now - each < FORGIVEN]
+    if len(renewal.own_faults) >= MOST_FAULTS:
         log.error(InstanceEvent.RUNNER_FAULTS_TOO_MANY, MOST_FAULTS, FORGIVEN)
         return False
-    carry_over.own_faults.append(now)
+    renewal.own_faults.append(now)
     return True
 
 
-def _again(carry_over: CarryOver) -> list[dict[str, Any]]:
+def _again(renewal: Renewal) -> list[dict[str, Any]]:
     """Return this program twice: where something fails while it takes over, it is tried once more."""
-    return [running_program(carry_over.digest, carry_over.manifest)] * 2
+    return [running_program(renewal.digest, renewal.manifest)] * 2
 
 
 def _reason(error: Exception) -> str:
@@ -130,16 +130,16 @@ def _reason(error: Exception) -> str:
 
 
 def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str = "") -> Any:
-    carry_over, descriptors = supervisor.carry_over, list[int]()
-    state = {name: to_document(read(), name_of(name).type, descriptors) for name, read in carry_over.held.read.items()}
+    renewal, descriptors = supervisor.renewal, list[int]()
+    state = {name: to_document(read(), name_of(name).type, descriptors) for name, read in renewal.held.read.items()}
     return {
         "format": FORMAT,
         "cause": cause,
         "reason": reason,
-        "generation": carry_over.generation,
-        "own_faults": carry_over.own_faults,
+        "generation": renewal.generation,
+        "own_faults": renewal.own_faults,
         "programs": programs,
-        "entry": carry_over.entry,
+        "entry": renewal.entry,
         "left_at": time.monotonic(),
         "descriptors": {str(number): identity(number) for number in descriptors},
         "state": state,
@@ -209,9 +209,9 @@ async def _become(
 
 def _unfinished(supervisor: Supervisor) -> str:
     """Return why the state cannot be carried over at this moment, empty if it can."""
-    if supervisor.carry_over.resume_after_fault is None:
+    if supervisor.renewal.resume_after_fault is None:
         return "the guest does not run"
-    return supervisor.carry_over.unfinished()
+    return supervisor.renewal.unfinished()
 
 
 async def _signals_handled() -> None:
@@ -235,7 +235,7 @@ def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: 
         failure = HostError("cannot carry over what this process holds")
         failure.__cause__ = error
         return failure
-    for leave in supervisor.carry_over.leaving:
+    for leave in supervisor.renewal.leaving:
         leave()
     with _staged(document) as (argv, own):
         return execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
@@ -255,14 +255,14 @@ def state_of(document: Any) -> dict[str, Any]:
     return {name: from_document(each, name_of(name).type, name) for name, each in document["state"].items()}
 
 
-def taken_over(document: Any, index: int, reason: str) -> CarryOver:
+def taken_over(document: Any, index: int, reason: str) -> Renewal:
     """Return what the program *index* of *document* has taken over; *reason* says why it is not the first one."""
     resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
     outcome: Any = "resumed" if resumed else "renewed" if upgraded else "fell_back"
     found = state_of(document)
     found["counters"].renewals[outcome] += 1
     held = Held(found, newer=lambda name: name_of(name).since > document["format"])
-    return CarryOver(
+    return Renewal(
         held,
         document["generation"] + (resumed or upgraded),
         outcome=outcome,

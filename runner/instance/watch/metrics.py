@@ -79,7 +79,7 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]
     if state.machine is not None:
         yield "qemu_info", [((state.machine.monitor.version,), 1)]
         yield "qemu_generation", [((), state.machine.updates)]
-    yield "generation", [((), supervisor.carry_over.generation)]
+    yield "generation", [((), supervisor.renewal.generation)]
     yield "emulated", [((), plan.machine.accel == "tcg")]
     yield "guest_state", [((phase,), state.phase == phase) for phase in PHASES]
     yield "guest_uptime_seconds", [] if state.since is None else [((), trio.current_time() - state.since)]

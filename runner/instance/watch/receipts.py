@@ -136,8 +136,8 @@ class Receipts:
 
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
-        carry_over = self.supervisor.carry_over
-        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json(), "generation": carry_over.generation}
+        renewal = self.supervisor.renewal
+        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json(), "generation": renewal.generation}
         if self.machine.updates:
             names["qemu_generation"] = self.machine.updates
         content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
@@ -169,7 +169,7 @@ class Receipts:
         Raises :exc:`~runner.base.errors.PlacementError` if one is misplaced, and this program is not the one that has placed it.
         """
         self.receipt = self.read()
-        if self.supervisor.carry_over.strict:
+        if self.supervisor.renewal.strict:
             verified(self.receipt)
 
     def misplaced(self) -> str:

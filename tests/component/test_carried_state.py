@@ -37,7 +37,7 @@ async def run(fake_host: FakeHost, act: Callable[[Supervisor], Awaitable[None]])
 
     async def meanwhile(supervisor: Supervisor) -> None:
         with trio.fail_after(20):
-            while supervisor.carry_over.resume_after_fault is None:
+            while supervisor.renewal.resume_after_fault is None:
                 await trio.testing.wait_all_tasks_blocked()
         await act(supervisor)
         fake_host.stop.ask("test")
