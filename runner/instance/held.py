@@ -31,8 +31,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import attrs
-
 from runner.base.errors import HostError
 from runner.kernel.files import closing
 from runner.kernel.sockets import Socket, adopted_socket, connected_pair
@@ -47,22 +45,27 @@ def _same(value: T) -> T:
     return value
 
 
-@attrs.define
 class Held:
     """The store of one program. The default is that of a fresh start."""
 
-    found: dict[str, Any] | None = None
-    """What the runner before has held and nothing has asked for yet, by name; ``None`` in a fresh start."""
-    newer: Callable[[str], bool] = lambda _: False
-    """Tells whether a name is newer than the format of what was found."""
-    fall_back: Callable[[BaseException], object] | None = None
-    """Executes the program before; ``None`` once there is no way back, and in a fresh start."""
-    read: dict[str, Callable[[], object]] = attrs.field(factory=dict)
-    """What is held, by name: returns it as it is now."""
-    blocks: list[str] = attrs.field(factory=list)
-    """The names of what a block holds, whose end releases it."""
-    _before_commit: list[Callable[[], None]] = attrs.field(factory=list)
-    _at_commit: list[Callable[[], object]] = attrs.field(factory=list)
+    def __init__(
+        self,
+        found: dict[str, Any] | None = None,
+        newer: Callable[[str], bool] = lambda _: False,
+        fall_back: Callable[[BaseException], object] | None = None,
+    ) -> None:
+        self.found = found
+        """What the runner before has held and nothing has asked for yet, by name; ``None`` in a fresh start."""
+        self.newer = newer
+        """Tells whether a name is newer than the format of what was found."""
+        self.fall_back = fall_back
+        """Executes the program before; ``None`` once there is no way back, and in a fresh start."""
+        self.read: dict[str, Callable[[], object]] = {}
+        """What is held, by name: returns it as it is now."""
+        self.blocks: list[str] = []
+        """The names of what a block holds, whose end releases it."""
+        self._before_commit: list[Callable[[], None]] = []
+        self._at_commit: list[Callable[[], object]] = []
 
     @property
     def resuming(self) -> bool:

@@ -7,14 +7,14 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from runner.base.errors import HostError, explain
-from runner.base.values import Fd, frozen
+from runner.base.values import Fd
 from runner.kernel.files import append
 
 
-@frozen
-class LogFileRecord:
+class LogFileRecord(NamedTuple):
     """An open log file; *fd* is negative where it could not be opened again. *missing* bytes were not written, for *error*."""
 
     fd: Fd

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
 
 import attrs
 import trio
@@ -96,8 +97,7 @@ class Command:
         return self if user_id == 0 else attrs.evolve(self, user_id=user_id, group_id=group_id, groups=groups)
 
 
-@frozen
-class ProcessRecord:
+class ProcessRecord(NamedTuple):
     """A child, which stays the child of this process through exec."""
 
     role: str

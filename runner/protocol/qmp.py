@@ -26,7 +26,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 
@@ -115,8 +115,7 @@ class VcpuThread:
     tid: int
 
 
-@frozen
-class MonitorRecord:
+class MonitorRecord(NamedTuple):
     """A conversation with QEMU between two commands."""
 
     greeting: str

@@ -282,6 +282,6 @@ def hook(program: ProgramDirectory) -> Path:
             "        assert self.found is not None  # noqa: S101 - the caller has asked\n",
             "        assert self.found is not None\n        _hook(name)\n",
         ),
-        ("@attrs.define\nclass Held", HOOK.format(path=str(path)) + "@attrs.define\nclass Held"),
+        ("class Held:", HOOK.format(path=str(path)) + "class Held:"),
     )
     return path

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import attrs
 import trio
@@ -31,8 +32,7 @@ STOPPED_WITHIN = 2.0
 """Seconds that a daemon may take to end after SIGTERM."""
 
 
-@frozen
-class RestartedChildRecord:
+class RestartedChildRecord(NamedTuple):
     """A child that is started again whenever it ends."""
 
     process: ProcessRecord

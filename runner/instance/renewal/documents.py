@@ -3,8 +3,8 @@
 ================================ =============================================================================
 type                             JSON
 ================================ =============================================================================
-a class of attributes            an object with those that differ from their defaults, by name; where a value may be of
-                                 several classes, also its ``kind``
+a class of attributes, or a      an object with those that differ from their defaults, by name; where a value may be of
+named tuple                      several classes, also its ``kind``
 a mapping                        an object; if its keys are no texts, a list of pairs
 a sequence or a set              a list; that of a set is in order
 bytes                            base64
@@ -140,7 +140,12 @@ def _collection_document(value: Any, origin: Any, of: tuple[Any, ...], descripto
 def _fields_document(value: Any, kind: Any, descriptors: list[int]) -> dict[str, Any]:
     hints = field_types(kind)
     if not attrs.has(kind):
-        return {name: to_document(each, hints[name], descriptors) for name, each in value._asdict().items()}
+        defaults = kind._field_defaults
+        return {
+            name: to_document(each, hints[name], descriptors)
+            for name, each in value._asdict().items()
+            if name not in defaults or each != defaults[name]
+        }
     found = {}
     for field in attrs.fields(kind):
         each = getattr(value, field.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from typing import NamedTuple
 
 import attrs
 import trio
@@ -13,7 +14,6 @@ from runner.base.errors import HostError, PlacementError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.table import aligned
 from runner.base.tasks import first_of
-from runner.base.values import frozen
 from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import Qemu
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, RECEIPT
@@ -57,8 +57,7 @@ def receipt_table(receipt: Receipt) -> LogTable:
     return LogTable("threads", rows, tuple(aligned(lines)))
 
 
-@frozen
-class PlacedThreads:
+class PlacedThreads(NamedTuple):
     """QEMU's threads by role, and the receipt of where all threads are."""
 
     vcpus: tuple[VcpuThread, ...]
