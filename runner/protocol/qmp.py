@@ -52,13 +52,18 @@ LONGEST_LINE = 4 << 20
 
 A longer reply fails its command alone: operators may ask for others."""
 
+LONGEST_EVENT = 4 << 10
+"""Bytes of the longest event that is taken in; QEMU's own have less than 1 KiB. Of a longer one only that it came is known."""
 KEPT_EVENTS = 1000
 """Events kept until a task asks for them; a guest can make QEMU send them without end."""
+LONGEST_WORDS = 1000
+"""Characters of QEMU's words in a reply, an error or a message of this program's: a log drops a line that is too long."""
 
 _HUNG_UP = "cannot talk to QEMU: it hung up"
 
 _REPLY = re.compile(rb'\s*\{\s*"(?:return|error|id)"')
-"""How a reply begins; an event begins with ``timestamp`` or ``event``."""
+_EVENT = re.compile(rb'\s*\{\s*"(?:timestamp|event)"')
+"""How a reply begins, and an event."""
 
 
 class QmpError(HostError):
@@ -94,14 +99,14 @@ class ExecuteError(QmpError):
     """QEMU refused a command; *kind* is its error class, such as ``CommandNotFound``."""
 
     def __init__(self, sent: Mapping[str, object], received: ErrorResponse) -> None:
-        self.kind = received.error.class_
-        self.description = received.error.desc
+        self.kind = received.error.class_[:LONGEST_WORDS]
+        self.description = received.error.desc[:LONGEST_WORDS]
         super().__init__(f"cannot execute {sent['execute']!r}: {self.description}", sent=sent, received=received)
 
 
 @frozen
 class QmpEvent:
-    """A message that QEMU sends without a request (``qapi/*.json``)."""
+    """A message that QEMU sends without a request (``qapi/*.json``), with those of its *data* that are no objects or arrays."""
 
     name: str
     data: Mapping[str, object]
@@ -128,6 +133,24 @@ class MonitorRecord(NamedTuple):
     unanswered: tuple[str, ...] = ()
     events: tuple[tuple[str, str], ...] = ()
     """Events that no task has received yet: name, and data as JSON."""
+
+
+def whole_number(value: object) -> int:
+    """Return *value* if it is a whole number of at most 63 bits, and not negative. Raises ``TypeError`` or ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(value).__name__} is no whole number")
+    if not 0 <= value < 1 << 63:
+        raise ValueError("no number of 63 bits")
+    return value
+
+
+def words(value: object) -> str:
+    """Return *value* if it is a text of at most :data:`LONGEST_WORDS` characters. Raises ``TypeError`` or ``ValueError``."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} is no text")
+    if len(value) > LONGEST_WORDS:
+        raise ValueError(f"a text of {len(value)} characters")
+    return value
 
 
 class Monitor:
@@ -202,12 +225,11 @@ class Monitor:
         await self._until(lambda: self._greeting is not None)
         greeting = dict(self._greeting or {})
         try:
-            version: Any = Greeting(greeting).QMP.version["qemu"]
-            text = ".".join(str(version[part]) for part in ("major", "minor", "micro"))
-        except (KeyError, TypeError) as error:
-            raise self._fail(
-                BadReplyError(f"cannot understand QEMU's greeting {greeting!r}", received=greeting)
-            ) from error
+            Greeting(greeting)
+            text = self.version
+        except (LookupError, TypeError, ValueError) as error:
+            sentence = f"cannot understand QEMU's greeting {greeting!r:.1000}"
+            raise self._fail(BadReplyError(sentence, received=greeting)) from error
         await self.execute("qmp_capabilities")
         return text
 
@@ -246,10 +268,30 @@ class Monitor:
             try:
                 refusal = ExecuteError(request, ErrorResponse(reply))
             except (KeyError, TypeError) as error:
-                sentence = f"cannot understand QEMU's refusal of {command!r}: {dict(reply)!r}"
+                sentence = f"cannot understand QEMU's refusal of {command!r}: {dict(reply)!r:.1000}"
                 raise self._fail(BadReplyError(sentence, sent=request, received=reply)) from error
             raise refusal
         return reply["return"]
+
+    async def query(
+        self,
+        command: str,
+        parse: Callable[[Any], T],
+        arguments: Mapping[str, object] | None = None,
+        *,
+        fds: Sequence[int] = (),
+    ) -> T:
+        """Execute *command* as :meth:`execute` does, and return what *parse* makes of what it returns.
+
+        QEMU may be the guest's: *parse* takes nothing for granted, by :func:`whole_number` and :func:`words`. Where it fails for
+        what it got, :exc:`BadReplyError` is raised, and the conversation goes on.
+        """
+        reply = await self.execute(command, arguments, fds=fds)
+        try:
+            return parse(reply)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            sentence = f"cannot understand QEMU's answer to {command!r}: {reply!r:.1000}"
+            raise BadReplyError(sentence, sent={"execute": command}, received=reply) from error
 
     @property
     def owed_for(self) -> float:
@@ -274,9 +316,8 @@ class Monitor:
         return ""
 
     async def run_state(self) -> str:
-        """Return the guest's ``RunState``, empty if QEMU's answer has none (``query-status``)."""
-        reply: Any = await self.execute("query-status")
-        return str(reply.get("status")) if isinstance(reply, dict) else ""
+        """Return the guest's ``RunState`` (``query-status``)."""
+        return await self.query("query-status", lambda reply: words(reply["status"]))
 
     async def within(self, seconds: float, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what *ask* returns, which waits for QEMU. Raises :exc:`SilentError` after so many *seconds*.
@@ -304,7 +345,7 @@ class Monitor:
         """Return QEMU's version, such as ``11.1.3``, by its greeting."""
         greeting: Any = self.greeting
         found = greeting["QMP"]["version"]["qemu"]
-        return ".".join(str(found[part]) for part in ("major", "minor", "micro"))
+        return ".".join(str(whole_number(found[part])) for part in ("major", "minor", "micro"))
 
     @contextmanager
     def event_copies(self, take: Callable[[Message], None]) -> Iterator[None]:
@@ -322,17 +363,12 @@ class Monitor:
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
         """Return the threads of the vCPUs, by vCPU index (``query-cpus-fast``)."""
-        reply: Any = await self.execute("query-cpus-fast")
-        try:
-            vcpus: list[dict[str, int]] = list(reply)
-            return tuple(
-                sorted(
-                    (VcpuThread(vcpu["cpu-index"], vcpu["thread-id"]) for vcpu in vcpus), key=lambda vcpu: vcpu.index
-                )
-            )
-        except (KeyError, TypeError) as error:
-            sentence = f"cannot understand QEMU's list of vCPUs: {reply!r}"
-            raise self._fail(BadReplyError(sentence, received=reply)) from error
+
+        def parse(reply: Any) -> tuple[VcpuThread, ...]:
+            found = (VcpuThread(whole_number(each["cpu-index"]), whole_number(each["thread-id"])) for each in reply)
+            return tuple(sorted(found, key=lambda vcpu: vcpu.index))
+
+        return await self.query("query-cpus-fast", parse)
 
     def close(self) -> None:
         """Hang up; every waiting task gets :exc:`ExecInterruptedError`."""
@@ -341,12 +377,9 @@ class Monitor:
 
     async def iothreads(self) -> dict[int, str]:
         """Return the iothreads' ids by thread (``query-iothreads``)."""
-        reply: Any = await self.execute("query-iothreads")
-        try:
-            return {int(each["thread-id"]): str(each["id"]) for each in reply}
-        except (KeyError, TypeError, ValueError) as error:
-            sentence = f"cannot understand QEMU's list of iothreads: {reply!r}"
-            raise self._fail(BadReplyError(sentence, received=reply)) from error
+        return await self.query(
+            "query-iothreads", lambda reply: {whole_number(each["thread-id"]): words(each["id"]) for each in reply}
+        )
 
     async def _send(self, request: Mapping[str, object], fds: Sequence[int]) -> None:
         async with self._sending:
@@ -434,6 +467,9 @@ class Monitor:
             self._lines.feed(data)
 
     def _take_in(self, line: bytes) -> None:
+        if len(line) > LONGEST_EVENT and _EVENT.match(line[:100]):
+            self._take_in_message(Message({"event": f"an event of {len(line)} bytes"}))
+            return
         try:
             message = Message(line)
         except (ProtocolError, ValueError, RecursionError):  # what Python's parser raises is not always wrapped
@@ -442,21 +478,25 @@ class Monitor:
         self._take_in_message(message)
 
     def _take_in_message(self, message: Message) -> None:
+        number = str(message.get("id"))
         if "return" in message or "error" in message:
             with suppress(ValueError):
-                self._unanswered.remove(str(message.get("id")))
+                self._unanswered.remove(number)
             self._replies += 1
             self._owed_since = trio.current_time()
         if "event" in message:
             data = message.get("data")
-            event = QmpEvent(str(message["event"]), data if isinstance(data, dict) else {})
+            scalars = data.items() if isinstance(data, dict) else ()
+            event = QmpEvent(
+                str(message["event"]), {key: each for key, each in scalars if not isinstance(each, dict | list)}
+            )
             log.debug(InstanceEvent.QMP_EVENT, event.name, dict(event.data))
             self._events.append(event)
             for take in self._event_copies:
                 take(Message(message))
-        elif "QMP" in message:
+        elif "QMP" in message and self._greeting is None:
             self._greeting = message
-        elif (number := str(message.get("id"))) in self._expected and ("return" in message or "error" in message):
+        elif number in self._expected and ("return" in message or "error" in message):
             self._expected[number] = message
         else:
             log.debug(InstanceEvent.QMP_MESSAGE_UNEXPECTED, message)

@@ -306,7 +306,8 @@ async def test_qemu_stopped_or_killed_from_outside(fake_host: FakeHost, number: 
         ({"before_greeting": "long line"}, "cannot start QEMU: cannot understand QEMU: it sent a line of more than"),
         ({"vcpus": 3}, "cannot pin the vCPUs: QEMU has 3 vCPU threads for 1 CPUs"),
         ({"vcpus": 0}, "cannot pin the vCPUs: QEMU has 0 vCPU threads for 1 CPUs"),
-        ({"tid": "gone"}, "cannot pin thread 4000000 to CPUs"),
+        ({"tid": "gone"}, "cannot pin thread 4000000 for vCPU 0: it is none of QEMU's"),
+        ({"tid": "the runner's"}, f"cannot pin thread {os.getpid()} for vCPU 0: it is none of QEMU's"),
     ],
 )
 async def test_a_start_that_fails_says_why_and_is_reversed(
@@ -316,10 +317,10 @@ async def test_a_start_that_fails_says_why_and_is_reversed(
         fake_host.plan(fake_host.share(), qemu=behaviour, grace=1),
         start_timeout=2 if "hang" in behaviour.values() else 20,
     )
-    before = fake_host.snapshot()
+    before, mask = fake_host.snapshot(), os.sched_getaffinity(0)
     assert refused(await fake_host.run(plan))[: len(sentence)] == sentence
     assert "cont" not in fake_host.commands()
-    assert fake_host.snapshot() == before
+    assert (fake_host.snapshot(), os.sched_getaffinity(0)) == (before, mask)
 
 
 async def test_unexpected_qmp_messages_change_nothing(fake_host: FakeHost) -> None:

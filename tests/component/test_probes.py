@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 from ipaddress import IPv4Interface
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import trio
@@ -21,9 +24,11 @@ from runner.host.discover import read_pod_name
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.instance.watch.figures import READ_AGAIN
+from runner.instance.watch.metrics import _disks
 from runner.instance.watch.shown import figures_shown
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan
+from runner.protocol.qmp import Monitor
 from tests.support.exposition import families, figures
 from tests.support.fake_host import FakeHost
 
@@ -230,3 +235,32 @@ def test_the_pods_name_comes_from_the_downward_api() -> None:
     environment = {"POD_NAME": "a", "POD_NAMESPACE": "b", "NODE_NAME": "c", "POD_UID": "d", "HOSTNAME": "x"}
     assert read_pod_name(environment) == PodName("a", "b", "c", "d")
     assert read_pod_name({"HOSTNAME": "x"}) == PodName()
+
+
+async def test_the_disks_are_the_plans_and_their_counters_are_numbers() -> None:
+    """QEMU may be the guest's: each name would be new series, and no number but a whole one can be added up."""
+    plan: Any = SimpleNamespace(machine=SimpleNamespace(disks=[SimpleNamespace(name="disk0")], slots=2))
+    supervisor: Any = SimpleNamespace(guest_state=SimpleNamespace(qemu_silent=""))
+    ours, theirs = socket.socketpair()
+
+    async def asked(*replies: object) -> list[dict[str, Any]]:
+        found = []
+        machine: Any = SimpleNamespace(monitor=monitor)
+        for reply in replies:
+            number = str(len(numbers) + 1)
+            numbers.append(number)
+            theirs.sendall(json.dumps({"return": reply, "id": number}).encode() + b"\n")
+            samples = await _disks(supervisor, plan, machine)
+            found.append({name: dict(values) for name, values in samples})
+        return found
+
+    def stats(name: str, **values: object) -> dict[str, object]:
+        return {"qdev": f"/machine/peripheral/{name}/virtio-backend", "stats": values}
+
+    with ours, theirs:
+        monitor, numbers = Monitor(ours), list[str]()
+        [good] = await asked([stats("disk0", rd_bytes=7), stats("made up", rd_bytes=8), {"stats": {}}])
+        bad: tuple[object, ...] = (True, "7", -1, 1e400, 10**400, [], None)
+        nothing = await asked(3, [7], *([stats("disk0", rd_bytes=value)] for value in bad))
+    assert (good["disk_read_bytes_total"], good["disk_writes_total"]) == ({("disk0",): 7}, {})
+    assert nothing == [{}] * (2 + len(bad))

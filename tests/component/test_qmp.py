@@ -6,15 +6,18 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 import pytest
 import trio
 from qemu.qmp.models import ErrorResponse
 
+from runner.base.errors import explain
+from runner.base.tasks import capture
 from runner.kernel.fd_passing import TooManyFdsInFlightError
 from runner.protocol.qmp import (
+    LONGEST_EVENT,
     LONGEST_LINE,
     BadReplyError,
     ExecInterruptedError,
@@ -401,6 +404,78 @@ async def test_descriptors_travel_with_a_command(ends: tuple[Monitor, Peer]) -> 
     os.fstat(reading)  # our copy stays open
     for number in (reading, writing, *received):
         os.close(number)
+
+
+NUMBERS: list[object] = [True, -1, 1.5, 1e400, 1 << 63, 10**400, "7", None, [], {}]
+THREAD_LISTS: list[object] = [
+    *([{"cpu-index": each, "thread-id": 7, "id": "a"}] for each in NUMBERS),
+    *([{"cpu-index": 0, "thread-id": each, "id": "a"}] for each in NUMBERS),
+    *([], {}, "text", 3, None, [3], [[]], ["cpu-index"]),
+]
+
+
+NO_WORDS: list[object] = [7, None, True, {}, [[]], "x" * 2000]
+
+
+@pytest.mark.parametrize(
+    ("ask", "replies"),
+    [
+        (Monitor.vcpu_threads, THREAD_LISTS),
+        (Monitor.iothreads, THREAD_LISTS),
+        (Monitor.iothreads, [[{"thread-id": 7, "id": each}] for each in NO_WORDS]),
+        (Monitor.run_state, [[], {}, 3, None, *({"status": each} for each in NO_WORDS)]),
+    ],
+)
+async def test_an_answer_that_is_none_is_an_error_that_can_be_shown(
+    ends: tuple[Monitor, Peer], ask: Callable[[Monitor], Awaitable[object]], replies: list[object]
+) -> None:
+    """QEMU may be the guest's. The conversation goes on, and what no reply is taken for is shown by its beginning."""
+    monitor, peer = ends
+    for number, reply in enumerate([*replies, "x" * 3_000_000]):
+        sending = threading.Thread(target=partial(peer.send, **{"return": reply, "id": str(number + 1)}))
+        sending.start()
+        outcome = await capture(partial(ask, monitor))
+        sending.join()
+        try:
+            answer = outcome()
+        except BadReplyError as error:
+            answer = explain(error)
+        assert answer in ((), {}, {7: "a"}) or (isinstance(answer, str) and len(answer) < 4000), reply
+
+
+async def test_a_greeting_is_believed_once(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    peer.send(**GREETING)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.greet)
+        await settle()
+        peer.send(**{"return": {}, "id": "1"})
+    assert monitor.version == "10.0.2"
+    peer.send(QMP={"version": None, "capabilities": []})
+    peer.send(**{"return": {}, "id": "2"})
+    await monitor.execute("x")
+    assert monitor.version == "10.0.2"
+
+
+@pytest.mark.parametrize("part", [10**30, -1, True, 1e400, "\x1b[2J"])
+async def test_a_version_has_numbers(ends: tuple[Monitor, Peer], part: object) -> None:
+    monitor, peer = ends
+    peer.send(QMP={"version": {"qemu": {"major": part, "minor": 0, "micro": 2}}, "capabilities": []})
+    with pytest.raises(BadReplyError, match="greeting"):
+        await monitor.greet()
+
+
+async def test_what_is_kept_of_events_is_bounded(ends: tuple[Monitor, Peer]) -> None:
+    """A long event has its place, and nothing of what it says; a nested value is none that is asked for."""
+    monitor, peer = ends
+    copies = list[int]()
+    with monitor.event_copies(lambda event: copies.append(len(bytes(event)))):
+        for data in ({"x": "y" * LONGEST_EVENT}, {"device": [[]], "msg": {"a": 1}, "reason": "known"}):
+            peer.send(timestamp={}, event="BLOCK_IMAGE_CORRUPTED", data=data)
+        long, nested = [await monitor.event() for _ in range(2)]
+    assert (long.name.startswith("an event of 4"), long.data) == (True, {})
+    assert (nested.name, nested.data) == ("BLOCK_IMAGE_CORRUPTED", {"reason": "known"})
+    assert max(copies) < LONGEST_EVENT
 
 
 async def test_iothreads_by_their_threads(ends: tuple[Monitor, Peer]) -> None:

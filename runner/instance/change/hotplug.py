@@ -29,7 +29,7 @@ from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan, disk_words, plan_disk, remark_little_space
 from runner.plan.instance import InstancePlan
 from runner.plan.problems import Problems
-from runner.protocol.qmp import BadReplyError, ExecuteError, Monitor
+from runner.protocol.qmp import ExecuteError, Monitor, whole_number, words
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
 
@@ -230,11 +230,9 @@ class DiskHotplug:
             raise failure
 
     async def _add_fd(self, number: int, name: str) -> int:
-        reply: Any = await self._machine.monitor.execute("add-fd", {"opaque": name}, fds=(number,))
-        try:
-            return int(reply["fdset-id"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadReplyError(f"cannot understand QEMU's answer to add-fd: {reply!r}", received=reply) from error
+        return await self._machine.monitor.query(
+            "add-fd", lambda reply: whole_number(reply["fdset-id"]), {"opaque": name}, fds=(number,)
+        )
 
     async def _undo(self, done: Sequence[UndoCommand]) -> None:
         """Undo what was *done*, also when this change is overtaken."""
@@ -317,12 +315,10 @@ class DiskHotplug:
         return (number for number in range(self._plan.machine.slots) if number not in taken)
 
     async def _sizes(self) -> dict[str, int]:
-        reply: Any = await self._machine.monitor.execute("query-named-block-nodes", {"flat": True})
-        try:
-            return {str(node["node-name"]): int(node["image"]["virtual-size"]) for node in reply}
-        except (KeyError, TypeError, ValueError) as error:
-            sentence = f"cannot understand QEMU's list of block nodes: {reply!r}"
-            raise BadReplyError(sentence, received=reply) from error
+        def parse(reply: Any) -> dict[str, int]:
+            return {words(node["node-name"]): whole_number(node["image"]["virtual-size"]) for node in reply}
+
+        return await self._machine.monitor.query("query-named-block-nodes", parse, {"flat": True})
 
 
 def _target_size(disk: DiskPlan, before: int, size: int | None) -> int:

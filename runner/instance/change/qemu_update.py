@@ -53,7 +53,7 @@ from runner.plan.machine import Accel, MachinePlan
 from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
 from runner.plan.shares import SharePlan
-from runner.protocol.qmp import ExecuteError, Monitor, QmpError
+from runner.protocol.qmp import ExecuteError, Monitor, QmpError, whole_number, words
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +209,10 @@ async def _blocked(monitor: Monitor) -> list[str]:
     It answers for the mode that is set, in which the state is transferred afterwards.
     """
     await monitor.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
-    found: Any = await monitor.execute("query-migrate")
-    return [f"QEMU cannot hand its devices over: {reason}" for reason in found.get("blocked-reasons", ())]
+    found = await monitor.query(
+        "query-migrate", lambda reply: [words(each) for each in reply.get("blocked-reasons", ())]
+    )
+    return [f"QEMU cannot hand its devices over: {reason}" for reason in found]
 
 
 async def _changed_vcpus(status: StatusReader) -> list[str]:
@@ -231,8 +233,10 @@ async def _changed_vcpus(status: StatusReader) -> list[str]:
 
 async def _not_now(status: StatusReader) -> list[str]:
     """Return why it cannot be done at this moment."""
-    reply: Any = await status.machine.monitor.execute("query-status")
-    found = [] if reply.get("running") is True else [f"the guest does not run: QEMU says {reply.get('status')!r}"]
+    running, state = await status.machine.monitor.query(
+        "query-status", lambda reply: (reply["running"], words(reply["status"]))
+    )
+    found = [] if running is True else [f"the guest does not run: QEMU says {state!r}"]
     if misplaced := status.receipts.misplaced():
         found.append(f"not every thread is in its place: {misplaced}")
     return found
@@ -240,7 +244,7 @@ async def _not_now(status: StatusReader) -> list[str]:
 
 async def _machine_type(monitor: Monitor) -> str:
     """Return the versioned name of the machine that the guest was started with, such as ``pc-q35-10.1``."""
-    return str(await monitor.execute("qom-get", {"path": "/machine", "property": "type"})).removesuffix("-machine")
+    return (await monitor.query("qom-get", words, {"path": "/machine", "property": "type"})).removesuffix("-machine")
 
 
 async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> dict[str, object]:
@@ -347,7 +351,9 @@ class _Move:
 
     async def _transfer(self, plan: MachinePlan, point: MeetingPoint, main: Socket) -> Qemu:
         monitor = self.source.monitor
-        reply: Any = await monitor.execute("add-fd", {"opaque": _MEETING_POINT}, fds=(point.directory,))
+        number = await monitor.query(
+            "add-fd", lambda reply: whole_number(reply["fd"]), {"opaque": _MEETING_POINT}, fds=(point.directory,)
+        )
         incoming = (
             _channel("cpr", type="fd", str=str(point.cpr.fileno())),
             _channel("main", type="fd", str=str(main.fileno())),
@@ -355,7 +361,7 @@ class _Move:
         successor = self.successor = self._start(plan, incoming, (point.cpr.fileno(), main.fileno()))
         point.cpr.close()
         main.close()
-        beneath = f"/proc/self/fd/{reply['fd']}"
+        beneath = f"/proc/self/fd/{number}"
         outgoing = (
             _channel("main", type="unix", path=f"{beneath}/{MAIN_SOCKET}"),
             _channel("cpr", type="unix", path=f"{beneath}/{CPR_SOCKET}"),
@@ -372,10 +378,12 @@ class _Move:
                 raise refused
         await successor.greeted()  # else it says why it has ended
         await first_of(self.over.wait, successor.process.wait, self.source.process.wait)
-        found: Any = await monitor.execute("query-migrate")
-        if found.get("status") != "completed":
-            raise HostError(f"its state was not transferred: {found.get('error-desc') or found.get('status')}")
-        while (state := await _state(successor.monitor)) == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event then
+        transferred, reason = await monitor.query(
+            "query-migrate", lambda reply: (words(reply["status"]), words(reply.get("error-desc", "")))
+        )
+        if transferred != "completed":
+            raise HostError(f"its state was not transferred: {reason or transferred}")
+        while (state := await successor.monitor.run_state()) == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event then
             await trio.sleep(ASKED_AGAIN)
         self.source.process.send_signal(signal.SIGSTOP)  # else it reads a packet of each tap, which nobody would get
         if state != "paused":  # what it was before the transfer, but for a guest that ran
@@ -386,7 +394,7 @@ class _Move:
         if event["event"] == "STOP":
             self.stopped = trio.current_time()
         data = event.get("data")
-        if event["event"] == "MIGRATION" and isinstance(data, dict) and data.get("status") in _OVER:
+        if event["event"] == "MIGRATION" and isinstance(data, dict) and str(data.get("status")) in _OVER:
             self.over.set()
 
     def _start(self, plan: MachinePlan, incoming: Iterable[Mapping[str, object]], more: tuple[int, ...]) -> Qemu:
@@ -511,18 +519,18 @@ class _Move:
         """Let the source run the guest, wherever it was in the transfer."""
         monitor = self.source.monitor
         self.source.process.send_signal(signal.SIGCONT)
-        found: Any = await monitor.execute("query-migrate")
-        if found.get("status", "none") not in _OVER:
+        ask = partial(monitor.query, "query-migrate", lambda reply: words(reply.get("status", "none")))
+        if (state := await ask()) not in _OVER:
             await monitor.execute("migrate_cancel")
-        while found.get("status", "none") not in _OVER:
+        while state not in _OVER:
             await trio.sleep(ASKED_AGAIN)
-            found = await monitor.execute("query-migrate")
+            state = await ask()
         await _take_back_fds(monitor)
         for queue, detached in self.queues.items():
             (detach_queue if detached else attach_queue)(queue)
         if self.displaced:
             self._read_back(self.threads)
-        if await _state(monitor) in {"postmigrate", "finish-migrate", "paused"}:
+        if await monitor.run_state() in {"postmigrate", "finish-migrate", "paused"}:
             await monitor.execute("cont")
 
 
@@ -573,20 +581,24 @@ def _channel(name: str, **address: str) -> dict[str, object]:
 
 async def _take_back_fds(monitor: Monitor) -> None:
     """Let QEMU close what it has received for a transfer."""
-    fdsets: Any = await monitor.execute("query-fdsets")
-    for each in fdsets:
-        if any(fd.get("opaque") == _MEETING_POINT for fd in each["fds"]):
-            await monitor.execute("remove-fd", {"fdset-id": each["fdset-id"]})
 
+    def parse(reply: Any) -> list[int]:
+        return [
+            whole_number(each["fdset-id"])
+            for each in reply
+            if any(fd.get("opaque") == _MEETING_POINT for fd in each["fds"])
+        ]
 
-async def _state(monitor: Monitor) -> str:
-    reply: Any = await monitor.execute("query-status")
-    return str(reply["status"])
+    for fdset in await monitor.query("query-fdsets", parse):
+        await monitor.execute("remove-fd", {"fdset-id": fdset})
 
 
 async def _cpu(monitor: Monitor) -> object:
     """Return what the guest sees of its first vCPU: CPUID's features, and the model's name and numbers."""
-    vcpus: Any = await monitor.execute("query-cpus-fast")
-    path = min(vcpus, key=lambda vcpu: vcpu["cpu-index"])["qom-path"]
+
+    def parse(reply: Any) -> str:
+        return words(min(reply, key=lambda vcpu: whole_number(vcpu["cpu-index"]))["qom-path"])
+
+    path = await monitor.query("query-cpus-fast", parse)
     names = ("feature-words", "vendor", "family", "model", "stepping", "model-id")
     return [await monitor.execute("qom-get", {"path": path, "property": name}) for name in names]

@@ -87,5 +87,5 @@ class OperatorMonitor:
         execute = partial(monitor.execute, command, arguments, wanted=wanted)
         result = await monitor.within(QEMU_ANSWERS_WITHIN, execute)
         if command == "query-commands" and isinstance(result, list):
-            return [each for each in result if refusal(str(each.get("name"))) is None]
+            return [each for each in result if isinstance(each, dict) and refusal(str(each.get("name"))) is None]
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -35,7 +36,7 @@ from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import too_old
 from runner.plan.instance import InstancePlan, ShutdownPlan
 from runner.plan.machine import FilePlan, MachinePlan
-from runner.protocol.qmp import Monitor, QmpError, QmpEvent, VcpuThread
+from runner.protocol.qmp import BadReplyError, Monitor, QmpError, QmpEvent, VcpuThread
 
 if TYPE_CHECKING:
     from runner.instance.parts.network import (
@@ -293,8 +294,15 @@ class Qemu:
         raise HostError("cannot start QEMU") from failure
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
-        """Return the vCPUs' threads by index."""
-        return await self._monitor.vcpu_threads()
+        """Return the vCPUs' threads by index.
+
+        Raises :exc:`~runner.protocol.qmp.BadReplyError` where one is none of QEMU's: it may be the guest's, and name this process.
+        """
+        found = await self._monitor.vcpu_threads()
+        for vcpu in found:
+            if not os.path.exists(f"/proc/{self.process.pid}/task/{vcpu.tid}"):  # noqa: ASYNC240, PTH110 - the kernel's
+                raise BadReplyError(f"cannot pin thread {vcpu.tid} for vCPU {vcpu.index}: it is none of QEMU's")
+        return found
 
     async def iothreads(self) -> dict[int, str]:
         """Return the iothreads' ids by thread."""

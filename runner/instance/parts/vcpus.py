@@ -30,7 +30,7 @@ from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of
 from runner.plan.machine import VcpuHotplugPlan
-from runner.protocol.qmp import BadReplyError, ExecuteError, QmpError, QmpEvent
+from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent, whole_number, words
 
 log = logging.getLogger(__name__)
 
@@ -198,8 +198,7 @@ class Vcpus:
         Raises :exc:`GuestStoppedError` if it does not run afterwards: the instance is asked to stop then.
         """
         monitor = self._receipts.machine.monitor
-        reply: Any = await monitor.execute("query-status")
-        if not isinstance(reply, dict) or reply.get("running") is not True:
+        if await monitor.query("query-status", lambda reply: reply["running"]) is not True:
             raise RefusedError("cannot plug a vCPU: the guest does not run")
         pause, began = _Pause(), trio.current_time()
         try:
@@ -439,18 +438,22 @@ class Vcpus:
 
     async def _slots(self) -> Sequence[VcpuSlot]:
         """Return the places for vCPUs by index."""
-        reply: Any = await self._receipts.machine.monitor.execute("query-hotpluggable-cpus")
-        try:
-            found = [
-                VcpuSlot(
-                    str(each["type"]), {name: int(value) for name, value in each["props"].items()}, each.get("qom-path")
-                )
-                for each in reply
-            ]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            sentence = f"cannot understand QEMU's list of slots for vCPUs: {reply!r}"
-            raise BadReplyError(sentence, received=reply) from error
+        machine = self._receipts.plan.machine
+        least = machine.vcpus if machine.vcpu_hotplug is None else machine.vcpu_hotplug.most
+
+        def parse(reply: Any) -> list[VcpuSlot]:
+            found = list(map(_slot, reply))
+            if len(found) < least:
+                raise ValueError(f"{len(found)} slots, and not {least}")
+            return found
+
+        found = await self._receipts.machine.monitor.query("query-hotpluggable-cpus", parse)
         return sorted(found, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
+
+
+def _slot(found: Mapping[str, Any]) -> VcpuSlot:
+    properties = {name: whole_number(value) for name, value in found["props"].items()}
+    return VcpuSlot(words(found["type"]), properties, words(found["qom-path"]) if "qom-path" in found else None)
 
 
 def _older(version: str) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from runner.base.errors import RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.instance.parts.qemu import Qemu
 from runner.instance.watch.receipts import Receipts
-from runner.protocol.qmp import QmpError
+from runner.protocol.qmp import QmpError, words
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +20,10 @@ async def verify_guest(machine: Qemu, receipts: Receipts) -> None:
     except RunnerError as error:
         log.warning(InstanceEvent.RECEIPT_NOT_RENEWED, explain(error))
     try:
-        reply: Any = await machine.monitor.execute("query-status")
+        running, state = await machine.monitor.query(
+            "query-status", lambda reply: (reply["running"], words(reply["status"]))
+        )
     except QmpError:  # the task that waits for the guest's end reports it
         return
-    if isinstance(reply, dict) and reply.get("running") is not True:
-        log.warning(InstanceEvent.GUEST_NOT_RUNNING, reply.get("status"))
+    if running is not True:
+        log.warning(InstanceEvent.GUEST_NOT_RUNNING, state)

@@ -24,7 +24,7 @@ from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan, MacvtapPlan
 from runner.protocol.instance_metrics import PHASES, QEMU_UPDATE_OUTCOMES, RENEWAL_OUTCOMES, RESTARTED_ROLES, Samples
-from runner.protocol.qmp import QmpError
+from runner.protocol.qmp import QmpError, whole_number, words
 
 DISKS_WITHIN = 0.5
 """Seconds that QEMU may take to say what its disks have done; a scrape is not held up by one that is silent."""
@@ -59,7 +59,7 @@ async def all_samples(
     if receipt is not None:
         found += _placement(supervisor, receipt, foreign)
         if (machine := supervisor.guest_state.machine) is not None:
-            found += await _disks(supervisor, machine)
+            found += await _disks(supervisor, plan, machine)
     return found
 
 
@@ -153,23 +153,39 @@ def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSampl
             yield f"network_{way}_{unit}_total", [((each,), getattr(traffic[each], unit)) for each in traffic]
 
 
-async def _disks(supervisor: Supervisor, machine: RunningQemu) -> list[NamedSamples]:
-    """Return what the guest has done with its disks, by QEMU's name of each; nothing while QEMU does not answer."""
-    if supervisor.guest_state.qemu_silent:
-        return []
-    try:
-        found: Any = await machine.monitor.within(DISKS_WITHIN, lambda: machine.monitor.execute("query-blockstats"))
+async def _disks(supervisor: Supervisor, plan: InstancePlan, machine: RunningQemu) -> list[NamedSamples]:
+    """Return what the guest has done with its disks, by the name of each; nothing while QEMU does not answer.
+
+    Each name makes new series: those that QEMU makes up are none of *plan*'s, and of what may be attached.
+    """
+    disks = plan.machine.disks
+    names = {disk.name for disk in disks} | {f"disk{len(disks) + number}" for number in range(plan.machine.slots)}
+
+    def parse(reply: Any) -> list[NamedSamples]:
         # A device of virtio is below the one on the bus, which has the name: /machine/peripheral/disk0/virtio-backend.
         stats = {
-            str(each["qdev"]).removeprefix("/machine/peripheral/").partition("/")[0]: each["stats"]
-            for each in found
+            words(each["qdev"]).removeprefix("/machine/peripheral/").partition("/")[0]: each["stats"]
+            for each in reply
             if each.get("qdev")
         }
         return [
-            (name, [((disk,), each[key] * unit) for disk, each in stats.items() if key in each])
+            (
+                name,
+                [
+                    ((disk,), whole_number(each[key]) * unit)
+                    for disk, each in stats.items()
+                    if disk in names and key in each
+                ],
+            )
             for name, (key, unit) in _DISK_COUNTERS.items()
         ]
-    except (QmpError, AttributeError, KeyError, TypeError):
+
+    if supervisor.guest_state.qemu_silent:
+        return []
+    try:
+        monitor = machine.monitor
+        return await monitor.within(DISKS_WITHIN, lambda: monitor.query("query-blockstats", parse))
+    except QmpError:
         return []
 
 

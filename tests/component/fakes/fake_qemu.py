@@ -26,7 +26,7 @@ DEFAULTS = {
     # "shutdown" (the state it ends in) | "refuses cont" | "exits at cont" | "hangs at cont"
     "queues": None,  # None (taps are left alone) | "one" (its guest uses one queue of each) | "all"
     "vcpus": None,  # how many vCPU threads are reported; None: as many as -smp gives
-    "tid": None,  # None | "gone" (a thread that does not exist) | "same" (one thread for all)
+    "tid": None,  # None | "gone" (a thread that does not exist) | "the runner's" | "same" (one thread for all)
     "at_cont": None,  # None | "shutdown" | "reset" | "panic" | "exit" | "abort" | "hang up" | "garbage" | "storm" (events) |
     # "ask to stop" (the runner, by SIGTERM)
     "at_powerdown": "shutdown",  # also: None (the guest ignores it), "reset", "panic", "exit", "no reply"
@@ -293,6 +293,8 @@ ready.wait()
 tids = [tid for _, tid in sorted(tids)]
 if behaviour["tid"] == "gone":
     tids[-1] = 4_000_000
+if behaviour["tid"] == "the runner's":
+    tids[-1] = os.getppid()
 if behaviour["tid"] == "same":
     tids = [tids[0]] * count
 if behaviour["vcpus"] is not None:
