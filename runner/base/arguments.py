@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from runner.base.version import VERSION
+
 T = TypeVar("T")
 
 LOG_FORMATS = ("text", "json")
@@ -69,12 +71,10 @@ def _begins(word: str, options: Sequence[str]) -> bool:
 
 
 class _Version(argparse.Action):
-    """Prints the version; importing what reads it takes as long as a whole parser, so that it is done only here."""
+    """Prints the version; argparse's own action does not say that it could not."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata
-
-        sys.stdout.write(f"{parser.prog} {metadata.version('instance-runner')}\n")
+        sys.stdout.write(f"{parser.prog} {VERSION}\n")
         parser.exit()
 
 

@@ -39,7 +39,7 @@ class InstanceEvent:
     """What an instance logs."""
 
     # -- the start, in its order
-    INSTANCE_STARTING = Event("starting", "instance=%s")
+    INSTANCE_STARTING = Event("starting", "instance=%s version=%s")
     POD_NAMED = Event("in the pod", "name=%s namespace=%s node=%s uid=%s")
     DESCRIPTOR_INHERITED = Event("inherited descriptor", "name=%s kind=%s")
     DESCRIPTORS_IGNORED = Event("LISTEN_FDS is for process %s, and we are %d")
@@ -185,7 +185,7 @@ class ControllerEvent:
     """What the controller logs."""
 
     CONTROLLER_BUG = Event("this is a bug of instance-cgroup-controller:")
-    CONTROLLER_READY = Event("ready", "socket=%s root=%s frozen=%r")
+    CONTROLLER_READY = Event("ready", "socket=%s root=%s frozen=%r version=%s")
     CONTROLLER_STOPPING = Event("stopping", "signal=%s")
     INSECURE_PEERS = Event("INSECURE: any process that reaches the socket may register and remove any instance")
     INSECURE_DEVICES = Event(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Final
 
 from runner.base.errors import escaped
 from runner.base.judgement import Judgement, Level
 from runner.base.values import frozen
 
-FORMAT = 2
+FORMAT: Final = 2
 """The ``version`` of every JSON document with judgements; it grows when a field goes or gets another meaning."""
 SHOWN = 12
 """Judgements of one subject and level that people are shown; machines get all."""

@@ -11,7 +11,6 @@ import os
 from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
 
 import attrs
 import trio
@@ -25,6 +24,7 @@ from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.check import cpus, devices, kernel, node, programs
 from runner.check.checks import TIMEOUT, Check, CheckContext, CheckedHost, KubeletState, Place, place_of
+from runner.check.documents import CheckDocument
 from runner.facts.host import Kvm
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts, read_pod
@@ -68,7 +68,7 @@ class CheckReport:
         """The worst level of all."""
         return worst(self.judgements)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> CheckDocument:
         """Return it as plain values."""
         return {
             "version": FORMAT,

@@ -260,11 +260,11 @@ def answer_lines(answer: Any) -> Iterator[str]:
                 yield from _table(disks)
         case {"vcpus": list(vcpus), "unused": str()}:
             yield from _vcpus(vcpus, answer)
-        case [*disks]:
+        case {"disks": [*disks]}:
             yield from _table(disks)
         case {"name": str(), "path": str()}:
             yield from _table([answer])
-        case dict() if not answer:
+        case {"version": int(), **rest} if not rest:
             pass
         case _:
             yield from _program_lines(answer)
@@ -273,14 +273,19 @@ def answer_lines(answer: Any) -> Iterator[str]:
 def _program_lines(answer: Any) -> Iterator[str]:
     """Yield what there is to say of a program that has taken over, or could."""
     match answer:
-        case {"generation": int(generation), "digest": str(digest)}:
+        case {"runner": {"generation": int(generation), "digest": str(digest)}}:
             yield from aligned([("generation", str(generation)), ("program", digest or "the image's")])
-        case {"running": str(running), "program": str(program), "version": str(version), "refused": list(reasons)}:
+        case {
+            "running": str(running),
+            "program": str(program),
+            "program_version": str(version),
+            "refused": list(reasons),
+        }:
             yield from aligned([("running", running), ("program", f"{program}, {version or 'of unknown version'}")])
             yield from (f"refused: {reason}" for reason in reasons)
             if not reasons:
                 yield "QEMU can be updated"
-        case {"from": str(before), "version": str(version), "pause_ms": int(pause)}:
+        case {"from": str(before), "to": str(version), "pause_ms": int(pause)}:
             yield f"QEMU {before} is updated to {version}; the guest paused for {pause} ms"
         case _:
             yield json.dumps(answer)
@@ -320,9 +325,8 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "disk slots", f"{status['free_slots']} free"
     if change := status.get("change"):
         yield "in progress", f"{escaped(change['what'])}, for {duration(change['seconds'])}"
-    runner = status.get("runner") or {}  # an older one says nothing of itself
-    if runner.get("outcome"):
-        yield "runner", _renewal(runner)
+    if runner := status.get("runner"):  # an older one says nothing of itself
+        yield "runner", runner["version"] + (f", {_renewal(runner)}" if runner["outcome"] else "")
 
 
 def _renewal(runner: Mapping[str, Any]) -> str:

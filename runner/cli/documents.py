@@ -9,19 +9,37 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, TypedDict
 
 from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain, problems_of
-from runner.base.judging import FORMAT
 from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
-from runner.cli.refusal import problem_json
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
+from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
 from runner.spec.rules import parse_document
 from runner.spec.yaml import parse_yaml
 
 CLOUD_CONFIG = b"#cloud-config"
+
+
+class JudgedDocument(TypedDict):
+    """What is to be said of one document."""
+
+    document: str
+    """As it was named on the command line."""
+    right: bool
+    unset: list[str]
+    """The variables that it uses and that are not set here."""
+    problems: list[ProblemDocument]
+
+
+class DocumentsDocument(TypedDict):
+    """What ``plan --document-only`` has found, without a host."""
+
+    version: Literal[1]
+    documents: list[JudgedDocument]
 
 
 @frozen
@@ -43,7 +61,8 @@ def check(paths: Iterable[str], *, as_json: bool) -> int:
         if not as_json:
             _print(judged[-1])
     if as_json:
-        print(json.dumps({"version": FORMAT, "documents": [_as_json(each) for each in judged]}, indent=1))
+        document: DocumentsDocument = {"version": FORMAT, "documents": [*map(_as_json, judged)]}
+        print(json.dumps(document, indent=1))
     return max((each.error.status for each in judged if each.error is not None), default=0)
 
 
@@ -67,10 +86,11 @@ def _print(judged: _Judged) -> None:
     print(escaped(f"{judged.source}: {about}{unknown}"))
 
 
-def _as_json(judged: _Judged) -> dict[str, object]:
-    found = () if judged.error is None else problems_of(judged.error)
-    judgements = [problem_json(judged.source, each, judged.written) for each in found]
-    return {"document": judged.source, "right": not judgements, "unset": judged.unset, "judgements": judgements}
+def _as_json(judged: _Judged) -> JudgedDocument:
+    problems = (
+        [] if judged.error is None else problem_documents(judged.source, problems_of(judged.error), judged.written)
+    )
+    return {"document": judged.source, "right": not problems, "unset": [*judged.unset], "problems": problems}
 
 
 def _checked(source: str, data: bytes) -> tuple[InstanceSpec | None, tuple[str, ...]]:

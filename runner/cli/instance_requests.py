@@ -8,13 +8,12 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
+from runner.instance.control.methods import METHODS
 from runner.kernel.sockets import CONTROL_SOCKET
 from runner.protocol.controller_client import ask
 
 CHANGED_WITHIN = 900.0
 """Seconds for a change, which may wait for the guest; each has a shorter bound of its own in the instance."""
-
-_CHANGES = {"upgrade", "qemu.update", "cpu.set", "disk.attach", "disk.detach", "disk.grow"}
 
 
 async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
@@ -22,7 +21,7 @@ async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapp
 
     Raises :exc:`~runner.base.errors.RunnerError` when no instance listens there, it refuses the request, or does not answer.
     """
-    changes = method in _CHANGES
+    changes = method in METHODS and METHODS[method].changes
     within = CHANGED_WITHIN if changes else ANSWERED_WITHIN
     with trio.move_on_after(within):
         return await ask("the instance", state_directory / CONTROL_SOCKET, method, params)

@@ -1,4 +1,4 @@
-"""The command ``schema``: prints the JSON Schema of a spec, made from the schema that checks specs."""
+"""The command ``schema``: prints the JSON Schema of a spec, or of what another command prints, made from the code for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import json
 
 from runner.spec.json_schema import spec_schema
 
+NAMES = (
+    *("spec", "plan", "node", "documents", "check", "inspect", "trace", "refusal", "status", "disks", "disk", "vcpus"),
+    *("renewal", "qemu-check", "qemu-update", "done", "receipt", "end", "events"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
@@ -14,11 +19,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  instance-runner schema > instance.schema.json\n"
         "  sed -i '1i #:schema ./instance.schema.json' spec.toml    for editors, and for: taplo check spec.toml\n"
-        "  taplo check --schema file://$PWD/instance.schema.json spec.toml"
+        "  taplo check --schema file://$PWD/instance.schema.json spec.toml\n"
+        "  instance-runner schema status > status.schema.json      what `ctl status --json` prints"
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=NAMES,
+        default="spec",
+        metavar="NAME",
+        help="which of %(choices)s (default: %(default)s)",
     )
 
 
-def main(_arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Print the schema."""
-    print(json.dumps(spec_schema(), indent=1))
+    if arguments.name == "spec":
+        schema = spec_schema()
+    else:
+        from runner.cli.json_documents import DOCUMENTS  # here, because it imports what prints each of them
+
+        schema = DOCUMENTS[arguments.name].schema()
+    print(json.dumps(schema, indent=1))
     return 0

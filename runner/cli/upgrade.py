@@ -25,8 +25,9 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
             raise
     # It hung up, as exec closes every connection; whichever program it is now, its socket listens still.
     after = await _runner(state_directory)
-    if after["generation"] == before["generation"]:
-        raise HostError(f"cannot renew the runner: {after['reason'] or 'it hung up'}; the program before continues")
+    if after["runner"]["generation"] == before["runner"]["generation"]:
+        reason = after["runner"]["reason"] or "it hung up"
+        raise HostError(f"cannot renew the runner: {reason}; the program before continues")
     return after
 
 

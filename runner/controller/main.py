@@ -19,6 +19,7 @@ from runner.base.arguments import LOG_FORMATS, CommandLine, add_version, argumen
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError, Status, UsageError, explain
 from runner.base.events import ControllerEvent
+from runner.base.version import VERSION
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.methods import controller_methods
@@ -199,7 +200,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 async with trio.open_nursery() as nursery:
                     for name, task in tasks.items():
                         nursery.start_soon(restarted, name, task, loop.counters)
-                    log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen())
+                    log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen(), VERSION)
                     number = await anext(signals)
                     log.info(ControllerEvent.CONTROLLER_STOPPING, signal.Signals(number).name)
                     nursery.cancel_scope.cancel()

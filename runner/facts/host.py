@@ -19,6 +19,7 @@ from runner.facts.hardware import Hardware
 from runner.facts.memory import MemoryLimits
 
 if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 1 pays for what it imports
+    from runner.facts.documents import PodDocument
     from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
 
@@ -138,7 +139,7 @@ class PodName:
     """The Kubernetes node that the pod runs on."""
     pod_uid: str = ""
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> PodDocument:
         """Return the names under their keys in the placement receipt."""
         return {"name": self.name, "namespace": self.namespace, "node": self.node, "uid": self.pod_uid}
 
@@ -247,6 +248,8 @@ class HostFacts:
     vhost_net: bool = False
     """Whether /dev/vhost-net can be opened; tried only if the spec has networks."""
     passt: PurePosixPath | None = None
+    unprivileged_port: int = 0
+    """The lowest port at which every process may listen (``net.ipv4.ip_unprivileged_port_start``)."""
     ipv6_error: str | None = None
     """Why new links of this network namespace have no IPv6; ``None`` if they have it."""
     descriptors: Mapping[str, DescriptorFact] | None = None

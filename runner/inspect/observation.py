@@ -11,9 +11,9 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.facts.memory import MemoryCharge
 from runner.inspect.settings import CpuSettings
-from runner.placement.backends import Backend
+from runner.placement.backends import Backend, GuaranteeKind
 from runner.placement.children import Role
-from runner.placement.threads import GuaranteeKind, ObservedThread, ThreadRules
+from runner.placement.threads import ObservedThread, ThreadRules
 
 Viewpoint = Literal["container", "node"]
 """From where instances are observed."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from runner.base.judgement import Judgement, Level
 from runner.base.judging import FORMAT, judgement_lines, worst
 from runner.base.table import aligned, duration
+from runner.inspect.documents import InspectDocument, InspectedDocument, SettingsDocument, ShownThreadDocument
 from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import CHARGED, EXCLUSIVE, KUBELET, LOCAL, VCPUS, InspectionReport, JudgedInstance
+from runner.inspect.settings import CpuSettings
 from runner.placement.threads import UNNAMED, ObservedThread
 
 HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")
@@ -122,7 +123,7 @@ def _state_line(judgement: Judgement) -> str:
     return line if judgement.level is Level.OK else f"{line}: {judgement.found}"
 
 
-def report_json(report: InspectionReport) -> dict[str, Any]:
+def report_json(report: InspectionReport) -> InspectDocument:
     """Return *report* as plain values; CPU sets in the kernel's list format, sizes in bytes."""
     return {
         "version": FORMAT,
@@ -133,7 +134,7 @@ def report_json(report: InspectionReport) -> dict[str, Any]:
     }
 
 
-def _instance_json(each: JudgedInstance) -> dict[str, Any]:
+def _instance_json(each: JudgedInstance) -> InspectedDocument:
     instance = each.observation
     memory, charge = instance.memory, instance.charge
     return {
@@ -157,10 +158,19 @@ def _instance_json(each: JudgedInstance) -> dict[str, Any]:
         "charge": {"cgroup": charge.cgroup, "memory": charge.amount.memory, "hugetlb": charge.amount.hugetlb}
         if isinstance(charge, PodCharge)
         else None,
-        "settings": None if instance.settings is None else instance.settings.to_json(),
+        "settings": None if instance.settings is None else _settings_json(instance.settings),
         "reported": instance.reported,
     }
 
 
-def _thread_json(each: ObservedThread, numa_node_of: Mapping[int, int]) -> dict[str, Any]:
+def _settings_json(settings: CpuSettings) -> SettingsDocument:
+    return {
+        "interrupts": list(settings.interrupts),
+        "work_queues": str(settings.work_queues),
+        "resume_latencies_us": list(settings.resume_latencies),
+        "governors": list(settings.governors),
+    }
+
+
+def _thread_json(each: ObservedThread, numa_node_of: Mapping[int, int]) -> ShownThreadDocument:
     return {**each.to_json(), "numa_node": numa_node_of.get(each.thread.running_on)}

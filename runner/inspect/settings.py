@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from runner.base.cpuset import CpuSet
 from runner.base.table import some
@@ -38,15 +37,6 @@ class CpuSettings:
             f"interrupts: {interrupts}; unbound work queues: {queues}; "
             f"idle states: {limits or 'unknown'}; governor: {' or '.join(self.governors) or 'none'}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them for machines."""
-        return {
-            "interrupts": list(self.interrupts),
-            "work_queues": str(self.work_queues),
-            "resume_latencies_us": list(self.resume_latencies),
-            "governors": list(self.governors),
-        }
 
 
 def read_cpu_settings(root: Path, cpus: CpuSet) -> CpuSettings:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from runner.base.judging import FORMAT, judgement_lines
 from runner.base.table import aligned
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
+from runner.inspect.documents import AccountDocument, TaskDocument, TracedDocument, TraceDocument
 from runner.inspect.render import instance_title
 
 HEAD = ("CPU", "TASK", "NAME", "PID", "TID", "NANOSECONDS", "SHARE", "CGROUP")
@@ -54,7 +54,7 @@ def _rows(account: CpuAccount, window: int) -> Iterator[tuple[str, ...]]:
         yield row("unknown", account.unknown_nanoseconds)
 
 
-def trace_json(report: TraceReport) -> dict[str, Any]:
+def trace_json(report: TraceReport) -> TraceDocument:
     """Return *report* as plain values."""
     return {
         "version": FORMAT,
@@ -67,7 +67,7 @@ def trace_json(report: TraceReport) -> dict[str, Any]:
     }
 
 
-def _instance_json(report: TraceReport, instance: InstanceTrace) -> dict[str, Any]:
+def _instance_json(report: TraceReport, instance: InstanceTrace) -> TracedDocument:
     return {
         "name": instance.name,
         "pod": instance.pod,
@@ -80,7 +80,7 @@ def _instance_json(report: TraceReport, instance: InstanceTrace) -> dict[str, An
     }
 
 
-def _account_json(account: CpuAccount) -> dict[str, Any]:
+def _account_json(account: CpuAccount) -> AccountDocument:
     return {
         "cpu": account.cpu,
         "vcpu": account.vcpu,
@@ -94,7 +94,7 @@ def _account_json(account: CpuAccount) -> dict[str, Any]:
     }
 
 
-def _task_json(task: TaskTime) -> dict[str, Any]:
+def _task_json(task: TaskTime) -> TaskDocument:
     return {
         "name": task.name,
         "pid": task.pid,

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import PurePosixPath
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Self
 import attrs
 import trio
 
-from runner.base.errors import HostError, Problem, RefusedError, RunnerError, Status, explain, problems_of
+from runner.base.errors import HostError, Problem, RefusedError, RunnerError, SpecError, Status, explain, problems_of
 from runner.base.events import InstanceEvent
 from runner.base.tasks import capture
 from runner.base.values import frozen
+from runner.base.version import VERSION
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
 from runner.instance.change.gate import Kind, StopRequest, StopRequestedError
@@ -36,7 +37,9 @@ from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
 
 if TYPE_CHECKING:
+    from runner.instance.documents import EndDocument
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any
+    from runner.spec.refusals import ProblemDocument
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 LONGEST_TERMINATION_LOG = 4096
 """Bytes that Kubernetes keeps of a termination log (``MaxContainerTerminationMessageLength``)."""
+LONGEST_FOUND = 300
+"""Bytes of a value of the spec there."""
 _MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
 """Errors of a system call that say nothing of the host."""
 
@@ -59,21 +64,45 @@ class ExitReport:
     faults: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     """Why it was refused, or why its start failed; those of the spec with the key that they are about."""
+    source: str = ""
+    document: bytes = b""
+    """The spec that the problems are about, and its name; empty where they are about none."""
 
     @classmethod
     def of(cls, error: RunnerError) -> Self:
         """Return the report of an instance that *error* ends."""
-        return cls(error.status, error.status.name.lower(), explain(error), problems=problems_of(error))
+        source = error.source if isinstance(error, SpecError) else ""
+        return cls(error.status, error.status.name.lower(), explain(error), (), problems_of(error), source)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> EndDocument:
         """Return it as written to the termination log."""
         # Kubernetes keeps 4096 bytes of it: all fields are cut so that what it keeps is JSON.
-        faults = [_cut(fault, 300) for fault in self.faults[:5]]
-        document = {"status": self.status, "outcome": self.outcome, "detail": _cut(self.detail, 1500), "faults": faults}
-        problems = [{"path": each.path, "message": each.message, "remedy": each.remedy} for each in self.problems]
-        while problems and len(json.dumps(document | {"problems": problems})) >= LONGEST_TERMINATION_LOG:
-            problems.pop()
-        return document | {"problems": problems}
+        document: EndDocument = {
+            "version": 1,
+            "status": self.status,
+            "outcome": self.outcome,
+            "detail": _cut(self.detail, 1500),
+            "faults": [_cut(fault, 300) for fault in self.faults[:5]],
+            "problems": [],
+        }
+        if self.problems:
+            document["problems"] = self._problems()
+        while document["problems"] and len(json.dumps(document)) >= LONGEST_TERMINATION_LOG:
+            document["problems"].pop()
+        return document
+
+    def _problems(self) -> list[ProblemDocument]:
+        """Return the problems; what is found is left out where it is long, or may be a secret of cloud-init's."""
+        from runner.spec.refusals import problem_documents  # here, because few instances are refused
+        from runner.spec.rules import parse_document
+
+        written: Mapping[str, object] = {}
+        with suppress(RunnerError):  # that it cannot be parsed is the problem
+            written = {**parse_document(self.source, self.document), "cloud_init": None}
+        problems = problem_documents(self.source, self.problems, written)
+        return [
+            each if len(json.dumps(each["found"])) <= LONGEST_FOUND else {**each, "found": None} for each in problems
+        ]
 
 
 def _cut(text: str, most: int) -> str:
@@ -121,12 +150,12 @@ async def run_as_init(
             become_subreaper()
         spec = parse_instance(source, data, os.environ)
     except RunnerError as error:
-        return ExitReport.of(error)
+        return attrs.evolve(ExitReport.of(error), document=data)
 
     async def run(supervisor: Supervisor) -> ExitReport:
         return await _run(spec, supervisor, streams, partial(_planned, source, spec, state_directory))
 
-    return await _supervised(run, streams, renewal or Renewal(), pid1=pid1)
+    return attrs.evolve(await _supervised(run, streams, renewal or Renewal(), pid1=pid1), document=data)
 
 
 def _refuse_foreign_procfs() -> None:
@@ -256,7 +285,7 @@ async def _planned(
     plan = plan_instance(source, spec, facts)
     for remark in plan.remarks:
         log.warning(InstanceEvent.PLAN_REMARKED, remark)
-    log.info(InstanceEvent.INSTANCE_STARTING, plan.name)
+    log.info(InstanceEvent.INSTANCE_STARTING, plan.name, VERSION)
     if plan.pod.name:
         log.info(InstanceEvent.POD_NAMED, *plan.pod.to_json().values())
     return plan

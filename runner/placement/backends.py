@@ -14,6 +14,8 @@ from runner.base.values import frozen
 from runner.spec.instance import LatencyChoice
 
 Backend = Literal["controller", "delegated", "affinity"]
+GuaranteeKind = Literal["enforced", "arranged"]
+"""What keeps all others off the vCPUs' CPUs: the kernel, by an isolated partition, or only that each stays in its cpuset."""
 
 
 @frozen

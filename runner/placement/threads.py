@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, assert_never, get_args
+from typing import TYPE_CHECKING, Any, Final, assert_never, get_args
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import UsageError
 from runner.base.values import frozen
 from runner.facts.threads import ThreadStatus
-from runner.placement.backends import Backend, Placement
+from runner.placement.backends import Backend, GuaranteeKind, Placement
 from runner.placement.children import IN_PODS_CGROUP, Role
 
-RECEIPT_VERSION = 1
+if TYPE_CHECKING:
+    from runner.placement.documents import PlacedDocument, ThreadDocument
 
-GuaranteeKind = Literal["enforced", "arranged"]
-"""What keeps all others off the vCPUs' CPUs: the kernel, by an isolated partition, or only that each stays in its cpuset."""
+RECEIPT_VERSION: Final = 1
 
 UNNAMED = "instance"
 """The name of an instance whose spec has none (``instance.name``)."""
@@ -48,7 +48,7 @@ class ObservedThread:
     def __str__(self) -> str:
         return f"{self.title} (thread {self.thread.tid}, {self.thread.name!r})"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ThreadDocument:
         """Return the thread as plain values, CPU sets in the kernel's list format."""
         return {
             "role": self.role.value,
@@ -325,7 +325,7 @@ class Receipt:
         """Return the violations of its own rules."""
         return self.rules.violations(self.threads)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> PlacedDocument:
         """Return the content of ``receipt.json``, CPU sets in the kernel's list format."""
         runner = next(each.thread for each in self.threads if each.role is Role.RUNNER)
         cgroups = self.rules.cgroups

@@ -23,6 +23,7 @@ from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
 from tests.support.fake_kernel import FAKE_KERNEL
 from tests.support.fake_node import Node, controlled
+from tests.support.json_schemas import fitting
 from tests.unit.kernel.test_sysfs import write, write_sysfs
 
 EPYC = Hardware.from_json((Path(__file__).parents[1] / "data/hosts/epyc-7543-2s-nps1.json").read_text())
@@ -413,7 +414,7 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_this_machine() -> None:
     done = command("--json")
-    report = json.loads(done.stdout)
+    report = fitting("check", json.loads(done.stdout))
     assert done.returncode == (Status.FINDINGS if report["verdict"] == "error" else 0), done.stderr
     assert done.stderr == ""
     found = {each["subject"]: each["level"] for each in report["judgements"]}

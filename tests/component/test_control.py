@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -21,6 +22,7 @@ import trio
 from runner.base.errors import RunnerError, Status, explain
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
+from runner.cli.refusal import print_refusal
 from runner.facts.host import User
 from runner.instance.change.gate import Changes, Kind
 from runner.instance.control.server import ControlMethods
@@ -28,8 +30,10 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.peers import Peer, Peers
 from runner.plan.instance import InstancePlan
+from runner.protocol.controller_client import ControllerError
 from runner.protocol.jsonrpc import RpcError
 from tests.support.fake_host import FakeHost, hotplug_of
+from tests.support.json_schemas import fitting, fitting_answer
 from tests.support.sweep import FAULT_INJECTOR
 
 
@@ -94,6 +98,47 @@ async def test_no_descriptor_is_attached_later(fake_host: FakeHost) -> None:
     await while_a_guest_runs(fake_host, plan, act)
     assert ["disk.fd: descriptors are handed over" in refusal for refusal in refusals] == [True, True, False]
     assert "disk.path: is missing" in refusals[2]
+
+
+async def test_what_is_refused_is_data_for_a_program(fake_host: FakeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = fake_host.plan()
+    found: list[list[tuple[object, ...]]] = []
+
+    async def act() -> None:
+        for method, params in (
+            ("disk.attach", {"path": "/d", "cache": "fast", "serail": "a"}),
+            ("cpu.set", {"count": 8}),
+        ):
+            with pytest.raises(ControllerError) as refused:
+                await ask_instance(plan.state_directory, method, params)
+            print_refusal(refused.value, argparse.Namespace())
+            problems = fitting("refusal", json.loads(capsys.readouterr().out))["problems"]
+            found.append([(each["path"], each["found"], bool(each["remedy"])) for each in problems])
+
+    await while_a_guest_runs(fake_host, plan, act)
+    assert found[0] == [("disk.serail", "a", True), ("disk.cache", "fast", True)]
+    assert [problem[:2] for problem in found[1]] == [("", None)]
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "words"),
+    [
+        ("status", {"quick": True}, "'quick' is unknown; status takes none"),
+        ("disk.grow", {"name": "disk0", "sise": "1GiB"}, "'sise' is unknown; disk.grow takes name, size"),
+        ("qemu.check", {"no_way_back": "yes"}, "'no_way_back' must be true or false"),
+        ("nothing", {}, "Method not found: 'nothing'"),
+    ],
+)
+async def test_an_unknown_parameter_is_refused(
+    fake_host: FakeHost, method: str, params: dict[str, object], words: str
+) -> None:
+    plan = fake_host.plan()
+
+    async def act() -> None:
+        with pytest.raises(ControllerError, match=re.escape(words)):
+            await ask_instance(plan.state_directory, method, params)
+
+    await while_a_guest_runs(fake_host, plan, act)
 
 
 async def test_a_disk_that_the_guest_may_change_is_refused_with_its_own_remedy(fake_host: FakeHost) -> None:
@@ -302,13 +347,13 @@ async def test_a_full_state_directory_refuses_a_disk_with_the_reason_and_nothing
         assert ("the disk is still attached" in explain(refused.value)) is stays
         assert held(fake_host)["device_add"] == (["disk0"] if stays else [])
         assert held(fake_host) == NOTHING or stays
-        listed = await ask_instance(plan.state_directory, "disk.list", {})
+        listed = fitting_answer("disk.list", await ask_instance(plan.state_directory, "disk.list", {}))["disks"]
         assert isinstance(listed, list)
         assert [each["name"] for each in listed] == (["disk0"] if stays else [])
         assert receipt.read_bytes() == before or when == "meanwhile"
         (directory / "filler").unlink()
         if when == "before":
-            assert await ask_instance(plan.state_directory, "disk.attach", params)
+            assert fitting_answer("disk.attach", await ask_instance(plan.state_directory, "disk.attach", params))
 
     with small_state_directory(plan) as directory:
         try:
@@ -334,7 +379,7 @@ async def test_a_disk_that_was_detached_is_said_to_be_so_though_the_receipt_cann
             with pytest.raises(RunnerError, match=done):
                 await ask_instance(plan.state_directory, method, params)
         assert held(fake_host) == NOTHING
-        assert await ask_instance(plan.state_directory, "disk.list", {}) == []
+        assert await ask_instance(plan.state_directory, "disk.list", {}) == {"version": 1, "disks": []}
         (directory / "filler").unlink()
 
     with small_state_directory(plan) as directory:

@@ -22,6 +22,7 @@ from runner.facts.roots import Roots
 from runner.kernel.tracefs import tracefs_reached
 from runner.kubelet.pod_cgroups import NOT_SEALED
 from tests.support.fake_instance import PYTHON, FakeInstance, fake_instance
+from tests.support.json_schemas import fitting
 
 FLOAT, *_, CPU = sorted(os.sched_getaffinity(0))
 MIB = 1 << 20
@@ -103,7 +104,7 @@ def test_why_the_guarantee_is_no_better_is_taken_from_the_receipt(instance: Inst
 
 
 def test_the_json_report(instance: Instance) -> None:
-    report = json.loads(instance.inspect("--json").stdout)
+    report = fitting("inspect", json.loads(instance.inspect("--json").stdout))
     assert (report["version"], report["seen_from"], report["verdict"]) == (2, "container", "unknown")
     (found,) = report["instances"]
     assert (found["name"], found["backend"], found["cpus"]) == ("instance", "affinity", str(CPU))
@@ -148,7 +149,7 @@ def test_an_anchor_started_again_is_the_anchor(instance: Instance) -> None:
     instance.fake_instance.request("end", instance.anchor)
     pid = instance.fake_instance.start_anchor()
     instance.fake_instance.request("pin", pid, [FLOAT])
-    report = json.loads(instance.inspect("--json").stdout)
+    report = fitting("inspect", json.loads(instance.inspect("--json").stdout))
     roles = {thread["pid"]: thread["role"] for thread in report["instances"][0]["threads"]}
     assert roles[pid] == "anchor"
     assert report["verdict"] != "error"
@@ -230,7 +231,7 @@ class Node:
         return (*INSPECT, "--state-dir", str(self.directory / "none"), *where, *more)
 
     def report(self, *more: str) -> dict[str, Any]:
-        report: dict[str, Any] = json.loads(self.inspect("--json", *more).stdout)
+        report: dict[str, Any] = fitting("inspect", json.loads(self.inspect("--json", *more).stdout))
         return report
 
 
@@ -410,7 +411,7 @@ def left(tracefs: Path) -> set[str]:
 def test_a_loop_on_the_vcpus_cpu_is_named(node: Node, busy: subprocess.Popen[bytes]) -> None:
     shown = node.inspect("--trace", "0.5", "--json")
     assert shown.returncode == 3, shown.stderr
-    report = json.loads(shown.stdout)
+    report = fitting("trace", json.loads(shown.stdout))
     assert (report["source"], report["verdict"], report["seen_from"]) == ("sched_switch", "error", "node")
     assert 0.5e9 <= report["nanoseconds"] < 5e9
     [account] = report["instances"][0]["accounts"]
@@ -457,7 +458,7 @@ def test_a_record_that_is_ended_leaves_nothing_for_long(
 def test_a_container_sees_sums_at_best(instance: Instance) -> None:
     shown = instance.inspect("--trace", "0.1", "--json")
     if Path("/proc/schedstat").exists():
-        report = json.loads(shown.stdout)
+        report = fitting("trace", json.loads(shown.stdout))
         assert (report["source"], report["instances"][0]["accounts"][0]["others"]) == ("schedstat", None)
         assert report["fallback"].startswith("the node's other processes cannot be seen from inside a PID namespace")
     else:

@@ -13,6 +13,7 @@ import pytest
 from runner.__main__ import main
 from runner.plan.instance import InstancePlan
 from tests.support.fake_kernel import FAKE_KERNEL
+from tests.support.json_schemas import fitting
 from tests.unit.plan.test_nccl import HERE as NCCL
 from tests.unit.plan.test_nccl import planned as board
 
@@ -179,15 +180,14 @@ def test_problems_are_data_for_a_program_and_sentences_for_a_reader(tmp_path: Pa
     assert (refused.returncode, judged.returncode) == (30, 30)
     assert refused.stderr.count(f"instance-runner: {wrong}: ") == len(expected)
     assert not judged.stderr
-    [first, right, unreadable] = json.loads(judged.stdout)["documents"]
-    assert json.loads(refused.stdout) == {"version": 2, "judgements": first["judgements"]}
-    found = sorted((each["subject"], each["written"], each["found"]) for each in first["judgements"])
+    [first, right, unreadable] = fitting("documents", json.loads(judged.stdout))["documents"]
+    assert fitting("refusal", json.loads(refused.stdout)) == {"version": 1, "problems": first["problems"]}
+    found = sorted((each["path"], each["found"], each["message"]) for each in first["problems"])
     assert [(path, value) for path, value, _ in found] == [(path, value) for path, value, _ in expected]
     assert all(message.startswith(begins) for (_, _, message), (_, _, begins) in zip(found, expected, strict=True))
-    assert all(each["document"] == str(wrong) and each["remedy"] for each in first["judgements"])
-    assert {each["level"] for each in first["judgements"]} == {"error"}
-    assert (right["right"], right["judgements"]) == (True, [])
-    assert [each["found"] for each in unreadable["judgements"]] == [
+    assert all(each["document"] == str(wrong) and each["remedy"] for each in first["problems"])
+    assert (right["right"], right["problems"]) == (True, [])
+    assert [each["message"] for each in unreadable["problems"]] == [
         f"cannot read the spec {str(tmp_path)!r}: it is not a file"
     ]
 

@@ -33,6 +33,7 @@ from runner.plan.passthrough_plan import VfioBackend
 from runner.protocol.qmp import Monitor
 from tests.support.fake_host import FakeHost
 from tests.support.fake_pci import with_devices
+from tests.support.json_schemas import fitting_answer
 from tests.support.soak import some
 
 SPEC = "[hotplug]\nqemu = true\n"
@@ -68,7 +69,7 @@ def plan_of(fake_host: FakeHost, spec: str = "", **qemu: object) -> InstancePlan
 
 async def update(plan: InstancePlan, program: object = None, **params: object) -> dict[str, Any]:
     params |= {} if program is None else {"qemu": str(program)}
-    answer: Any = await ask_instance(plan.state_directory, "qemu.update", params)
+    answer: Any = fitting_answer("qemu.update", await ask_instance(plan.state_directory, "qemu.update", params))
     return dict(answer)
 
 
@@ -95,13 +96,19 @@ async def test_another_qemu_has_the_guest_and_everything_goes_on(fake_host: Fake
             answer = await update(plan)
             [now] = [each for each in supervisor.processes if each.role == "qemu"]
             assert now.pid != first.pid
-            assert {**answer, "pause_ms": 0} == {"from": "11.1.0", "version": "11.1.0", "pid": now.pid, "pause_ms": 0}
+            assert {**answer, "pause_ms": 0} == {
+                "version": 1,
+                "from": "11.1.0",
+                "to": "11.1.0",
+                "pid": now.pid,
+                "pause_ms": 0,
+            }
             assert await guest_and_generation(plan) == ("running", generation)
             published = json.loads(read_text(receipt))
             assert published["qemu_generation"] == generation
             assert {each["pid"] for each in published["threads"] if each["role"] == "vcpu"} == {now.pid}
             assert supervisor.counters.qemu_updates == {"updated": generation}
-        assert await ask_instance(plan.state_directory, "disk.list", {}) == []
+        assert await ask_instance(plan.state_directory, "disk.list", {}) == {"version": 1, "disks": []}
 
     assert (await run(fake_host, plan, act)).status is Status.STOPPED
     assert pids(fake_host, "migrate", "cont", "quit", "system_powerdown") == [
@@ -542,7 +549,7 @@ async def test_what_cannot_go_along_is_refused_by_name(fake_host: FakeHost, name
     plan = plan_of(fake_host, text.format(share=fake_host.share()), as_source="blocked" if name == "blocked" else None)
 
     async def act(supervisor: Supervisor) -> None:
-        found: Any = await ask_instance(plan.state_directory, "qemu.check", {})
+        found: Any = fitting_answer("qemu.check", await ask_instance(plan.state_directory, "qemu.check", {}))
         assert any(reason in each for each in found["refused"]), found
         with pytest.raises(RunnerError, match="cannot update QEMU") as error:
             await update(plan)
@@ -570,7 +577,7 @@ async def test_a_share_whose_virtiofsd_cannot_hand_over_is_refused(
 
     async def act(supervisor: Supervisor) -> None:
         before = served_by(supervisor)
-        found: Any = await ask_instance(plan.state_directory, "qemu.check", {})
+        found: Any = fitting_answer("qemu.check", await ask_instance(plan.state_directory, "qemu.check", {}))
         assert found["refused"] == [f"the share 'share' cannot go along: {reason}"]
         with pytest.raises(RunnerError) as error:
             await update(plan)
@@ -613,7 +620,7 @@ async def test_a_program_of_another_digest_than_the_one_demanded_is_refused(fake
         other = f"sha256:{'0' * 64}"
         reason = f"cannot use '{program}': its digest is {digest}, not {other}"
         found: Any = await ask_instance(plan.state_directory, "qemu.check", {"qemu": str(program), "digest": other})
-        assert (found["version"], found["refused"]) == ("", [reason]), "it is not even asked for its version"
+        assert (found["program_version"], found["refused"]) == ("", [reason]), "it is not even asked for its version"
         with pytest.raises(RunnerError) as refused:
             await update(plan, program, digest=other)
         assert explain(refused.value) == f"cannot update QEMU: {reason}"

@@ -25,6 +25,7 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from tests.support.fake_host import FakeHost
 from tests.support.frames import frames
+from tests.support.json_schemas import fitting_answer
 from tests.support.soak import SEED, chance, times
 
 pytestmark = pytest.mark.soak
@@ -98,7 +99,7 @@ class Driver:
 
     async def ask(self, method: str, params: dict[str, object]) -> object:
         with trio.fail_after(20):
-            return await ask_instance(PurePosixPath(self.state), method, params)
+            return fitting_answer(method, await ask_instance(PurePosixPath(self.state), method, params))
 
     async def attach(self) -> None:
         path = self.fake_host.root / f"disk{self.source.randrange(8)}"

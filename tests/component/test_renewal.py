@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.base.version import VERSION
 from tests.support.program_runs import RUNNER, until
 from tests.support.renewals import (
     ProgramDirectory,
@@ -89,7 +90,7 @@ def test_a_renewed_runner_goes_on_with_everything(start: RenewableStarter, made:
     assert run.ctl("disk", "attach", disk, "format=raw").returncode == 0
     children, status, descriptors = run.children(), run.status(), run.descriptors()
     assert {"dnsmasq", "passt", "virtiofsd", "qemu-system-x86"} <= children.keys()
-    assert status["runner"] == {"generation": 0, "digest": "", "outcome": None, "reason": ""}
+    assert status["runner"] == {"version": VERSION, "generation": 0, "digest": "", "outcome": None, "reason": ""}
 
     ended = run.upgrade(made)
     assert (ended.returncode, ended.stdout.split()[:2]) == (0, ["generation", "1"]), ended.stderr + run.log
@@ -99,7 +100,13 @@ def test_a_renewed_runner_goes_on_with_everything(start: RenewableStarter, made:
     assert run.children() == children
     assert (run.state / "ready").exists()
     until(lambda: run.receipt()["generation"] == 1, "the receipt of the new program")
-    assert after["runner"] == {"generation": 1, "digest": made.digest, "outcome": "renewed", "reason": ""}
+    assert after["runner"] == {
+        "version": VERSION,
+        "generation": 1,
+        "digest": made.digest,
+        "outcome": "renewed",
+        "reason": "",
+    }
     assert after["uptime"] > status["uptime"]
     unchanged = {"restarts", "placement", "networks", "disks", "free_slots", "ready", "guest"}
     assert {key: after[key] for key in unchanged} == {key: status[key] for key in unchanged}
@@ -365,6 +372,7 @@ def test_a_stop_requested_while_a_program_takes_over(
     assert run.wait() == 0, run.log
     assert "asked to stop reason=SIGTERM" in run.log
     assert run.termination_log() == {
+        "version": 1,
         "status": 0,
         "outcome": "stopped",
         "detail": "the guest powered down when asked to",
@@ -466,6 +474,7 @@ def test_down_and_up_again(start: RenewableStarter, made: ProgramDirectory, prog
     for generation, each in enumerate((program, made, program), 1):
         assert run.upgrade(each).returncode == 0, run.log
         assert run.status()["runner"] == {
+            "version": VERSION,
             "generation": generation,
             "digest": each.digest,
             "outcome": "renewed",

@@ -19,6 +19,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Status
+from runner.base.version import VERSION
 from runner.cli.commands import program_parser
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
@@ -27,6 +28,7 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
+from tests.support.json_schemas import fitting_answer
 
 PROGRAM = (sys.executable, "-m", "runner")
 POD = PodName("web-1", "prod", "n1", "3ceda12c-3ee9-40fa-9f42-61428fe654a6")
@@ -44,7 +46,7 @@ def plan_of(fake_host: FakeHost, spec: str = "", **qemu: object) -> InstancePlan
 
 
 async def status_of(plan: InstancePlan) -> Any:
-    return await ask_instance(plan.state_directory, "status", {})
+    return fitting_answer("status", await ask_instance(plan.state_directory, "status", {}))
 
 
 async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
@@ -72,6 +74,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
     cpu = str(plan.placement.cpus)
     assert 0 <= first.pop("uptime") < 60
     assert first == {
+        "version": 1,
         "name": "instance",
         "pod": {"name": "web-1", "namespace": "prod", "node": "n1", "uid": POD.pod_uid},
         "guest": "running",
@@ -101,7 +104,7 @@ async def test_a_status_says_what_it_is_and_does(fake_host: FakeHost) -> None:
         "disks": [],
         "free_slots": plan.machine.slots,
         "change": None,
-        "runner": {"generation": 0, "digest": "", "outcome": None, "reason": ""},
+        "runner": {"version": VERSION, "generation": 0, "digest": "", "outcome": None, "reason": ""},
         "qemu": {"version": "7.2.0", "generation": 0, "error": ""},
     }
     assert second["restarts"] == {"dnsmasq": 1}

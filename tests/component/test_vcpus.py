@@ -22,6 +22,7 @@ from runner.instance.parts.vcpus import Vcpus
 from runner.instance.timeouts import InstanceTimeouts
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost
+from tests.support.json_schemas import fitting_answer
 
 CPUS = CpuSet(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -48,7 +49,7 @@ async def run(
 
 
 async def asked(plan: InstancePlan, method: str, **params: object) -> Any:
-    return await ask_instance(plan.state_directory, method, params)
+    return fitting_answer(method, await ask_instance(plan.state_directory, method, params))
 
 
 def vcpus_of_receipt(directory: PurePosixPath) -> dict[int, str]:

@@ -273,9 +273,9 @@ def test_disks_come_grow_and_go_while_a_linux_guest_runs(
     until(lambda: later.stat().st_blocks * 512 < MIB, "what the guest discards to become a hole")
 
     seen = run.console.count("watcher: disks none end")
-    assert asked(run, "disk", "detach", "disk0") == {}
+    assert asked(run, "disk", "detach", "disk0") == {"version": 1}
     until(lambda: run.console.count("watcher: disks none end") > seen, "the guest to see it go")
-    assert asked(run, "disk", "list") == []
+    assert asked(run, "disk", "list")["disks"] == []
     assert [thread for thread in receipt(run) if thread["role"] == "iothread"] == []
     [qemu] = run.descendants()["qemu-system-x86"]
     assert not any(os.readlink(entry) == str(later) for entry in Path(f"/proc/{qemu}/fd").iterdir())  # noqa: PTH115
@@ -334,7 +334,7 @@ def test_clients_of_the_control_socket_that_are_refused_or_disconnect(start: Pro
     )
     subprocess.run([*inside, sys.executable, "-c", vanishing], check=True)
     # The detach waits for the guest; meanwhile `list` is answered, and other requests to change disks are refused.
-    assert len(asked(run, "disk", "list")) == 3
+    assert len(asked(run, "disk", "list")["disks"]) == 3
     refused = ctl(run, "disk", "attach", disks[2])
     assert "all 2 slots are taken" in refused.stderr
     refused = ctl(run, "disk", "detach", "disk0")

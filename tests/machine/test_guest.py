@@ -58,6 +58,7 @@ def test_boot_dhcp_share_sigterm(start: ProgramStarter, tmp_path: Path) -> None:
     assert "guest: power button" in run.console
     assert (directory / "word").read_text() == "xyzzy\n"
     assert run.termination_log() == {
+        "version": 1,
         "status": 0,
         "outcome": "stopped",
         "detail": "the guest powered down when asked to",

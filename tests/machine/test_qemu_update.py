@@ -238,7 +238,7 @@ def test_a_guest_that_writes_to_a_share_loses_nothing(start: ProgramStarter, new
         assert daemon not in daemons
         daemons.append(daemon)
         if number == 0:
-            assert upgrade(run, program)["generation"] == 1
+            assert upgrade(run, program)["runner"]["generation"] == 1
         ticks_on(run)
         assert run.descendants()["virtiofsd"] == [daemon]
     print(f"pauses in ms: {pauses}")

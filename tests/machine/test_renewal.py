@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
+from tests.support.json_schemas import fitting
 from tests.support.program_runs import RUNNER, ProgramRun, ProgramStarter, until
 from tests.support.renewals import ProgramDirectory, make_program
 
@@ -41,13 +43,12 @@ def inside(run: ProgramRun) -> tuple[str, ...]:
     return ("nsenter", f"--target={run.pid()}", "--pid", "--mount")
 
 
-def upgrade(run: ProgramRun, program: ProgramDirectory) -> dict[str, object]:
+def upgrade(run: ProgramRun, program: ProgramDirectory) -> Any:
     words = ("ctl", "--state-dir", str(run.state), "--json", "upgrade")
     argv = (*inside(run), str(RUNNER), *words, "--from", str(program.path), "--digest", program.digest)
     ended = subprocess.run(argv, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr + run.log
-    answer: dict[str, object] = json.loads(ended.stdout)
-    return answer
+    return fitting("renewal", json.loads(ended.stdout))
 
 
 def ticks(run: ProgramRun) -> list[int]:
@@ -68,7 +69,7 @@ def test_a_guest_that_counts_misses_nothing(start: ProgramStarter, tmp_path: Pat
     run.until("tick 5", lambda: run.console)
     before = run.descendants()
     for generation in range(1, int(os.environ.get("RENEWALS", "3")) + 1):
-        assert upgrade(run, program)["generation"] == generation
+        assert upgrade(run, program)["runner"]["generation"] == generation
         seen = len(ticks(run))
         until(lambda: len(ticks(run)) > seen + 2, "the guest to tick on")  # noqa: B023 - in this round
     assert run.descendants() == before

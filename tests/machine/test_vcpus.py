@@ -151,7 +151,7 @@ def test_a_renewed_runner_knows_the_vcpus(start: ProgramStarter, newest: dict[st
     type_in(run, ONLINE)
     run.until("online 2", lambda: run.console)
     before = vcpu_threads(run)
-    assert upgrade(run, program)["generation"] == 1
+    assert upgrade(run, program)["runner"]["generation"] == 1
     assert vcpu_threads(run) == before
     assert [vcpu["plugged_later"] for vcpu in asked(run, "cpus")["vcpus"]] == [False, True]
     assert asked(run, "status")["placement"]["misplaced"] == []

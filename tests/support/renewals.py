@@ -22,6 +22,7 @@ import attrs
 from runner.kernel.program_directory import digest_of, manifest_of
 from tests.support.fake_host import FAKES
 from tests.support.fake_kernel import FAKE_FIRMWARE
+from tests.support.json_schemas import fitting
 from tests.support.program_runs import BLOCK, PROJECT, RUNNER, children_by_name, until
 
 PACKAGES = (
@@ -128,11 +129,11 @@ class RenewableRun:
     def status(self) -> dict[str, Any]:
         ended = self.ctl("status", "--json")
         assert ended.returncode == 0, ended.stderr
-        found: dict[str, Any] = json.loads(ended.stdout)
+        found: dict[str, Any] = fitting("status", json.loads(ended.stdout))
         return found
 
     def receipt(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.state / "receipt.json").read_text())
+        found: dict[str, Any] = fitting("receipt", json.loads((self.state / "receipt.json").read_text()))
         return found
 
     def children(self) -> dict[str, list[int]]:

@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import SpecError, Status
 from runner.base.judgement import Level
 from runner.base.table import aligned
+from runner.base.version import VERSION
 from runner.check.checks import OFF_NODE, Place
 from runner.check.host import CHECKS, SPEC
 from runner.cli.commands import program_parser
 from runner.cli.events_table import events_markdown
+from runner.cli.json_documents import DOCUMENTS as JSON_DOCUMENTS
 from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
@@ -35,6 +38,7 @@ from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.render import HEAD
 from runner.inspect.trace_render import trace_lines
 from runner.instance.change.gate import PRECEDENCE, Kind
+from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.placement.children import CHILDREN, Role
 from runner.protocol.unix_server import SocketLimits
 from runner.spec.instance import parse_instance, reference
@@ -72,6 +76,7 @@ DOCUMENTS = [
         "examples/devices.md",
         "examples/disks.md",
         "examples/guest.md",
+        "examples/json.md",
         "examples/memory.md",
         "examples/networks.md",
         "examples/running.md",
@@ -299,6 +304,29 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",
     ]
+
+
+def test_the_protocol_of_the_control_socket_is_as_shown() -> None:
+    text = (ROOT / "examples/running.md").read_text()
+    assert f"This is protocol {PROTOCOL}, " in text
+    rows = table_rows(text, "| method | params | result: its [schema](json.md) |")
+    assert {row[0].strip("`"): re.findall("`([a-z_-]+)`", row[1].partition(", and ")[0]) for row in rows} == {
+        name: [*method.params] for name, method in METHODS.items()
+    }
+    assert [row[2].split("`")[1] for row in rows] == [method.result for method in METHODS.values()]
+
+
+def test_every_json_document_is_in_the_table() -> None:
+    head = "| schema | what it is of: with `--json`, where it is a command |"
+    rows = table_rows((ROOT / "examples/json.md").read_text(), head)
+    assert [(name.strip("`"), where) for name, where in rows] == [
+        (name, each.where) for name, each in JSON_DOCUMENTS.items()
+    ]
+
+
+def test_the_version_is_the_packages() -> None:
+    assert metadata.version("instance-runner") == VERSION
+    assert f"| {VERSION}, not released | " in HOW_IT_WORKS
 
 
 def test_the_limits_of_reports_are_as_shown() -> None:

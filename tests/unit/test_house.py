@@ -38,7 +38,9 @@ PURE = (
     {"facts", "spec", "placement", "kubelet", "plan", "node_plan"}
     | {
         f"base.{module}"
-        for module in ("arguments", "cpuset", "errors", "events", "judgement", "judging", "table", "values")
+        for module in (
+            *("arguments", "cpuset", "errors", "events", "judgement", "judging", "table", "values", "version"),
+        )
     }
     | {f"cli.{module}" for module in ("completion", "events_table", "manual", "outcomes", "spec_table")}
     | {f"inspect.{module}" for module in ("roles", "render", "rules", "observation", "cpu_time", "trace_render")}

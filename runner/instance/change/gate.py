@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import attrs
 import trio
@@ -23,6 +23,9 @@ from runner.base.errors import RefusedError
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.table import duration
+
+if TYPE_CHECKING:
+    from runner.instance.documents import ChangeDocument
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +140,7 @@ class LiveChange:
     def __str__(self) -> str:
         return f"{self.what} (for {duration(trio.current_time() - self.since)})"
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> ChangeDocument:
         """Return what it is, and for how many seconds it has been in progress."""
         return {"what": self.what, "seconds": round(trio.current_time() - self.since, 1)}
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import trio
 
@@ -32,6 +32,9 @@ from runner.plan.problems import Problems
 from runner.protocol.qmp import ExecuteError, Monitor, whole_number, words
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
+
+if TYPE_CHECKING:
+    from runner.instance.documents import DiskDocument
 
 log = logging.getLogger(__name__)
 
@@ -96,19 +99,19 @@ class DiskHotplug:
         """Return how many disks can still be attached."""
         return len(list(self._free_slots()))
 
-    async def listed(self) -> list[dict[str, object]]:
+    async def listed(self) -> list[DiskDocument]:
         """Return each disk as JSON; those the machine was started with come first."""
         return self._listed(await self._sizes())
 
-    def listed_without_sizes(self) -> list[dict[str, object]]:
+    def listed_without_sizes(self) -> list[DiskDocument]:
         """Return each disk as :meth:`listed` does, without asking QEMU."""
         return self._listed({})
 
-    def _listed(self, sizes: Mapping[str, int]) -> list[dict[str, object]]:
+    def _listed(self, sizes: Mapping[str, int]) -> list[DiskDocument]:
         found = [self._described(disk, sizes, None) for disk in self._plan.machine.disks]
         return found + [self._described(each.plan, sizes, each) for each in self._attached.values()]
 
-    def _described(self, disk: DiskPlan, sizes: Mapping[str, int], attached: AttachedDisk | None) -> dict[str, object]:
+    def _described(self, disk: DiskPlan, sizes: Mapping[str, int], attached: AttachedDisk | None) -> DiskDocument:
         released = attached is not None and self._machine.disk_events.unplugged(disk.name).is_set()
         return {
             "name": disk.name,
@@ -122,7 +125,7 @@ class DiskHotplug:
             "released": released,
         }
 
-    async def attach(self, disk: DiskSpec) -> dict[str, object]:
+    async def attach(self, disk: DiskSpec) -> DiskDocument:
         """Attach *disk* and return it as :meth:`listed` does.
 
         Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then.
@@ -279,7 +282,7 @@ class DiskHotplug:
         await self._undo(attached.undo)
         del self._attached[name]
 
-    async def grow(self, name: str, size: int | None) -> dict[str, object]:
+    async def grow(self, name: str, size: int | None) -> DiskDocument:
         """Grow the disk *name* to *size* bytes, or to all of its block device, and return it as :meth:`listed` does.
 
         Raises :exc:`~runner.base.errors.RunnerError`; nothing has changed then, unless the error says otherwise.

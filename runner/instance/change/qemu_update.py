@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import trio
@@ -54,6 +54,9 @@ from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
 from runner.plan.shares import SharePlan
 from runner.protocol.qmp import ExecuteError, Monitor, QmpError, whole_number, words
+
+if TYPE_CHECKING:
+    from runner.instance.documents import QemuCheckAnswer, QemuUpdateAnswer
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class QemuProgram:
     """What its file must have, unless ``None``."""
 
 
-async def check(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> dict[str, object]:
+async def check(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> QemuCheckAnswer:
     """Return the versions of the QEMU that runs and of *program*, and why it cannot take over.
 
     With *no_way_back*, devices are no reason although the first QEMU cannot continue then if the update fails.
@@ -96,7 +99,7 @@ async def check(status: StatusReader, program: QemuProgram, *, no_way_back: bool
     return {
         "running": status.machine.monitor.version,
         "program": str(found.path),
-        "version": found.version,
+        "program_version": found.version,
         "machine": await _machine_type(status.machine.monitor),
         "refused": reasons,
     }
@@ -247,7 +250,7 @@ async def _machine_type(monitor: Monitor) -> str:
     return (await monitor.query("qom-get", words, {"path": "/machine", "property": "type"})).removesuffix("-machine")
 
 
-async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> dict[str, object]:
+async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> QemuUpdateAnswer:
     """Put *program* in the place of the QEMU that runs; return what was done.
 
     Raises :exc:`~runner.base.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
@@ -259,7 +262,7 @@ async def update(status: StatusReader, program: QemuProgram, *, no_way_back: boo
         before = status.machine.monitor.version
         moved = await _Move(status, found, status.receipts.threads).carry_out()
     log.info(InstanceEvent.QEMU_UPDATED, moved.pid, found.version, before, moved.pause * 1000)
-    return {"from": before, "version": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
+    return {"from": before, "to": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
 
 
 @frozen

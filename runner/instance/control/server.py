@@ -16,11 +16,12 @@ from typing import NoReturn
 
 import trio
 
-from runner.base.errors import Problem, RefusedError, RunnerError, SpecError, explain
+from runner.base.errors import Problem, RefusedError, RunnerError, SpecError, explain, problems_of
 from runner.base.events import InstanceEvent
 from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
 from runner.facts.roots import Roots
+from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.instance.control.status import StatusReader
 from runner.instance.parts.qemu import EXITS_WITHIN
 from runner.kernel.peers import Peer, PeerError, Peers
@@ -35,6 +36,9 @@ from runner.spec.rules import structure
 
 log = logging.getLogger(__name__)
 
+Answer = Mapping[str, object]
+"""The result of a method without the number of the protocol."""
+
 REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
 NOT_ALLOWED = -32001
@@ -43,8 +47,6 @@ PROGRAM_ELSEWHERE = "put the program elsewhere"
 LIMITS = SocketLimits(connections=8, newcomers=0, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
 """A client of this socket is a person's command or a script: few, and patient."""
 
-_CHANGES = {"cpu.set", "disk.attach", "disk.detach", "disk.grow"}
-"""Those that wait for QEMU without a bound of their own."""
 _SIZE = size_rule(1 << 20)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -76,18 +78,18 @@ class ControlMethods:
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Do what the client asks for. Raises :exc:`RpcError`."""
         allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
-        act = partial(_call, self.status, method, params)
-        if method not in _CHANGES:
-            return RpcResult(await act())
+        act = partial(_call, self.status, method, _checked(method, params))
+        if not METHODS[method].waits_for_qemu:
+            return RpcResult({"version": PROTOCOL, **await act()})
         with self.status.supervisor.changes.awaited():
-            return RpcResult(await self._waited_for(act))
+            return RpcResult({"version": PROTOCOL, **await self._waited_for(act)})
 
-    async def _waited_for(self, change: Callable[[], Awaitable[object]]) -> object:
+    async def _waited_for(self, change: Callable[[], Awaitable[Answer]]) -> Answer:
         """Return what *change* returns. Raises :exc:`RpcError`; the change goes on where that says that QEMU is silent.
 
         It is not given up then: what QEMU has received it does as soon as it goes on, and nobody would know of it.
         """
-        ended, outcome, silence = trio.Event(), list[Callable[[], object]](), list[SilentError]()
+        ended, outcome, silence = trio.Event(), list[Callable[[], Answer]](), list[SilentError]()
 
         async def make() -> None:
             outcome.append(await capture(change))
@@ -126,9 +128,20 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
     return peer
 
 
-async def _call(status: StatusReader, method: str, params: Mapping[str, object] | list[object]) -> object:
+def _checked(method: str, params: Mapping[str, object] | list[object]) -> Mapping[str, object]:
+    """Return *params*. Raises :exc:`RpcError` for those that *method* does not take, and for a method that there is not."""
+    if method not in METHODS:
+        raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method!r}")
     if isinstance(params, list):
         raise RpcError(INVALID_PARAMS, "Invalid params: they are given by name")
+    known = METHODS[method]
+    if not known.keys_of_disk and (unknown := next((name for name in params if name not in known.params), None)):
+        takes = ", ".join(known.params) or "none"
+        raise RpcError(INVALID_PARAMS, f"Invalid params: {unknown!r} is unknown; {method} takes {takes}")
+    return params
+
+
+async def _call(status: StatusReader, method: str, params: Mapping[str, object]) -> Answer:
     try:
         return await _called(status, method, params)
     except RunnerError as error:
@@ -137,15 +150,18 @@ async def _call(status: StatusReader, method: str, params: Mapping[str, object] 
     if isinstance(failure, ExecInterruptedError):  # QEMU has hung up, and why is known in a moment
         with trio.move_on_after(EXITS_WITHIN):
             ends = f"; {await status.supervisor.changes.stopping()}"
-    raise RpcError(REFUSED, f"{explain(failure)}{ends}") from failure
+    from runner.spec.refusals import problem_documents  # here, because most requests are not refused
+
+    problems = problem_documents("", problems_of(failure), {"disk": params})
+    raise RpcError(REFUSED, f"{explain(failure)}{ends}", {"problems": problems}) from failure
 
 
-async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> object:
+async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> Answer:
     match method:
         case "status":
             return await status.read()
         case "runner":
-            return status.runner()
+            return {"runner": status.runner()}
         case "upgrade":
             await _upgrade(status, params)
     await status.qemu_answers()
@@ -159,11 +175,11 @@ async def _called(status: StatusReader, method: str, params: Mapping[str, object
     return await _called_for_disks(status, method, params)
 
 
-async def _called_for_disks(status: StatusReader, method: str, params: Mapping[str, object]) -> object:
+async def _called_for_disks(status: StatusReader, method: str, params: Mapping[str, object]) -> Answer:
     disks = status.disks
     match method:
         case "disk.list":
-            return await disks.listed()
+            return {"disks": await disks.listed()}
         case "disk.attach":
             disk = _disk(params)
             for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
@@ -175,7 +191,7 @@ async def _called_for_disks(status: StatusReader, method: str, params: Mapping[s
             return {}
         case "disk.grow":
             return await disks.grow(_name(params, "name"), _size(params))
-    raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method!r}")
+    raise AssertionError(method)
 
 
 async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoReturn:
@@ -211,7 +227,7 @@ def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
         )
 
 
-async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> object:
+async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> Answer:
     # Here, because few instances have their QEMU updated.
     from runner.instance.change.qemu_update import QemuProgram, check, update
 
@@ -222,7 +238,9 @@ async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, on
     started = (program.path or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
     for each in started:
         _refuse_shared(status, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
-    no_way_back = params.get("no_way_back") is True
+    no_way_back = params.get("no_way_back", False)
+    if not isinstance(no_way_back, bool):
+        raise RpcError(INVALID_PARAMS, "Invalid params: 'no_way_back' must be true or false")
     return await (check if only_check else update)(status, program, no_way_back=no_way_back)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.values import frozen
+from runner.base.version import VERSION
 from runner.instance.change.hotplug import DiskHotplug
 from runner.instance.parts.qemu import Qemu
 from runner.instance.parts.vcpus import Vcpus
@@ -18,6 +19,17 @@ from runner.instance.watch.receipts import Receipts
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
 from runner.protocol.qmp import QmpError
+from runner.spec.instance import NetworkMode
+
+if TYPE_CHECKING:
+    from runner.instance.documents import (
+        DiskDocument,
+        RunnerDocument,
+        StatusDocument,
+        StatusNetworkDocument,
+        StatusPlacementDocument,
+        StatusQemuDocument,
+    )
 
 
 @frozen
@@ -39,7 +51,7 @@ class StatusReader:
         self.supervisor.guest_state.ask_qemu()
         await self.machine.monitor.within(self.answers_within, self.machine.monitor.answers)
 
-    async def read(self) -> dict[str, object]:
+    async def read(self) -> StatusDocument:
         """Return the state as JSON: sizes in bytes, times in seconds, CPU sets in the kernel's list format.
 
         Where QEMU does not answer, it is what this program knows alone, and ``qemu`` has the error.
@@ -51,7 +63,11 @@ class StatusReader:
             status, disks = await self.machine.monitor.within(self.answers_within, self._asked)
         except QmpError as failure:
             error = explain(failure)
-        qemu = {"version": self.machine.monitor.version, "generation": self.machine.updates, "error": error}
+        qemu: StatusQemuDocument = {
+            "version": self.machine.monitor.version,
+            "generation": self.machine.updates,
+            "error": error,
+        }
         return {
             "name": plan.name,
             "pod": plan.pod.to_json(),
@@ -79,20 +95,25 @@ class StatusReader:
             "qemu": qemu,
         }
 
-    async def _asked(self) -> tuple[str, list[dict[str, object]]]:
+    async def _asked(self) -> tuple[str, list[DiskDocument]]:
         monitor = self.machine.monitor
         return await monitor.answers() or await monitor.run_state(), await self.disks.listed()
 
-    def runner(self) -> dict[str, object]:
-        """Return how often this program was renewed, its digest if it was by ``ctl upgrade``, and what came of the last time.
+    def runner(self) -> RunnerDocument:
+        """Return the version of this program, its renewals, and its digest if it was brought by ``ctl upgrade``.
 
         It is known without QEMU, which may not answer.
         """
         renewal = self.supervisor.renewal
-        found = {"generation": renewal.generation, "digest": renewal.digest}
-        return {**found, "outcome": renewal.outcome, "reason": renewal.reason}
+        return {
+            "version": VERSION,
+            "generation": renewal.generation,
+            "digest": renewal.digest,
+            "outcome": renewal.outcome,
+            "reason": renewal.reason,
+        }
 
-    def _placement(self) -> dict[str, object]:
+    def _placement(self) -> StatusPlacementDocument:
         """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""
         lost = self.supervisor.guest_state.cpus_lost
         try:
@@ -111,19 +132,20 @@ class StatusReader:
             "misplaced": misplaced,
         }
 
-    def _agent(self) -> str:
+    def _agent(self) -> Literal["none", "connected", "absent"]:
         if not self.plan.machine.guest.agent:
             return "none"
         return "connected" if self.machine.agent_listens else "absent"
 
-    def _networks(self) -> Iterator[dict[str, object]]:
+    def _networks(self) -> Iterator[StatusNetworkDocument]:
         """Yield the guest's networks; *addresses* are those that it gets by DHCP, as far as this program gives them."""
         if not self.plan.networks:
             return
         from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
 
         for network in self.plan.networks:
-            mode, addresses = "", list[str]()
+            addresses = list[str]()
+            mode: NetworkMode
             match network:
                 case BridgedPlan(guest=guest, ipv6=ipv6, pod=pod):
                     mode = "private" if pod is None else "bridge"

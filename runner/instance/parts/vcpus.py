@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import trio
@@ -31,6 +31,9 @@ from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of
 from runner.plan.machine import VcpuHotplugPlan
 from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent, whole_number, words
+
+if TYPE_CHECKING:
+    from runner.instance.documents import VcpuDocument, VcpusAnswer
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +73,11 @@ class Vcpus:
     def _placement(self) -> Placement:
         return self._receipts.active.placement
 
-    async def listed(self) -> dict[str, object]:
+    async def listed(self) -> VcpusAnswer:
         """Return each vCPU as JSON, and the CPUs of the container that no vCPU has."""
         slots = await self._slots()
         pins, threads = self._placement.pins, self._receipts.threads
-        vcpus = [
+        vcpus: list[VcpuDocument] = [
             {
                 "vcpu": vcpu.index,
                 "thread": vcpu.tid,
@@ -87,7 +90,7 @@ class Vcpus:
         unused = self._receipts.active.container_cpus() - CpuSet(pins)
         return {"vcpus": vcpus, "unused": str(unused), "most": len(vcpus) if plan is None else plan.most}
 
-    async def set(self, count: int) -> dict[str, object]:
+    async def set(self, count: int) -> VcpusAnswer:
         """Plug or unplug vCPUs until there are *count*; return what :meth:`listed` does, with the ``pause_ms`` of the guest.
 
         Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then, unless the error says otherwise.

@@ -6,14 +6,13 @@ The names stand in :mod:`runner.protocol.instance_metrics`. The instance's own p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
 import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
+from runner.base.version import VERSION
 from runner.facts.roots import Roots
 from runner.instance.supervisor import RunningQemu, Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
@@ -63,19 +62,13 @@ async def all_samples(
     return found
 
 
-def _version() -> Iterator[str]:
-    """Yield this program's version; none where it was renewed by a directory without the metadata of its package."""
-    with suppress(metadata.PackageNotFoundError):
-        yield metadata.version("instance-runner")
-
-
 def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:
     pod, state = plan.pod, supervisor.guest_state
     # Prometheus gives its targets the labels instance, job, namespace, pod, node and container (the Prometheus operator's
     # PodMonitor) and renames ours of the same names to exported_…: so `name`, as in KubeVirt's kubevirt_vmi_info and in
     # cAdvisor, and `pod_name`, `pod_namespace`, as in NVIDIA's dcgm-exporter (--use-old-namespace): the variables' names.
     yield "info", [((plan.name, pod.name, pod.namespace, pod.node, plan.placement.backend), 1)]
-    yield "build_info", [((each,), 1) for each in _version()]
+    yield "build_info", [((VERSION,), 1)]
     if state.machine is not None:
         yield "qemu_info", [((state.machine.monitor.version,), 1)]
         yield "qemu_generation", [((), state.machine.updates)]

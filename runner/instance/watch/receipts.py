@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 import trio
@@ -25,6 +25,9 @@ from runner.placement.threads import Receipt, sentences
 from runner.plan.instance import InstancePlan
 from runner.protocol.logs import LogTable
 from runner.protocol.qmp import VcpuThread
+
+if TYPE_CHECKING:
+    from runner.placement.documents import PlacedThreadDocument, ReceiptDocument
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +49,22 @@ def receipt_table(receipt: Receipt) -> LogTable:
     ``receipt.json`` has the rest of what is known of each.
     """
     lines = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
-    rows: list[dict[str, object]] = []
+    rows: list[PlacedThreadDocument] = []
     for each in receipt.threads:
         thread = each.thread
         running_on = thread.running_on if thread.has_run_there else None
         shown = "-" if running_on is None else str(running_on)
         lines.append((each.title, str(thread.tid), thread.name, str(thread.cpus), shown))
-        row = {"role": each.role.value, "vcpu": each.vcpu, "tid": thread.tid, "name": thread.name}
-        rows.append({**row, "allowed_cpus": str(thread.cpus), "running_on": running_on})
+        rows.append(
+            {
+                "role": each.role.value,
+                "vcpu": each.vcpu,
+                "tid": thread.tid,
+                "name": thread.name,
+                "allowed_cpus": str(thread.cpus),
+                "running_on": running_on,
+            }
+        )
     return LogTable("threads", rows, tuple(aligned(lines)))
 
 
@@ -136,10 +147,14 @@ class Receipts:
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
         renewal = self.supervisor.renewal
-        names = {"instance": self.plan.name, "pod": self.plan.pod.to_json(), "generation": renewal.generation}
-        if self.machine.updates:
-            names["qemu_generation"] = self.machine.updates
-        content = json.dumps({**self.receipt.to_json(), **names}, indent=1).encode() + b"\n"
+        document: ReceiptDocument = {
+            **self.receipt.to_json(),
+            "instance": self.plan.name,
+            "pod": self.plan.pod.to_json(),
+            "generation": renewal.generation,
+            "qemu_generation": self.machine.updates,
+        }
+        content = json.dumps(document, indent=1).encode() + b"\n"
         try:
             files.publish(self.plan.state_directory / RECEIPT, content)
         except HostError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, assert_never
+from typing import assert_never
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import escaped
@@ -19,6 +19,17 @@ from runner.node_plan.explanation import Explanation
 from runner.node_plan.general_filter import PODS, Insufficient, NodeAllocatable, total_requests
 from runner.node_plan.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf, format_amount
 from runner.node_plan.quirks import FROM_SOURCE_MINOR
+from runner.node_plan.report.documents import (
+    ContainerDocument,
+    FitDocument,
+    HintDocument,
+    MemoryBlockDocument,
+    NodeDocument,
+    OutcomesDocument,
+    PinningDocument,
+    PlannedPodDocument,
+    StateDocument,
+)
 from runner.node_plan.report.picture import approximate, picture_lines, reserved_of
 from runner.node_plan.topology_manager import Hint
 from runner.placement.pins import Pinning
@@ -383,7 +394,7 @@ def _answer(pod: PodPlan) -> str:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def node_json(plan: NodePlan) -> dict[str, Any]:
+def node_json(plan: NodePlan) -> NodeDocument:
     """Return *plan* as plain values; CPU sets in their text form, memory in bytes."""
     return {
         "version": FORMAT,
@@ -423,11 +434,11 @@ def node_json(plan: NodePlan) -> dict[str, Any]:
     }
 
 
-def _plan_json(plan: NodePlan | None) -> dict[str, Any] | None:
+def _plan_json(plan: NodePlan | None) -> OutcomesDocument | None:
     return None if plan is None else {"pods": [_pod_json(pod) for pod in plan.pods], "after": _state_json(plan.after)}
 
 
-def _state_json(node: SimulatedNode) -> dict[str, Any]:
+def _state_json(node: SimulatedNode) -> StateDocument:
     plugins = node.kubelet.device_manager
     return {
         "shared_pool": str(node.shared_pool),
@@ -460,7 +471,7 @@ def _devices_json(devices: Devices) -> dict[str, dict[str, int]]:
     }
 
 
-def _pod_json(pod: PodPlan) -> dict[str, Any]:
+def _pod_json(pod: PodPlan) -> PlannedPodDocument:
     explanation = pod.explanation
     admission = explanation.admission
     return {
@@ -521,7 +532,7 @@ def _cpus_json(cpus: Mapping[str, CpuSet]) -> dict[str, str]:
     return {name: str(each) for name, each in cpus.items()}
 
 
-def _container_json(container: ContainerPlan) -> dict[str, Any]:
+def _container_json(container: ContainerPlan) -> ContainerDocument:
     return {
         "name": container.container.name,
         "kind": container.container.kind.value,
@@ -535,11 +546,11 @@ def _container_json(container: ContainerPlan) -> dict[str, Any]:
     }
 
 
-def _memory_json(memory: Iterable[Block]) -> list[dict[str, Any]]:
+def _memory_json(memory: Iterable[Block]) -> list[MemoryBlockDocument]:
     return [{"resource": block.resource, "bytes": block.size, "numa_nodes": list(block.numa_nodes)} for block in memory]
 
 
-def _placement_json(placement: Pinning | None) -> dict[str, Any] | None:
+def _placement_json(placement: Pinning | None) -> PinningDocument | None:
     if placement is None:
         return None
     return {
@@ -550,11 +561,11 @@ def _placement_json(placement: Pinning | None) -> dict[str, Any] | None:
     }
 
 
-def _hint_json(hint: Hint) -> dict[str, Any]:
+def _hint_json(hint: Hint) -> HintDocument:
     return {"numa_nodes": None if hint.numa_nodes is None else list(hint.numa_nodes), "preferred": hint.preferred}
 
 
-def _fit_json(fit: Fit) -> dict[str, Any]:
+def _fit_json(fit: Fit) -> FitDocument:
     return {
         "vcpus": fit.vcpus,
         "pod": fit.pod,

@@ -24,6 +24,7 @@ from runner.controller.serve.server import listening
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, connected, controlled
+from tests.support.json_schemas import fitting
 
 PREFIX = "instance_cgroup_controller_"
 
@@ -421,7 +422,7 @@ async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
 
 def test_its_log_can_be_json(built: Node) -> None:
     with subprocess.Popen(command(built, "--log-format=json"), stderr=subprocess.PIPE, text=True) as process:
-        records = [json.loads(line) for line in until(process, '"ready"').splitlines()]
+        records = [fitting("events", json.loads(line)) for line in until(process, '"ready"').splitlines()]
         process.terminate()
         assert process.stderr is not None
         records += [json.loads(line) for line in process.stderr]

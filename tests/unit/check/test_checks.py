@@ -22,6 +22,7 @@ from runner.kernel.host_settings import InterruptLine
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.settings import PciDevice, QuietCpus, Swap
 from runner.kubelet.state import CpuState
+from tests.support.json_schemas import fitting
 
 OK, UNKNOWN, WARNING, ERROR = Level
 NODE, POD, CONTAINER, MACHINE = Place
@@ -352,7 +353,7 @@ def test_the_text_report_ends_with_the_worst() -> None:
 
 
 def test_json_has_every_judgement_in_order() -> None:
-    plain = REPORT.to_json()
+    plain = fitting("check", REPORT.to_json())
     assert {key: plain[key] for key in ("version", "place", "verdict")} == {
         "version": 2,
         "place": "pod",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import attrs
@@ -12,6 +11,7 @@ from runner.base.cpuset import CpuSet
 from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.trace_render import trace_json, trace_lines
+from tests.support.json_schemas import fitting
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 VCPU = 11
@@ -163,7 +163,7 @@ def test_the_table_of_sums_says_why_it_has_no_names() -> None:
 
 
 def test_the_json() -> None:
-    document = json.loads(json.dumps(trace_json(report(others=(WORKER,), other_nanoseconds=300))))
+    document = fitting("trace", trace_json(report(others=(WORKER,), other_nanoseconds=300)))
     assert {key: value for key, value in document.items() if key != "instances"} == {
         "version": 2,
         "seen_from": "node",

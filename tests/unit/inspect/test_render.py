@@ -29,6 +29,7 @@ from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.settings import CpuSettings
 from runner.placement.children import Role
 from runner.placement.threads import CgroupPaths, ObservedThread, ThreadRules
+from tests.support.json_schemas import fitting
 
 MIB = 1 << 20
 
@@ -133,7 +134,7 @@ def test_a_node_without_instances_says_where_to_look() -> None:
 
 
 def test_json_has_the_same_content() -> None:
-    report = json.loads(json.dumps(report_json(REPORT)))
+    report = fitting("inspect", report_json(REPORT))
     (instance,) = report.pop("instances")
     assert report == {
         "version": 2,

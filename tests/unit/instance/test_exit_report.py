@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 
 from runner.base.errors import HostError, Problem, RunnerError, SpecError, Status
 from runner.instance.init import LONGEST_TERMINATION_LOG, ExitReport
+from tests.support.json_schemas import fitting
 
 
 def refused(*problems: Problem) -> SpecError:
@@ -38,9 +40,29 @@ def with_cause() -> HostError:
 def test_a_refusal_has_its_problems_as_data(
     error: RunnerError, status: Status, problems: list[tuple[str, str, str]]
 ) -> None:
-    written = ExitReport.of(error).to_json()
+    written = fitting("end", ExitReport.of(error).to_json())
     assert written["status"] == status
-    assert [tuple(each.values()) for each in written["problems"]] == problems  # type: ignore[attr-defined]
+    assert [(each["path"], each["message"], each["remedy"]) for each in written["problems"]] == problems
+
+
+def test_what_was_found_is_shown_but_for_secrets_and_long_values() -> None:
+    document = b"""
+[cpu]
+count = 0
+[boot]
+cmdline = "%s"
+[cloud_init]
+user_data = "password: secret"
+""" % (b"x" * 400)
+    error = refused(*(Problem(path, "is wrong") for path in ("cpu.count", "boot.cmdline", "cloud_init.user_data")))
+    written = fitting("end", attrs.evolve(ExitReport.of(error), document=document).to_json())
+    assert [each["found"] for each in written["problems"]] == [0, None, None]
+    assert {each["document"] for each in written["problems"]} == {"spec.toml"}
+
+
+def test_a_document_that_is_none_is_refused_like_others() -> None:
+    written = fitting("end", attrs.evolve(ExitReport.of(refused(Problem("", "is no TOML"))), document=b"[").to_json())
+    assert [(each["path"], each["found"]) for each in written["problems"]] == [("", None)]
 
 
 @pytest.mark.parametrize("text", ["x", "é", '"', "\N{GRINNING FACE}"])

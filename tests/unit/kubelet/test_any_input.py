@@ -19,6 +19,7 @@ from runner.node_plan.node_plan import States, plan_node, start_node, unclear_po
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import node_json, node_lines
 from runner.spec.value import Value
+from tests.support.json_schemas import fitting
 
 GIB = 1 << 30
 POOL = {"size": 2 << 20, "total": 512, "free": 512}
@@ -171,7 +172,7 @@ def test_any_input_is_planned_or_refused_in_words(
         before = start_node(hardware, configured, {"example.com/gpu": {0: 1, None: 1}}, states)
         plan = plan_node(hardware, configured, before, manifests, unclear=unclear_pods(states))
         "\n".join(node_lines(plan, width=80, colour=False)).encode()
-        json.dumps(node_json(plan))
+        fitting("node", node_json(plan))
         picture_svg(plan)
     except RunnerError as error:
         str(error).encode()

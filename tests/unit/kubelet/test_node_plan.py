@@ -37,10 +37,12 @@ from runner.node_plan.node_plan import (
     unclear_pods,
 )
 from runner.node_plan.quirks import KubeletConfigError
+from runner.node_plan.report.documents import ContainerDocument
 from runner.node_plan.report.picture import MORE, owners_of, picture_lines
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import node_json, node_lines, runs_of
 from runner.spec.value import Value
+from tests.support.json_schemas import fitting
 
 pytestmark = pytest.mark.kubelet_model
 
@@ -259,7 +261,7 @@ def test_a_pod_without_exclusive_cpus_is_planned_as_ended_and_as_running() -> No
         "if live half running without exclusive CPUs: new: rejected: UnexpectedAdmissionError: Allocate failed"
         in output
     )
-    document = node_json(attrs.evolve(large, what_if=(WhatIf("other", large),)))
+    document: Any = fitting("node", node_json(attrs.evolve(large, what_if=(WhatIf("other", large),))))
     assert document["unclear_pods"] == ["half"]
     assert (
         document["if_live"]["pods"][0]["outcome"]
@@ -307,7 +309,7 @@ def test_requests_of_running_pods_count_and_those_of_no_others_are_known() -> No
     )
     assert "otherwise" not in output
     assert "unrequested 6.98 CPUs, 15.6Gi memory, 109 pods" in output
-    document = node_json(plan)
+    document: Any = fitting("node", node_json(plan))
     assert document["known_pods"] == "all"
     assert document["pods"][0]["insufficient"] == [{"resource": "cpu", "requested": 7000, "used": 20, "capacity": 7000}]
     assert (document["before"]["allocatable"]["cpu"], document["before"]["unrequested"]["cpu"]) == (7000, 6980)
@@ -447,9 +449,8 @@ D whole/proxy (sidecar)  1"""
     assert "cpu.cpus names 4" in fit_of(2, CpuSet.parse("3-4"), plan).error
 
 
-def containers_of(plan: NodePlan) -> list[dict[str, Any]]:
-    listed: list[dict[str, Any]] = node_json(plan)["pods"][0]["containers"]
-    return listed
+def containers_of(plan: NodePlan) -> list[ContainerDocument]:
+    return node_json(plan)["pods"][0]["containers"]
 
 
 def test_the_drawing_shows_each_part_of_a_pods_memory_once() -> None:
@@ -694,7 +695,7 @@ what if     x=y
 def test_json_is_plain_and_the_same_every_time() -> None:
     plan = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
     plan = attrs.evolve(plan, what_if=(WhatIf("x=y", None, "no"), WhatIf("y=z", plan)), fit=fit_of(2, None, plan))
-    document = node_json(plan)
+    document: Any = fitting("node", node_json(plan))
     assert json.loads(json.dumps(document)) == document
     again = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
     assert node_json(again)["pods"] == document["pods"]

@@ -9,6 +9,7 @@ from runner.plan.guest_devices import FIRST_CID, LAST_CID, GuestPort, VsockPlan,
 from runner.plan.identity import Identity
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.readiness import AgentSign, ConsoleSign
+from tests.support.json_schemas import fitting
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
 
@@ -43,7 +44,11 @@ def test_a_port_is_asked_at_the_guests_address_in_the_private_network(network: s
     plan = plan_of(f'{KERNEL}[guest]\nready = "port:22"\n[[network]]\n{network}')
     assert plan.machine.guest.ready == GuestPort(IPv4Address(address), 22)
     assert "is ready when it gives the sign 'port:22'" in "\n".join(plan_lines(plan))
-    assert plan_json(plan)["machine"]["guest"]["ready"] == {"sign": "port", "address": address, "port": 22}
+    assert fitting("plan", plan_json(plan))["machine"]["guest"]["ready"] == {
+        "sign": "port",
+        "address": address,
+        "port": 22,
+    }
 
 
 def test_vsock_needs_its_device() -> None:

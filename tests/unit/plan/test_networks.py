@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import PurePosixPath
 
@@ -21,6 +20,7 @@ from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, Ipv6Plan
 from runner.plan.networks import derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
+from tests.support.json_schemas import fitting
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
 
 TAP = DescriptorFact("tap", "the tap 't0'", interface="t0", multi_queue=True)
@@ -244,6 +244,11 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             "network[0].interface: 'eth0' has the route 0.0.0.0/0 via fd00:10::1, which DHCP cannot express and an alias cannot keep",
         ),
         (KERNEL + '[[network]]\nmode = "passt"\n', {"passt": None}, "network[0].mode: cannot find the program 'passt'"),
+        (
+            KERNEL + '[[network]]\nmode = "passt"\nports = ["2222:22", "127.0.0.1/80:8080"]\n',
+            {"unprivileged_port": 1024},
+            "network[0].ports: passt cannot listen at 80: net.ipv4.ip_unprivileged_port_start is 1024 here, and its",
+        ),
         (BRIDGE + '[[network]]\nmode = "passt"\n', {}, "network[1].mode: passt speaks with the address of 'eth0'"),
         (
             KERNEL + '[[network]]\nmode = "macvtap"\nmtu = 9000\n',
@@ -444,7 +449,7 @@ def test_every_kind_is_printed_and_in_the_script() -> None:
             ("fd", "macvtap vmtap1 over eth0", "passt", "tap inherited as a, b", "net1"), shown, strict=True
         )
     ] == [True] * 5
-    assert json.loads(json.dumps(plan_json(plan)))["networks"][4]["ipv6"]["guest"] == "fd00:10::5/64"
+    assert fitting("plan", plan_json(plan))["networks"][4]["ipv6"]["guest"] == "fd00:10::5/64"
     script = pasteable(plan, None)
     for word in ("type macvtap mode bridge", "/usr/bin/passt", "exec 20<>", "multi_queue", "vectors=6"):
         assert word in script

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,6 +31,7 @@ from runner.plan.networks import derived_mac
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_kernel import FAKE_KERNEL
+from tests.support.json_schemas import fitting
 
 GOLDEN = Path(__file__).parents[2] / "data" / "argv"
 HOSTS = Path(__file__).parents[2] / "data" / "hosts"
@@ -996,7 +996,7 @@ def test_a_plan_is_printed_as_text_and_json() -> None:
         "cpu.placement  placement 'affinity' is second best",
     ):
         assert word in text
-    as_json = json.loads(json.dumps(plan_json(plan)))
+    as_json = fitting("plan", plan_json(plan))
     assert as_json["placement"] == {
         "backend": "affinity",
         "cpus": "1-3",

@@ -1,0 +1,41 @@
+"""The methods of the control socket, a table that the server, its clients and the documents share."""
+
+from __future__ import annotations
+
+from runner.base.values import frozen
+
+PROTOCOL = 1
+"""The number of the protocol, ``version`` of each result: it grows when a method, a parameter or a field goes or means something else."""
+
+
+@frozen
+class ControlMethod:
+    """One method."""
+
+    result: str
+    """What it answers with: the name of the schema (``instance-runner schema``)."""
+    params: tuple[str, ...] = ()
+    """The parameters that it takes; any other is refused."""
+    keys_of_disk: bool = False
+    """It takes the keys of a ``[[disk]]`` besides."""
+    changes: bool = False
+    """It changes the instance, which may wait for the guest; each has a bound of its own there."""
+    waits_for_qemu: bool = False
+    """It may wait for QEMU without a bound of its own."""
+
+
+_QEMU = ("qemu", "digest", "no_way_back")
+
+METHODS = {
+    "status": ControlMethod("status"),
+    "runner": ControlMethod("renewal"),
+    "upgrade": ControlMethod("done", ("from", "digest"), changes=True),
+    "qemu.check": ControlMethod("qemu-check", _QEMU),
+    "qemu.update": ControlMethod("qemu-update", _QEMU, changes=True),
+    "cpu.list": ControlMethod("vcpus"),
+    "cpu.set": ControlMethod("vcpus", ("count",), changes=True, waits_for_qemu=True),
+    "disk.list": ControlMethod("disks"),
+    "disk.attach": ControlMethod("disk", ("path",), keys_of_disk=True, changes=True, waits_for_qemu=True),
+    "disk.detach": ControlMethod("done", ("name",), changes=True, waits_for_qemu=True),
+    "disk.grow": ControlMethod("disk", ("name", "size"), changes=True, waits_for_qemu=True),
+}
