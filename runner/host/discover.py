@@ -135,6 +135,7 @@ async def read_host_facts(
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
+        unprivileged_port=int(procfs.setting("net/ipv4/ip_unprivileged_port_start") or 0),
         ipv6_error=_ipv6_error(procfs),
         descriptors=None if inherited is None else _descriptors(inherited),
         vhost_vsock=spec.guest.vsock is not None and may_open(roots.dev / "vhost-vsock"),

@@ -403,6 +403,15 @@ class _NetworkPlanner:
                     f"network[{index}].mode",
                     f'passt speaks with the address of {pod.name!r}, which another network gives away (mode = "bridge")',
                 )
+        lowest = self._facts.unprivileged_port
+        for each in network.ports:
+            if (port := int(each.rpartition("/")[2].partition(":")[0])) < lowest:
+                self._refuse(
+                    f"network[{index}].ports",
+                    f"passt cannot listen at {port}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and its newer versions "
+                    "give root's rights away before they listen",
+                    f"set it to 0 in the pod's securityContext.sysctls (containerd 2 does so itself), or take a port from {lowest} on",
+                )
         return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt, network.ports)
 
     def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:

@@ -487,7 +487,9 @@ def ports() -> Rule:
         for each in value:
             match = re.fullmatch(FORWARDED, each, re.ASCII) if isinstance(each, str) else None
             if match is None or not all(0 < int(number) < 1 << 16 for number in match.groups()):
-                _wrong(each)
+                same = f"{each}:{each}"
+                match = re.fullmatch(FORWARDED, same, re.ASCII)
+                _wrong(each, f'"{same}"' if match and int(match[1]) < 1 << 16 else "")
         return tuple(value)
 
     listed = {"type": "array", "items": matching(FORWARDED)}

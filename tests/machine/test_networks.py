@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import subprocess
 from pathlib import Path
 
-from tests.support.program_runs import PROJECT, ProgramStarter
+import pytest
+
+from tests.support.program_runs import PROJECT, ProgramStarter, until
 
 POD = """
 mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup 2>/dev/null
@@ -36,3 +40,31 @@ def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: Pro
     assert "inherited descriptor name=disk0 kind=a file of 4096 bytes" in run.log
     assert run.stop() == 0, run.log
     assert "faults=0" in run.log
+
+
+LISTEN = """
+ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
+ip route add default via 10.9.9.2 && echo "$1" >/proc/sys/net/ipv4/ip_unprivileged_port_start
+exec setpriv --bounding-set=-all,+setuid,+setgid passt --foreground --one-off --tcp-ports=80:80 --udp-ports=none --socket="$2"
+"""
+
+
+@pytest.mark.parametrize("lowest", [80, 81])
+def test_passt_listens_where_every_process_may(tmp_path: Path, lowest: int) -> None:
+    """Older versions also listen below that with NET_BIND_SERVICE, those of 2026 do not: the plan refuses it."""
+    argv = ("unshare", "--net", "sh", "-ec", LISTEN, "sh", str(lowest), str(tmp_path / "socket"))
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as passt:
+
+        def listens() -> bool:
+            with contextlib.suppress(OSError):  # it has ended
+                return ":0050 " in Path(f"/proc/{passt.pid}/net/tcp").read_text()
+            return False
+
+        def failed() -> bool:
+            return "ermission denied" in (output := (tmp_path / "log").read_text()) or "Failed to bind" in output
+
+        try:
+            until(lambda: passt.poll() is not None or listens() or failed(), "passt")
+            assert (listens(), failed()) == (lowest == 80, lowest != 80), (tmp_path / "log").read_text()
+        finally:
+            passt.kill()
