@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 import trio
 
-from runner.base.errors import NoInstanceError, Status, escaped
+from runner.base.errors import HostError, NoInstanceError, Status, escaped
 from runner.base.judgement import Level
 from runner.base.values import frozen
 from runner.cli.options import add_json, add_state_dir
@@ -27,6 +27,7 @@ from runner.inspect.rules import InspectionReport, judge
 from runner.inspect.trace_render import trace_json, trace_lines
 from runner.instance.parts.state_directory import RECEIPT
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.privileges import enter_cgroup_namespace
 
 _CLEAR = "\x1b[H\x1b[2J"
 """Cursor home, erase the screen (ECMA-48)."""
@@ -79,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--pod-logs-dir",
         type=Path,
-        default=Path("/var/log/pods"),
+        default=Path("/proc/1/root/var/log/pods"),  # also from the controller's pod, which does not mount it
         metavar="DIR",
-        help="the kubelet's podLogsDir, by which pods are named",
+        help="the kubelet's podLogsDir, by which pods are named (default: the node's /var/log/pods)",
     )
 
 
@@ -176,6 +177,10 @@ async def _inspect(target: InspectionTarget, interval: float | None, show: Calla
 async def _observe(target: InspectionTarget) -> Observation:
     inside, outside = target.has_receipt(), target.root.exists()
     if target.pod_uid or (outside and not inside):
+        with contextlib.suppress(
+            HostError
+        ):  # without that right all threads are seen, and their cgroups by other names
+            enter_cgroup_namespace(target.roots.proc / "1")
         return await observe_node(
             target.roots, target.root, target.kubelet, target.pod_uid, target.pod_logs, target.controller
         )

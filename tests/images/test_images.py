@@ -189,6 +189,24 @@ def test_the_controllers_image_runs_its_program(run: Run, controller: str) -> No
     assert "cannot listen at /run/instance-cgroup-controller/controller.sock" in bare.output
 
 
+def test_the_controllers_image_has_what_explains_a_node(run: Run, controller: str, tmp_path: Path) -> None:
+    """``kubectl exec`` into the controller's pod; ``tests/node/images`` does so where there are instances."""
+    (tmp_path / "pod.yaml").write_text((PROJECT / "examples/plan/pod.yaml").read_text())
+    (tmp_path / "kubelet.yaml").write_text((PROJECT / "examples/kubernetes/kubelet-configuration.yaml").read_text())
+    plan = ("plan", "--node", "/in/kubelet.yaml", "--pod", "/in/pod.yaml")
+    for command, statuses, words in (
+        (("version",), {0}, f"instance-runner {metadata.version('instance-runner')}"),
+        (("inspect",), {4}, "cannot find an instance"),
+        (("check",), {0, 3}, "clocksource"),
+        (plan, {0, 3}, "kubelet"),
+    ):
+        given = ("--entrypoint", "instance-runner", "--volume", f"{tmp_path}:/in:ro")
+        container = run(controller, *given, command=command)
+        assert container.wait() in statuses, container.output
+        assert words in container.output
+        assert "Traceback" not in container.output
+
+
 def components(document: Path) -> dict[str, set[str]]:
     """Return the names of what a software bill of materials lists, by the type in their package URLs."""
     read = json.loads(document.read_text())

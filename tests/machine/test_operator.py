@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+from tests.machine.test_disks import WRITER, image
 from tests.support.exposition import figures
+from tests.support.json_schemas import fitting
 from tests.support.program_runs import ProgramStarter, until
 
 CLIENT = """
@@ -42,8 +45,8 @@ def test_an_instance_shows_probes_metrics_and_a_log_in_json(start: ProgramStarte
     run.until("guest: done", lambda: run.console)
     assert run.stop() == 0
     assert not (run.state / "ready").exists()
-    events = [json.loads(line) for line in run.log.splitlines()]
-    console = [json.loads(line) for line in run.console.splitlines()]
+    events = [fitting("events", json.loads(line)) for line in run.log.splitlines()]
+    console = [fitting("events", json.loads(line)) for line in run.console.splitlines()]
     assert {each["stream"] for each in events} == {"event"}
     assert {each["stream"] for each in console} == {"console"}
     assert any(each["message"].startswith("guest: done") for each in console)
@@ -55,6 +58,23 @@ def test_an_instance_shows_probes_metrics_and_a_log_in_json(start: ProgramStarte
     assert events[-1]["event"] == "instance_ended"
     assert events[-1]["fields"] == {"outcome": "stopped", "status": 0, "faults": 0}
     assert b"\r\n" in (run.state / "console.log").read_bytes()
+
+
+def test_metrics_have_what_the_guest_did_with_its_disks(start: ProgramStarter, tmp_path: Path) -> None:
+    for name in ("boot", "other"):
+        image(tmp_path / name, WRITER)
+    disks = "".join(f'[[disk]]\npath = "{tmp_path}/{name}"\n' for name in ("boot", "other"))
+    run = start(f"{disks}[shutdown]\ngrace = 1\n", "", "--http=127.0.0.1:9441", boot=False, inside=LOOPBACK)
+    run.until("WRITTEN", lambda: run.console)
+    argv = ("nsenter", f"--target={run.pid()}", "--net", sys.executable, "-c", CLIENT, "127.0.0.1:9441", "metrics")
+    shown = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = figures(shown.partition(" ")[2])
+    writes = found['disk_writes_total{disk="disk0"}']
+    assert writes >= 100
+    assert found['disk_written_bytes_total{disk="disk0"}'] == 512 * writes
+    assert found['disk_write_seconds_total{disk="disk0"}'] > 0
+    assert found['disk_read_bytes_total{disk="disk0"}'] >= 512, "the BIOS has read the boot sector"
+    assert found['disk_writes_total{disk="disk1"}'] == 0
 
 
 def test_an_operators_qmp_shows_and_changes_nothing(start: ProgramStarter) -> None:

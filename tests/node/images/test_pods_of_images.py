@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -94,6 +95,12 @@ def an_instance_with_the_daemon_set(
     instance.up()
     assert instance.receipt()["backend"] == "controller"
     instance.is_placed()
+    inspected = json.loads(controller.execute("instance-runner", "inspect", "--json"))
+    [found] = inspected["instances"]
+    assert (inspected["seen_from"], found["pod_uid"]) == ("node", INSTANCE)
+    assert inspected["verdict"] != "error", inspected
+    threads = {each["cgroup"] for each in found["threads"] if each["role"] != "anchor"}
+    assert threads == {f"/{TREE.path.name}/instance-{INSTANCE}/{group}" for group in ("float", "vcpus")}
     if directory == "overlays/probes":
         assert get(instance.running, "/readyz", 9441)[0] == 200
         assert "instance_runner_placement_holds" in get(instance.running, "/metrics", 9441)[1]
