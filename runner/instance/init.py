@@ -196,6 +196,8 @@ async def resume_as_init(streams: Streams, renewal: Renewal) -> ExitReport:
 
 
 async def _nothing_new(_: Supervisor) -> InstancePlan:
+    """Stand where an instance that begins is planned: one that is held has a plan."""
+    await trio.lowlevel.checkpoint()
     raise AssertionError
 
 
