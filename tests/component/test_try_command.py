@@ -35,8 +35,8 @@ def test_a_guest_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (Status.REFUSED, "")
     assert done.stderr == (
         f"instance-runner: cannot boot the demo guest: there is no '{tmp_path}/none/vmlinuz'; "
-        "examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR; "
-        "a guest of yours is tried by `try SPEC` or `try --disk FILE`\n"
+        "examples/quickstart/run makes it, or examples/quickstart/make-guest DIR for --guest DIR, "
+        "and `try SPEC` or `try --disk FILE` tries a guest of yours\n"
     )
 
 
