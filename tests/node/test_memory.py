@@ -21,7 +21,7 @@ from tests.node.cgroups import Cgroup
 from tests.node.instances import FLOAT, TREE, Controller, Instance, NodeFixture, pool, start_instance, until
 from tests.node.standin_kubelet import MIB, PROJECT
 
-pytestmark = pytest.mark.usefixtures("rom")
+pytestmark = [pytest.mark.many_cpus, pytest.mark.usefixtures("rom")]
 Start = Callable[..., Instance]
 BOTH_NODES = "3,7"
 """A CPU on each of two NUMA nodes."""

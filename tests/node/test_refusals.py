@@ -27,7 +27,7 @@ from tests.node.minimal_pods import BYSTANDER
 from tests.node.standin_kubelet import Container, Pod, Running, replace
 from tests.support.frames import STATUS
 
-pytestmark = pytest.mark.usefixtures("rom", "undisturbed")
+pytestmark = [pytest.mark.many_cpus, pytest.mark.usefixtures("rom", "undisturbed")]
 IDENTITY, CPUSET, INVALID_PARAMS = -32001, -32002, -32602
 """Error codes of JSON-RPC responses."""
 
