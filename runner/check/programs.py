@@ -21,21 +21,17 @@ from runner.kernel.small_files import read_os_release
 from runner.plan.argv.qemu import SANDBOX
 
 QEMU = "qemu-system-x86_64"
+NEEDED = {QEMU, "sleep"}
+"""Without these there is no instance."""
 
 
 def judge_program(
-    check: Check,
-    path: PurePosixPath | None,
-    version: str,
-    error: str | None,
-    remedy: str,
-    *,
-    needed: bool = False,
+    check: Check, name: str, path: PurePosixPath | None, version: str, error: str | None, remedy: str
 ) -> Judgement:
-    """Judge a program: its *path*, ``None`` if it was not found, and why it cannot be used; *needed*: no instance is without it."""
-    bad = check.error if needed else check.warning
+    """Judge the program *name*: its *path*, ``None`` if it was not found, and why it cannot be used."""
+    bad = check.error if name in NEEDED else check.warning
     if path is None:
-        return bad("cannot find the program in PATH", remedy)
+        return bad(f"cannot find the program {name!r} in PATH", remedy)
     return check.ok(f"{path} {version}".rstrip()) if error is None else bad(f"{path}: {error}", remedy)
 
 
@@ -46,7 +42,7 @@ async def qemu(context: CheckContext) -> Sequence[Judgement]:
     if path is not None:
         version, error = await ask_qemu_version(context.processes, path)
         error = error or await _missing_parts(context.processes, path)
-    return [judge_program(qemu, path, version, error, install(QEMU, read_os_release()), needed=True)]
+    return [judge_program(qemu, QEMU, path, version, error, install(QEMU, read_os_release()))]
 
 
 async def _missing_parts(processes: Processes, path: PurePosixPath) -> str | None:
@@ -75,7 +71,7 @@ def judge_dnsmasq(path: PurePosixPath | None, output: str, error: str | None, re
     if re.search(r"\bno-DHCP\b", output):
         error = "it was built without DHCP"
     version = re.search(r"version (\S+)", output)
-    return judge_program(dnsmasq, path, version[1] if version else "", error, remedy)
+    return judge_program(dnsmasq, "dnsmasq", path, version[1] if version else "", error, remedy)
 
 
 @check("virtiofsd", "each [[share]] is served by one", *OFF_NODE)
@@ -98,7 +94,7 @@ def judge_virtiofsd(found: Virtiofsd | None, reason: str, remedy: str) -> Judgem
 def sleep(_: CheckContext) -> Sequence[Judgement]:
     """Find the program."""
     path = find_program("sleep", SYSTEM_DIRECTORIES)
-    return [judge_program(sleep, path, "", None, install("sleep", read_os_release()), needed=True)]
+    return [judge_program(sleep, "sleep", path, "", None, install("sleep", read_os_release()))]
 
 
 @check("trial-guest", "where the accelerator runs no guest, an instance starts and its guest stays silent")

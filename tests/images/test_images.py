@@ -198,7 +198,7 @@ def test_the_controllers_image_has_what_explains_a_node(run: Run, controller: st
         (("version",), {0}, f"instance-runner {metadata.version('instance-runner')}"),
         (("inspect",), {4}, "cannot find an instance"),
         (("check",), {0, 3}, "clocksource"),
-        (plan, {0, 3}, "kubelet"),
+        (plan, {0, 3, 30}, "kubelet"),  # it would not start with this configuration where there are few CPUs
     ):
         given = ("--entrypoint", "instance-runner", "--volume", f"{tmp_path}:/in:ro")
         container = run(controller, *given, command=command)

@@ -39,11 +39,11 @@ import json, sys, urllib.error, urllib.request
 for line in sys.stdin:
     try:
         answer = urllib.request.urlopen("http://127.0.0.1:9090" + json.loads(line), timeout=20)
-    except urllib.error.HTTPError as error:
-        answer = error
     except urllib.error.URLError as error:
-        print(json.dumps({"status": "error", "error": str(error)}), flush=True)
-        continue
+        if getattr(error, "code", 503) == 503:  # it does not listen yet, or has not opened its data base
+            print(json.dumps({"status": "error", "error": str(error)}), flush=True)
+            continue
+        answer = error
     print(answer.read().decode().strip(), flush=True)
 """
 """Asks Prometheus for the path in each line, a JSON string, and prints each answer as a line."""

@@ -86,8 +86,10 @@ def controller(answer: object, place: Place = POD, placement: str = "auto") -> J
 
 
 def program(check: Check, path: str | None, version: str = "", reason: str | None = None) -> Judgement:
-    found, needed = None if path is None else PurePosixPath(path), check in {programs.qemu, programs.sleep}
-    return programs.judge_program(check, found, version, reason, "install it", needed=needed)
+    name = programs.QEMU if check is programs.qemu else check.name
+    return programs.judge_program(
+        check, name, None if path is None else PurePosixPath(path), version, reason, "install it"
+    )
 
 
 def dnsmasq(output: str) -> Judgement:
@@ -209,7 +211,7 @@ CASES: list[tuple[Judgement, Level, str]] = [
     (devices.judge_mbind(ERROR_NO_MEMORY, 2), UNKNOWN, "Cannot allocate memory"),
     (program(programs.qemu, "/q", "10.0.2"), OK, "/q 10.0.2"),
     (program(programs.qemu, "/q", "", "QEMU 6.2.0 is older than 7.2"), ERROR, "older"),
-    (program(programs.qemu, None), ERROR, "cannot find the program"),
+    (program(programs.qemu, None), ERROR, "cannot find the program 'qemu-system-x86_64' in PATH"),
     (program(programs.dnsmasq, None), WARNING, "cannot find"),
     (dnsmasq("Dnsmasq version 2.90 Compile time options: IPv6 no-DHCP TFTP"), WARNING, "/d: it was built without DHCP"),
     (dnsmasq("Dnsmasq version 2.90 Compile time options: IPv6 DHCP no-DHCPv6 TFTP"), OK, "/d 2.90"),
