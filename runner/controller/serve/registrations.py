@@ -123,7 +123,7 @@ class Registrations:
         container, limits = None if caller is None else caller.container, self.loop.limits
         most = partial(most_memory, container, asked, memory.overhead, pods, limits, self.loop.machine().online)
         bytes_of = memory_granted(pod_uid, memory, most, limits, observed)
-        group, floating = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
+        group, float_cgroup = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
         existed = group.exists()
         faults = [
             fault.reason
@@ -132,7 +132,7 @@ class Registrations:
         ]
         others = floats_on(asked, self.loop.observed or self.loop.observe(), but=pod_uid)
         faults += [f"the float of pod {other!r} could not be shrunk, and runs on them still" for other in others]
-        if not faults and not floating.exists():
+        if not faults and not float_cgroup.exists():
             faults.append("no CPU is left for its float")
         if self.device_filter.missing:  # asked after the pass, which makes a root that was removed
             faults.append(self.device_filter.missing)
@@ -148,15 +148,15 @@ class Registrations:
         if (more := self.loop.log_limit.due(what, pod_uid)) is not None:
             log.info(ControllerEvent.INSTANCE_REGISTERED, what, more, pod_uid, asked)
         domain = tree.domain(pod_uid)
-        control_files = [(floating, "cgroup.procs"), (group, "cgroup.threads")]
+        control_files = [(float_cgroup, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
-            control_files += [(pods.mount.at(caller.cgroup), "cgroup.procs"), (floating, "cgroup.threads")]
+            control_files += [(pods.mount.at(caller.cgroup), "cgroup.procs"), (float_cgroup, "cgroup.threads")]
             if domain.read_if_there(MEMORY_EVENTS) is not None:
                 control_files.append((domain, MEMORY_EVENTS))
         return RpcResult(
             {
                 "cgroup_path": str(group.path),
-                "float_path": str(floating.path),
+                "float_path": str(float_cgroup.path),
                 "cpuset": str(effective),
                 "protocol": PROTOCOL,
                 "memory": domain.memory_limit(),
