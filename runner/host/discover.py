@@ -92,6 +92,9 @@ async def read_host_facts(
     procfs = Procfs(roots.proc)
     cgroup = procfs.cgroup()
     qemu = find_program("qemu-system-x86_64", SYSTEM_DIRECTORIES)
+    dnsmasq, sleep = find_program("dnsmasq", SYSTEM_DIRECTORIES), find_program("sleep", SYSTEM_DIRECTORIES)
+    passt = find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None
+    _refuse_programs_in_shares((qemu, dnsmasq, sleep, passt), spec, roots)
     virtiofsd, virtiofsd_error = await find_virtiofsd(processes) if spec.share else (None, "")
     limits = _memory_limits(spec, procfs, roots, cgroup)
     mask = read_mask()
@@ -112,8 +115,8 @@ async def read_host_facts(
         limits=limits,
         preallocator=(sys.executable, "-IS", str(PREALLOCATOR)),
         qemu=qemu,
-        dnsmasq=find_program("dnsmasq", SYSTEM_DIRECTORIES),
-        sleep=find_program("sleep", SYSTEM_DIRECTORIES),
+        dnsmasq=dnsmasq,
+        sleep=sleep,
         virtiofsd=virtiofsd,
         virtiofsd_error=virtiofsd_error,
         files={state_directory: probe_file(state_directory), **dict(_files(spec))},
@@ -134,7 +137,7 @@ async def read_host_facts(
         machine_id=_machine_id(roots),
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
-        passt=find_program("passt", SYSTEM_DIRECTORIES) if any(each.mode == "passt" for each in spec.network) else None,
+        passt=passt,
         unprivileged_port=int(procfs.setting("net/ipv4/ip_unprivileged_port_start") or 0),
         ipv6_error=_ipv6_error(procfs),
         descriptors=None if inherited is None else _descriptors(inherited),
@@ -296,6 +299,22 @@ async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
     if reason:
         return None, reason
     return Virtiofsd.parse(path, output), f"{path} says {output!r} when asked for its version"
+
+
+def _refuse_programs_in_shares(found: Iterable[PurePosixPath | None], spec: InstanceSpec, roots: Roots) -> None:
+    """Refuse a program that the guest may change, here and not by the plan: to be asked for its version, it is executed."""
+    writable = [share.path for share in spec.share if not share.read_only]
+    if not writable:
+        return
+    from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
+
+    directories = shared_directories(writable, roots)
+    for path in (*found, find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)):
+        if path is not None and (share := directories.holding(path)) is not None:
+            raise RefusedError(
+                f"cannot use {str(path)!r}: the guest may change it by the share {str(share)!r}",
+                remedy="put the program elsewhere, or set the share's read_only",
+            )
 
 
 async def version_output(processes: Processes, role: str, path: PurePosixPath, user: User = ROOT) -> tuple[str, str]:
@@ -473,9 +492,9 @@ def _links(spec: InstanceSpec, state_directory: PurePosixPath) -> Iterator[tuple
 
     for path in (*(path for _, path in our_paths(spec, state_directory)), *(share.path for share in spec.share)):
         if os.path.realpath(path) != str(path):
-            from runner.kernel.shared_directories import link_owners  # here, because few paths have links
+            from runner.kernel.shared_directories import followed  # here, because few paths have links
 
-            yield path, link_owners(path)
+            yield path, followed(path).link_owners
 
 
 def _documents(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, DocumentFact]]:

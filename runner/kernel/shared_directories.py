@@ -12,6 +12,7 @@ import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import PurePosixPath
 
 from runner.base.values import frozen
@@ -135,17 +136,51 @@ def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) ->
     return False
 
 
-def link_owners(path: PurePosixPath) -> frozenset[int]:
-    """Return the users of the symbolic links that the absolute *path* leads through."""
-    found = set[int]()
-    for directory, name in _lookups(path):
-        try:
-            at = os.lstat(directory / name)
-        except OSError:  # it has gone
-            continue
-        if stat.S_ISLNK(at.st_mode):
-            found.add(at.st_uid)
-    return frozenset(found)
+@frozen
+class Followed:
+    """Where a path leads."""
+
+    place: PurePosixPath
+    """Without links; what follows a name that is not there, or may not be looked up, as it was given."""
+    link_owners: frozenset[int]
+    """The users of the symbolic links on the way."""
+
+
+def followed(path: PurePosixPath) -> Followed:
+    """Follow the absolute *path*.
+
+    A link is read by the descriptor by which its owner is, and each name is looked up in the directory that was reached, so that no
+    process can have a link followed whose owner is not among the result's.
+    """
+    left, owners, links = list(path.parts[1:]), set[int](), 0
+    with ExitStack() as held:
+
+        def reach(name: str, directory: int | None = None) -> int:
+            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            held.callback(os.close, fd)
+            return fd
+
+        current = root = reach("/")
+        with suppress(OSError):  # it has gone
+            while left:
+                found = reach(left[0], current)
+                at = os.fstat(found)
+                if stat.S_ISLNK(at.st_mode):
+                    if (links := links + 1) > _MOST_LINKS:
+                        break
+                    owners.add(at.st_uid)
+                    to = PurePosixPath(os.readlink("", dir_fd=found))
+                    left[0:1] = to.parts[to.is_absolute() :]
+                    current = root if to.is_absolute() else current
+                else:
+                    del left[0]
+                    current = found
+        return Followed(place_of(current).joinpath(*left), frozenset(owners))
+
+
+def place_of(fd: int) -> PurePosixPath:
+    """Return the path, without links, at which the file of *fd* lies now."""
+    return PurePosixPath(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115 - a magic link
 
 
 def _lookups(path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:

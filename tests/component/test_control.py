@@ -19,15 +19,17 @@ import attrs
 import pytest
 import trio
 
-from runner.base.errors import RunnerError, Status, explain
+from runner.base.errors import HostError, RunnerError, Status, explain
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
 from runner.cli.refusal import print_refusal
 from runner.facts.host import User
 from runner.instance.change.gate import Changes, Kind
+from runner.instance.change.hotplug import refuse_elsewhere
 from runner.instance.control.server import ControlMethods
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.timeouts import InstanceTimeouts
+from runner.kernel.files import opened
 from runner.kernel.peers import Peer, Peers
 from runner.plan.instance import InstancePlan
 from runner.protocol.controller_client import ControllerError
@@ -175,6 +177,23 @@ async def test_a_disk_by_a_link_of_qemus_user_is_refused(fake_host: FakeHost) ->
     async with trio.open_nursery() as nursery:
         with pytest.raises(RpcError, match=refused):
             await ControlMethods(status, peers, nursery).call(lambda: peer, "disk.attach", {"path": str(disk)})
+
+
+def test_a_link_that_comes_after_the_look_is_refused(tmp_path: Path) -> None:
+    """What was opened is judged, and not what has been put in its place again."""
+    (tmp_path / "disk").symlink_to("/etc/shadow")
+    os.lchown(tmp_path / "disk", 64055, -1)
+    path, qemu = PurePosixPath(tmp_path / "disk"), User("qemu", 64055, 64055)
+    with opened(path) as fd:
+        with pytest.raises(HostError, match="it led to '/etc/shadow' for a moment"):
+            refuse_elsewhere(path, fd, qemu)
+        refuse_elsewhere(path, fd, User("root", 0, 0))
+        (tmp_path / "disk").unlink()
+        (tmp_path / "disk").touch()
+        with pytest.raises(HostError, match="it led to '/etc/shadow' for a moment"):
+            refuse_elsewhere(path, fd, qemu)
+    with opened(path) as fd:
+        refuse_elsewhere(path, fd, qemu)
 
 
 @contextlib.contextmanager

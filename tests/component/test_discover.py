@@ -10,12 +10,13 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import HostError, explain
+from runner.base.errors import HostError, RefusedError, explain
 from runner.facts.host import User
 from runner.facts.roots import Roots
-from runner.host.discover import find_virtiofsd, read_allowed_cpus, version_output
+from runner.host.discover import find_virtiofsd, read_allowed_cpus, read_host_facts, version_output
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.processes import open_processes
+from runner.spec.instance import parse_instance
 
 
 @pytest.fixture
@@ -86,3 +87,21 @@ async def test_a_program_is_asked_for_its_version_by_the_user_that_will_run_it()
                 processes, "qemu", PurePosixPath(program), User("nobody", 65534, 65534)
             )
     assert (output.split(), error) == (["user", "65534", "CapEff:", "0000000000000000"], "")
+
+
+@pytest.mark.parametrize("name", ["virtiofsd", "qemu-system-x86_64"])
+async def test_a_program_that_the_guest_may_change_is_refused_before_it_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    program = tmp_path / "share" / name
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/executed\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    spec = parse_instance(
+        "spec", f'[boot]\nkernel = "/none"\n[[share]]\ntag = "a"\npath = "{program.parent}"\n'.encode()
+    )
+    async with open_processes() as processes:
+        with pytest.raises(RefusedError, match=rf"cannot use '{program}': the guest may change it by the share"):
+            await read_host_facts(spec, processes, Roots(), PurePosixPath(tmp_path / "state"), None)
+    assert not (tmp_path / "executed").exists()

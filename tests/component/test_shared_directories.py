@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.facts.roots import Roots
-from runner.kernel.shared_directories import link_owners, may_have, shared_directories
+from runner.kernel.shared_directories import followed, may_have, shared_directories
 
 
 @pytest.fixture
@@ -106,8 +106,17 @@ def test_the_users_of_links_on_the_way_are_known(share: Path, tmp_path: Path) ->
     (tmp_path / "in").symlink_to("share/deeper")
     (share / "deeper").symlink_to("sub")
     os.lchown(share / "deeper", 64055, 64055)
-    assert link_owners(PurePosixPath(tmp_path / "in/kernel")) == {os.geteuid(), 64055}
-    assert link_owners(PurePosixPath(share / "sub/kernel")) == frozenset()
+    assert followed(PurePosixPath(tmp_path / "in/kernel")).link_owners == {os.geteuid(), 64055}
+    assert followed(PurePosixPath(share / "sub/kernel")).link_owners == frozenset()
+
+
+def test_a_path_is_followed_to_the_place_without_links(share: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").symlink_to("share/deeper/../sub")
+    (share / "deeper").symlink_to(tmp_path / "share/sub")
+    (tmp_path / "round").symlink_to("round")
+    for path in ("in/kernel", "in/none/at/all", "elsewhere/../in", "none"):
+        assert followed(PurePosixPath(tmp_path / path)).place == PurePosixPath(os.path.realpath(tmp_path / path)), path
+    assert followed(PurePosixPath(tmp_path / "round")).link_owners == {os.geteuid()}
 
 
 def test_what_is_mounted_in_a_share_stays_there(share: Path, mounted: Path) -> None:

@@ -21,6 +21,7 @@ from runner.base.errors import HostError, RefusedError, RunnerError, SpecError, 
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.disk import LateDiskFacts
+from runner.facts.host import User
 from runner.host.discover import read_disk_facts
 from runner.instance.change.gate import Changes, Kind
 from runner.instance.parts.disks import DiskEvents, opened
@@ -172,7 +173,10 @@ class DiskHotplug:
                 moved.enter_context(self._in_pod_cgroup())
                 found = read_disk_facts(disk, self._plan.state_directory)
             plan = self._planned(name, disk, found)
-            return plan, held.enter_context(opened(plan, self._plan.state_directory))
+            numbers = held.enter_context(opened(plan, self._plan.state_directory))
+            top = plan.name if plan.overlay is None else next(name for name, _ in plan.below())
+            refuse_elsewhere(plan.path, numbers[top], self._plan.machine.user)
+            return plan, numbers
 
     def _planned(self, name: str, disk: DiskSpec, found: LateDiskFacts) -> DiskPlan:
         problems = Problems()
@@ -322,6 +326,15 @@ class DiskHotplug:
             return {words(node["node-name"]): whole_number(node["image"]["virtual-size"]) for node in reply}
 
         return await self._machine.monitor.query("query-named-block-nodes", parse, {"flat": True})
+
+
+def refuse_elsewhere(path: PurePosixPath, fd: int, user: User) -> None:
+    """Refuse *fd*, opened by *path*, if the file lies elsewhere, or a link of QEMU's *user* leads there: that may have come meanwhile."""
+    from runner.kernel.shared_directories import followed, place_of  # here, because few instances get disks later
+
+    place, found = place_of(fd), followed(path)
+    if place != found.place or (user.user_id != 0 and user.user_id in found.link_owners):
+        raise HostError(f"cannot open {str(path)!r}: it led to {str(place)!r} for a moment")
 
 
 def _target_size(disk: DiskPlan, before: int, size: int | None) -> int:

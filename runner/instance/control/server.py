@@ -217,10 +217,10 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy:
 
 def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may have taken over."""
-    from runner.kernel.shared_directories import link_owners  # here, because few instances get disks later
+    from runner.kernel.shared_directories import followed  # here, because few instances get disks later
 
     user = status.plan.machine.user
-    if user.user_id != 0 and user.user_id in link_owners(path):
+    if user.user_id != 0 and user.user_id in followed(path).link_owners:
         raise RefusedError(
             f"cannot attach the disk: {str(path)!r} leads through a symbolic link of the user {user.name!r}, as which QEMU runs",
             remedy="name the file itself",
