@@ -15,7 +15,7 @@ class Part:
     lane: str = "here"
 
 
-TIERS = {"newcomer": 2, "gate": 2, "all": 3, "soak": 2, "kubelet": 2}
+TIERS = {"newcomer": 2, "gate": 2, "all": 3, "soak": 2, "kubelet": 2, "node": 2}
 """How many parts of a tier run at once. CI's machine has two CPUs, and most parts compute nearly all the time, so that a third makes
 the whole hardly shorter, and each step of a test that other processes take for it longer by half. The long ones that `all` has besides
 wait for half of their time."""
@@ -84,13 +84,13 @@ PARTS = (
     Part(
         "the emulated node, first half",
         "all",
-        "tests/node/run --cpus 8 --part 1/2 -- -m 'not gate and not many_cpus'",
+        "tests/node/run --cpus 8 --part 1/2 -- -m 'not gate and not many_cpus and not node_itself'",
         "node",
     ),
     Part(
         "the emulated node, second half",
         "all",
-        "tests/node/run --cpus 8 --part 2/2 -- -m 'not gate and not many_cpus'",
+        "tests/node/run --cpus 8 --part 2/2 -- -m 'not gate and not many_cpus and not node_itself'",
         "node",
     ),
     Part("the emulated node with 16 CPUs", "all", "tests/node/run -- -m 'not gate and many_cpus'", "node"),
@@ -108,5 +108,6 @@ PARTS = (
         "soak",
         "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component tests/machine",
     ),
+    Part("the kernel's cgroups and the stand-in kubelet", "node", "tests/node/run --cpus 8 -- -m node_itself", "node"),
     Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
 )

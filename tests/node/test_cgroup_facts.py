@@ -30,6 +30,8 @@ from tests.node.cgroups import (
 )
 from tests.support.leases import attempting_leases
 
+pytestmark = pytest.mark.node_itself
+
 CPUS = CpuSet.parse(Path("/sys/devices/system/cpu/online").read_text())
 
 

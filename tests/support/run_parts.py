@@ -163,7 +163,7 @@ def chosen(tier: str, arguments: Sequence[str]) -> list[Part]:
     parts = [part for part in PARTS if tier in part.tiers.split()]
     if not arguments:
         return parts
-    if tier in {"soak", "kubelet"}:
+    if tier in {"soak", "kubelet", "node"}:
         return [replace(part, command=f"{part.command} {shlex.join(arguments)}") for part in parts]
     given = Part("the tests chosen", tier, f"pytest {shlex.join(arguments)}")
     return [given, *(part for part in parts if "pytest" not in part.command and part.lane == "here")]
