@@ -38,6 +38,7 @@ from runner.base.values import frozen
 from runner.check.documents import CheckDocument
 from runner.cli.documents import DocumentsDocument
 from runner.cli.refusal import RefusalDocument
+from runner.controller.documents import InstancesDocument, NodeStatusDocument
 from runner.inspect.documents import InspectDocument, TraceDocument
 from runner.instance.control.methods import PROTOCOL
 from runner.instance.documents import (
@@ -282,6 +283,8 @@ DOCUMENTS = {
     "qemu-check": JsonDocument("`ctl qemu-update --check`", _answer(QemuCheckAnswer)),
     "qemu-update": JsonDocument("`ctl qemu-update`", _answer(QemuUpdateAnswer)),
     "done": JsonDocument("`ctl disk detach`", _answer(NothingAnswer)),
+    "instances": JsonDocument("`listInstances` of the controller's socket", _document(InstancesDocument)),
+    "controller": JsonDocument("`getStatus` of the controller's socket", _document(NodeStatusDocument)),
     "receipt": JsonDocument("the file `receipt.json`", _document(ReceiptDocument)),
     "end": JsonDocument("the termination log", _document(EndDocument)),
     "events": JsonDocument("each line of `run --log-format json`, and of the controller's", _events),

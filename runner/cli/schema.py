@@ -9,7 +9,7 @@ from runner.spec.json_schema import spec_schema
 
 NAMES = (
     *("spec", "plan", "node", "documents", "check", "inspect", "trace", "refusal", "status", "disks", "disk", "vcpus"),
-    *("renewal", "qemu-check", "qemu-update", "done", "receipt", "end", "events"),
+    *("renewal", "qemu-check", "qemu-update", "done", "instances", "controller", "receipt", "end", "events"),
 )
 
 

@@ -10,9 +10,11 @@ from prometheus_client.metrics_core import Metric
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
+from runner.base.version import VERSION
 from runner.controller.serve.handover import Handover
 from runner.controller.tree.reconcile import ISOLATED, Observed
 from runner.controller.tune.disturbances import KINDS, SettingKind
+from runner.kernel.small_files import read_image_digest
 from runner.kernel.waiting import shortages
 from runner.protocol.exposition import counter, gauge
 from runner.protocol.instance_metrics import Samples
@@ -63,6 +65,12 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     counters, observed = status.counters, status.observed
     instances = observed.instances() if observed else {}
     cpus = sum(len(group.cpus) for group in instances.values())
+    yield gauge(
+        "instance_cgroup_controller_build_info",
+        "The controller's version, and the digest of its program, where it is known.",
+        [((VERSION, read_image_digest()), 1)],
+        ("version", "digest"),
+    )
     yield _gauge("instances", "Instances in the tree.", len(instances))
     yield _gauge("instance_cpus", "CPUs that instances hold.", cpus)
     sealed = sum(group.partition == ISOLATED for group in instances.values())

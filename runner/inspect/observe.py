@@ -270,10 +270,10 @@ async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, objec
         listed = await ask("the controller", controller, "listInstances", {})
     except HostError:
         return {}
-    found = listed if isinstance(listed, list) else []
+    found = listed.get("instances") if isinstance(listed, dict) else None
     return {
         each["uuid"]: each["reported"]
-        for each in found
+        for each in (found if isinstance(found, list) else [])
         if isinstance(each, dict) and isinstance(each.get("reported"), dict)
     }
 

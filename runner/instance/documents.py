@@ -94,7 +94,7 @@ class RunnerDocument(TypedDict):
     generation: int
     """How often it was renewed."""
     digest: str
-    """Of the program that ``ctl upgrade`` brought; empty for the image's."""
+    """Of the program: the one that ``ctl upgrade`` brought, or else its image's; empty where there is no image of ours."""
     outcome: Literal["renewed", "fell_back", "resumed"] | None
     """What came of the last renewal."""
     reason: str

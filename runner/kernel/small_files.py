@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import PurePosixPath
 
 
@@ -12,6 +13,14 @@ def read_text(path: PurePosixPath) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def read_image_digest() -> str:
+    """Return the digest of this image's program, which its build has written beside the packages; empty elsewhere.
+
+    It is the one that ``ctl upgrade`` takes for the same files (:mod:`runner.kernel.program_directory`).
+    """
+    return read_text(PurePosixPath(sys.prefix, "digest")).strip()
 
 
 def read_os_release() -> str:

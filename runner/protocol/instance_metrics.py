@@ -90,6 +90,9 @@ Samples = Iterable[tuple[Sequence[object], float]]
 Report = Mapping[str, Mapping[tuple[str, ...], float]]
 """Family → values of the labels that a report has → its value there."""
 
+ReportedValue = float | Mapping[str, float] | Mapping[str, str] | None
+"""A family of a report for people and programs: its number, numbers by the value of its label, or the values of its labels by name."""
+
 _VCPU = (Label("vcpu"), Label("cpu"))
 _NETWORK = (Label("network"),)
 _DISK = (Label("disk"),)
@@ -103,7 +106,11 @@ _TABLE = (
             Label("placement", ("controller", "delegated", "affinity")),
         ),
     ),
-    Family("build_info", "The runner's version.", (Label("version", longest=LONGEST_VERSION),)),
+    Family(
+        "build_info",
+        "The runner's version, and the digest of its program, where it is known.",
+        (Label("version", longest=LONGEST_VERSION), Label("digest", longest=len("sha256:") + 64)),
+    ),
     Family("qemu_info", "QEMU's version.", (Label("version", longest=LONGEST_VERSION),)),
     Family("generation", "How often the runner was renewed under its guest."),
     Family("qemu_generation", "How often QEMU was updated under its guest."),
@@ -220,9 +227,9 @@ def _parsed(family: Family, values: object) -> Iterator[tuple[tuple[str, ...], f
         yield tuple(texts), float(value)
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: Report) -> dict[str, ReportedValue]:
     """Return *report* for people and programs: what is zero for a value of a label is left out."""
-    found: dict[str, object] = {}
+    found: dict[str, ReportedValue] = {}
     for name, samples in report.items():
         labels = FAMILIES[name].reported_labels
         match labels:

@@ -178,7 +178,7 @@ async def test_metrics_say_what_the_guest_has_received_and_why_it_is_not_ready(f
         unready = {name: value for name, value in found.items() if name.startswith("guest_unready")}
         assert {*unready} >= {f'guest_unready{{reason="{reason}"}}' for reason in ("panicked", "silent", "awaits_sign")}
         assert not any(unready.values())
-        assert f'build_info{{version="{metadata.version("instance-runner")}"}}' in found
+        assert f'build_info{{digest="",version="{metadata.version("instance-runner")}"}}' in found
         assert found["emulated"] == (plan.machine.accel == "tcg")
         fake_host.stop.ask("test")
 

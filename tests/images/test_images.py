@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from runner.kernel.program_directory import digest_of, manifest_of
 from tests.images.built import LABELS, PROJECT
 from tests.images.conftest import NO_KVM, PODMAN, Run
 from tests.support.program_runs import FIRST_SECOND
@@ -98,6 +99,8 @@ def test_a_first_guest_has_a_shell_and_is_looked_at_by_the_commands_that_are_sho
     status, judged = (container.execute(*shlex.split(each)) for each in shown.groups())
     assert re.search(r"^guest +running for ", status, re.MULTILINE), status
     assert "vcpu 0" in judged
+    runner = json.loads(container.execute("instance-runner", "ctl", "--json", "status"))["runner"]
+    assert runner["digest"] == container.execute("cat", "/opt/instance-runner/digest").strip()
     assert container.stop() == 0, container.output
     assert "ended outcome=stopped status=0 faults=0" in container.output
 
@@ -257,6 +260,9 @@ def test_what_is_in_an_image_and_what_is_not(name: str, request: pytest.FixtureR
         packages = root / "opt/instance-runner/lib/python3.13/site-packages"
         found = {path.name.split("-")[0].replace("_", "-") for path in packages.glob("*.dist-info")}
         assert found == required("instance-runner")
+        assert (root / "opt/instance-runner/digest").read_text() == digest_of(
+            manifest_of(PurePosixPath(packages))
+        ) + "\n"
         listed = components(root / "opt/instance-runner/sbom.cdx.json")
         assert listed["pypi"] == required("instance-runner") - {"instance-runner"}
         assert listed["deb"] == installed(root / "var/lib/dpkg/status")

@@ -146,7 +146,7 @@ def test_a_pod_that_leases_files_keeps_nobody_waiting(machine: Machine) -> None:
         assert reason(refused) == "host"
         assert "cpuset.cpus: a process holds a lease on it (fcntl(2), F_SETLEASE)" in str(refused)
         registered(machine, b)
-        assert {each["uuid"] for each in machine.ask("listInstances")} == {A, B}
+        assert {each["uuid"] for each in machine.ask("listInstances")["instances"]} == {A, B}
         with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
             assert b"instance_cgroup_controller_instances 2.0" in page.read()
 
@@ -210,7 +210,7 @@ def test_a_pod_that_takes_all_epoll_watches_keeps_the_controller_from_nothing(ma
         try:
             limit.write_text("1")
             registered(machine, b)
-            assert {each["uuid"] for each in machine.ask("listInstances")} == {A, B}
+            assert {each["uuid"] for each in machine.ask("listInstances")["instances"]} == {A, B}
             with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
                 assert b"instance_cgroup_controller_instances 2.0" in page.read()
             shared = machine.put_state({A: machine.a, B: machine.b, C: machine.shared & CpuSet([min(machine.shared)])})
@@ -280,7 +280,10 @@ def test_a_pod_without_seccomp_writes_the_cpus_of_its_instance_and_is_named(mach
         assert "instance without seccomp" in machine.log.read_text()
         assert f"uuid={B} why" not in machine.log.read_text()
         assert machine.ask("getStatus")["without_seccomp"] == [A, BYSTANDER]
-        assert {each["uuid"]: each["without_seccomp"] for each in machine.ask("listInstances")} == {A: True, B: False}
+        assert {each["uuid"]: each["without_seccomp"] for each in machine.ask("listInstances")["instances"]} == {
+            A: True,
+            B: False,
+        }
 
         assert take_cpus(machine, a, tmp_path / "a") == [0, ANY]
         until(lambda: "cpuset changed by others" in machine.log.read_text())

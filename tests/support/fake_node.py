@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import attrs
 import trio
@@ -42,6 +43,7 @@ from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.unix_server import SocketLimits, UnixServer
 from tests.support.fake_cgroupfs import FakeCgroup, fake_cgroupfs, fake_sysfs, format_cpu_state, put_cpu_state
 from tests.support.fake_host_settings import FakeHostSettings, FakeResctrl
+from tests.support.json_schemas import fitting
 
 A, B, C = (
     "3ceda12c-3ee9-40fa-9f42-61428fe654a6",
@@ -55,6 +57,8 @@ NO_PIDFD = 9999
 """A socket option that there is not: the kernel answers ENOPROTOOPT, as one before Linux 6.5 does for SO_PEERPIDFD."""
 HOST_NAMESPACE = "pid-host"
 RAM = 64 << 30
+SCHEMAS = {"listInstances": "instances", "getStatus": "controller"}
+"""Methods of the controller → the schemas of what they answer, which each answer here is held to."""
 ANCHORS = {A: 701, B: 702, C: 703}
 
 
@@ -279,7 +283,13 @@ class Client:
     async def result(self, method: str, **params: object) -> object:
         response = await self.ask(method, **params)
         assert "result" in response, response
-        return response["result"]
+        return fitting(SCHEMAS[method], response["result"]) if method in SCHEMAS else response["result"]
+
+    async def instances(self) -> list[Any]:
+        """Return the instances that the caller may know of."""
+        found = await self.result("listInstances")
+        assert isinstance(found, dict)
+        return list(found["instances"])
 
     async def refusal(self, method: str, **params: object) -> dict[str, object]:
         """Call *method*, which must be refused, and return the error's data with its message."""

@@ -16,11 +16,8 @@ sealCgroup         ``uuid``             ``{"guarantee": "enforced"}``: the kerne
 unsealCgroup       ``uuid``             ``{"unsealed": bool}``; ``false`` if it was not sealed
 tuneInstance       ``uuid``, ``tuning`` ``{"missing": [reason, …]}``: what of it cannot be had; it lasts as long as the
                                         instance's cgroup
-listInstances      none                 ``[{"uuid", "cgroup_path", "float_path", "cpuset", "effective",
-                                        "populated", "guarantee", "awaited_by", "without_seccomp", "reported"}, …]``
-getStatus          none                 protocol, kubelet's policy, whether resource claims have CPUs, float, frozen
-                                        reason, whether CPUs can be sealed, CPUs that change hands, faults,
-                                        disturbances, oom_kills, without_seccomp
+listInstances      none                 :class:`~runner.controller.documents.InstancesDocument`
+getStatus          none                 :class:`~runner.controller.documents.NodeStatusDocument`
 =================  ===================  ==========================================================================
 
 ``uuid`` is the uid of the instance's pod. ``overhead`` are the bytes that the instance needs besides the guest's memory: where less

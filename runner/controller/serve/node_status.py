@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import trio
 
 from runner.base.values import frozen
@@ -16,6 +18,9 @@ from runner.controller.tune.host_tuner import HostTuner
 from runner.kernel.kubelet_files import Frozen
 from runner.protocol.controller_client import PROTOCOL
 from runner.protocol.jsonrpc import RpcResult
+
+if TYPE_CHECKING:
+    from runner.controller.documents import InstancesDocument, ListedInstanceDocument, NodeStatusDocument
 
 
 @frozen
@@ -36,76 +41,70 @@ class NodeStatus:
         mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
         without_seccomp = self.seccomp.without(observed.floats())
         pending = tuple(handovers(self.loop.state, observed))
-        return RpcResult(
-            [
-                {
-                    "uuid": pod_uid,
-                    "cgroup_path": str(self.loop.tree.vcpus_of(pod_uid).path),
-                    "float_path": str(self.loop.tree.float_of(pod_uid).path),
-                    "memory": observed.domains[pod_uid].memory_max,
-                    "oom_kills": observed.domains[pod_uid].oom_kills,
-                    "cpuset": str(group.cpus),
-                    "effective": str(group.effective),
-                    "populated": group.populated,
-                    "awaited_by": [
-                        each.pod_uid
-                        for each in pending
-                        if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
-                    ],
-                    "without_seccomp": pod_uid in without_seccomp,
-                    "reported": self.reports.to_json(pod_uid),
-                    **self.seals.guarantee(pod_uid, group),
-                }
-                for pod_uid, group in sorted(observed.instances().items())
-                if mine is None or pod_uid == mine
-            ]
-        )
+        instances: list[ListedInstanceDocument] = [
+            {
+                "uuid": pod_uid,
+                "cgroup_path": str(self.loop.tree.vcpus_of(pod_uid).path),
+                "float_path": str(self.loop.tree.float_of(pod_uid).path),
+                "memory": observed.domains[pod_uid].memory_max,
+                "oom_kills": observed.domains[pod_uid].oom_kills,
+                "cpuset": str(group.cpus),
+                "effective": str(group.effective),
+                "populated": group.populated,
+                "awaited_by": [
+                    each.pod_uid
+                    for each in pending
+                    if each.holder == pod_uid and (mine is None or each.pod_uid == mine)
+                ],
+                "without_seccomp": pod_uid in without_seccomp,
+                "reported": self.reports.to_json(pod_uid),
+                **self.seals.guarantee(pod_uid, group),
+            }
+            for pod_uid, group in sorted(observed.instances().items())
+            if mine is None or pod_uid == mine
+        ]
+        document: InstancesDocument = {"version": 1, "instances": instances}
+        return RpcResult(document)
 
     async def get_status(self, request: RpcRequest) -> RpcResult:
         """Show the controller's state; of other pods a container learns no more than how many instances there are."""
         await trio.lowlevel.checkpoint()
         mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
         state, source = self.loop.state, self.loop.source
-        return RpcResult(
-            {
-                "protocol": PROTOCOL,
-                "root": str(self.loop.tree.root.path),
-                "float_path": str(self.loop.tree.float_of(mine).path) if mine else None,
-                "float_cpuset": str(self.loop.float_cpus()),
-                "instances": len(observed.instances()),
-                "kubelet": source is not None,
-                "policy": None if isinstance(state, Frozen) else state.policy,
-                "claims": source is not None and source.has_claims(),
-                "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
-                "frozen": self.loop.frozen() or None,
-                "partitions": self.seals.impossible() or "enforced",
-                "arranged": [
-                    {"uuid": pod_uid, "reason": reason}
-                    for pod_uid, group in sorted(observed.instances().items())
-                    if mine in (None, pod_uid) and (reason := self.seals.guarantee(pod_uid, group).get("reason"))
-                ],
-                "handovers": [
-                    {"uuid": each.pod_uid, "holder": each.holder, "cpuset": str(each.cpus)}
-                    for each in handovers(state, observed)
-                    if mine is None or each.pod_uid == mine
-                ],
-                "faults": [
-                    *filter(None, [self.device_filter.missing]),
-                    *(
-                        fault.reason
-                        for fault in self.loop.pass_log.faults
-                        if mine is None or fault.pod_uid in (None, mine)
-                    ),
-                ],
-                "disturbances": list(self.tuner.reasons) if mine is None else None,
-                "oom_kills": {
-                    pod_uid: domain.oom_kills
-                    for pod_uid, domain in sorted(observed.domains.items())
-                    if domain.oom_kills and mine in (None, pod_uid)
-                },
-                "without_seccomp": sorted(
-                    each for each in self.seccomp.without(observed.floats()) if mine in (None, each)
-                ),
-                "trusting": self.callers.pods.trusting,
-            }
-        )
+        document: NodeStatusDocument = {
+            "version": 1,
+            "protocol": PROTOCOL,
+            "root": str(self.loop.tree.root.path),
+            "float_path": str(self.loop.tree.float_of(mine).path) if mine else None,
+            "float_cpuset": str(self.loop.float_cpus()),
+            "instances": len(observed.instances()),
+            "kubelet": source is not None,
+            "policy": None if isinstance(state, Frozen) else state.policy,
+            "claims": source is not None and source.has_claims(),
+            "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
+            "frozen": self.loop.frozen() or None,
+            "partitions": self.seals.impossible() or "enforced",
+            "arranged": [
+                {"uuid": pod_uid, "reason": reason}
+                for pod_uid, group in sorted(observed.instances().items())
+                if mine in (None, pod_uid) and (reason := self.seals.guarantee(pod_uid, group).get("reason"))
+            ],
+            "handovers": [
+                {"uuid": each.pod_uid, "holder": each.holder, "cpuset": str(each.cpus)}
+                for each in handovers(state, observed)
+                if mine is None or each.pod_uid == mine
+            ],
+            "faults": [
+                *filter(None, [self.device_filter.missing]),
+                *(fault.reason for fault in self.loop.pass_log.faults if mine is None or fault.pod_uid in (None, mine)),
+            ],
+            "disturbances": list(self.tuner.reasons) if mine is None else None,
+            "oom_kills": {
+                pod_uid: domain.oom_kills
+                for pod_uid, domain in sorted(observed.domains.items())
+                if domain.oom_kills and mine in (None, pod_uid)
+            },
+            "without_seccomp": sorted(each for each in self.seccomp.without(observed.floats()) if mine in (None, each)),
+            "trusting": self.callers.pods.trusting,
+        }
+        return RpcResult(document)

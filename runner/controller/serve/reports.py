@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from runner.base.values import frozen
-from runner.protocol.instance_metrics import FAMILIES, Report, as_json
+from runner.protocol.instance_metrics import FAMILIES, Report, ReportedValue, as_json
 
 Samples = Mapping[tuple[str, ...], float]
 
@@ -122,7 +122,7 @@ class Reports:
         now = trio.current_time()
         return {uid: now - self._instances[uid].at for uid in self.latest(registered)}
 
-    def to_json(self, pod_uid: str) -> dict[str, object] | None:
+    def to_json(self, pod_uid: str) -> dict[str, ReportedValue] | None:
         """Return what the instance has reported, and how many seconds ago; ``None`` if it has not."""
         instance = self._instances.get(pod_uid)
         if instance is None or not instance.report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import attrs
@@ -22,6 +23,9 @@ from runner.controller.tree.reconcile import ISOLATED, Group
 from runner.kernel.cgroup import CgroupError
 from runner.kubelet.pod_cgroups import NOT_SEALED, vcpus_group
 from runner.protocol.jsonrpc import RpcResult
+
+if TYPE_CHECKING:
+    from runner.controller.documents import GuaranteeDocument
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +122,7 @@ class Seals:
             return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
         return writer.missing
 
-    def guarantee(self, pod_uid: str, group: Group) -> dict[str, str]:
+    def guarantee(self, pod_uid: str, group: Group) -> GuaranteeDocument:
         """Return whether the kernel keeps all others off the CPUs of *pod_uid*, and if not, why it could not when that was asked last."""
         if group.partition == ISOLATED:
             return {"guarantee": "enforced"}

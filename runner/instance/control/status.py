@@ -16,6 +16,7 @@ from runner.instance.parts.vcpus import Vcpus
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
 from runner.instance.watch.receipts import Receipts
+from runner.kernel.small_files import read_image_digest
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
 from runner.protocol.qmp import QmpError
@@ -100,7 +101,7 @@ class StatusReader:
         return await monitor.answers() or await monitor.run_state(), await self.disks.listed()
 
     def runner(self) -> RunnerDocument:
-        """Return the version of this program, its renewals, and its digest if it was brought by ``ctl upgrade``.
+        """Return the version and the digest of this program, and its renewals.
 
         It is known without QEMU, which may not answer.
         """
@@ -108,7 +109,7 @@ class StatusReader:
         return {
             "version": VERSION,
             "generation": renewal.generation,
-            "digest": renewal.digest,
+            "digest": renewal.digest or read_image_digest(),
             "outcome": renewal.outcome,
             "reason": renewal.reason,
         }

@@ -18,6 +18,7 @@ from runner.instance.supervisor import RunningQemu, Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.procfs import LinkTraffic
+from runner.kernel.small_files import read_image_digest
 from runner.kernel.waiting import shortages
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
@@ -68,7 +69,7 @@ def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]
     # PodMonitor) and renames ours of the same names to exported_…: so `name`, as in KubeVirt's kubevirt_vmi_info and in
     # cAdvisor, and `pod_name`, `pod_namespace`, as in NVIDIA's dcgm-exporter (--use-old-namespace): the variables' names.
     yield "info", [((plan.name, pod.name, pod.namespace, pod.node, plan.placement.backend), 1)]
-    yield "build_info", [((VERSION,), 1)]
+    yield "build_info", [((VERSION, supervisor.renewal.digest or read_image_digest()), 1)]
     if state.machine is not None:
         yield "qemu_info", [((state.machine.monitor.version,), 1)]
         yield "qemu_generation", [((), state.machine.updates)]

@@ -409,7 +409,7 @@ async def test_foreign_groups_are_never_touched(node: Node) -> None:
         await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-13")
         assert set(node.root.children()) == {*names, "instance-bystander"}
         assert all((node.root.path / name / "cpuset.cpus").read_text() == "0-19\n" for name in names)
-        assert await client.result("listInstances") == []
+        assert await client.instances() == []
 
 
 async def test_half_built_domains_are_removed_and_half_built_groups_finished(node: Node) -> None:
@@ -669,7 +669,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
         for uid, cpuset in ((A, "0-1,12-13"), (B, "14-17")):
             node.become(uid)
             await client.result("registerCgroup", uuid=uid, cpuset=cpuset)
-        own = await client.result("listInstances")
+        own = await client.instances()
         assert own == [
             {
                 "uuid": B,
@@ -688,9 +688,7 @@ async def test_a_container_sees_its_own_instance_only(node: Node) -> None:
             }
         ]
         node.put_process(os.getpid(), "/", inner=1, namespace=HOST_NAMESPACE)
-        everything = await client.result("listInstances")
-        assert isinstance(everything, list)
-        assert [item["uuid"] for item in everything] == [A, B]
+        assert [item["uuid"] for item in await client.instances()] == [A, B]
 
 
 async def test_the_state_replaced_a_thousand_times_a_second(node: Node) -> None:

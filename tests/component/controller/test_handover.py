@@ -92,8 +92,7 @@ async def test_a_newcomer_learns_at_once_whom_it_waits_for(node: Node, caplog: p
         status = await connection.result("getStatus")
         assert isinstance(status, dict)
         assert status["handovers"] == [{"uuid": A, "holder": B, "cpuset": "14-17"}]
-        instances = await connection.result("listInstances")
-        assert isinstance(instances, list)
+        instances = await connection.instances()
         assert [(item["uuid"], item["awaited_by"]) for item in instances] == [(B, [A])]
         for pod, seen in ((A, 1), (B, 0), (C, 0)):
             node.become(pod)

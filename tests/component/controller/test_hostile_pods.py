@@ -112,8 +112,7 @@ async def test_a_pod_that_may_write_its_groups_is_named(
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert ("instance without seccomp" in caplog.text) is exposed
         node.pod(B).put_threads([os.getpid()])
-        instances, status = await client.result("listInstances"), await client.result("getStatus")
-        assert isinstance(instances, list)
+        instances, status = await client.instances(), await client.result("getStatus")
         assert isinstance(status, dict)
         assert (instances[0]["without_seccomp"], status["without_seccomp"]) == (exposed, [B] if exposed else [])
         assert without_seccomp(controller) == ({B} if exposed else set())

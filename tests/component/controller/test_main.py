@@ -18,6 +18,7 @@ import pytest
 import trio
 
 from runner.base.errors import HostError
+from runner.base.version import VERSION
 from runner.controller.main import Options, command_line, main
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
@@ -365,7 +366,9 @@ async def check_responses(port: Path, controller: Controller) -> None:
     }
     assert {name: found[name] for name in expected} == expected
     types = {name: metric.type for name, metric in families(body, PREFIX).items()}
+    assert found[f'build_info{{digest="",version="{VERSION}"}}'] == 1  # no image of ours
     assert {name for name, kind in types.items() if kind == "gauge"} == {
+        "build_info",
         "instances",
         "instances_enforced",
         "instance_enforced",

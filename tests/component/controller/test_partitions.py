@@ -530,6 +530,4 @@ async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
 
 async def guarantees(client: Client) -> list[tuple[str, str | None]]:
     """Return the guarantee of each instance, and the reason why it is no better."""
-    listed = await client.result("listInstances")
-    assert isinstance(listed, list)
-    return [(each["guarantee"], each.get("reason")) for each in listed]
+    return [(each["guarantee"], each.get("reason")) for each in await client.instances()]

@@ -9,7 +9,6 @@ import os
 import resource
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -26,9 +25,10 @@ from tests.support.reporting_instances import answer_reports, put_instances
 
 OFTEN = ReportIntervals(fetch=60, least=0, texts=0)
 """No time passes in vain, and a report that comes is waited for."""
+DIGEST = "sha256:" + 64 * "a"
 STATE: list[tuple[str, Samples]] = [
     ("info", [(("web", "web-1", "prod", "node-1", "controller"), 1)]),
-    ("build_info", [(("1.2.3",), 1)]),
+    ("build_info", [(("1.2.3", DIGEST), 1)]),
     ("guest_ready", [((), 1)]),
     ("guest_state", [(("starting",), 0), (("running",), 1), (("stopping",), 0)]),
     ("guest_unready", [((name,), name == "panicked") for name in ("panicked", "silent")]),
@@ -98,23 +98,17 @@ async def test_the_controllers_page_has_what_an_instance_reports(node: Node) -> 
         found = await scraped(controller, client, request(B, [*STATE, *DELAYS]))
         names = f'pod_uid="{B}",reported_name="web",reported_node_name="node-1",reported_pod_name="web-1",reported_pod_namespace="prod"'
         assert found[f'runner_info{{placement="controller",{names}}}'] == 1
-        assert found[f'runner_build_info{{pod_uid="{B}",reported_version="1.2.3"}}'] == 1
+        assert found[f'runner_build_info{{pod_uid="{B}",reported_digest="{DIGEST}",reported_version="1.2.3"}}'] == 1
         assert found[f'runner_guest_state{{pod_uid="{B}",state="running"}}'] == 1
         assert found[f'runner_guest_unready{{pod_uid="{B}",reason="panicked"}}'] == 1
         assert found[f'runner_vcpu_run_delay_seconds_total{{pod_uid="{B}"}}'] == 3.75
         assert 0 <= found[f'cgroup_controller_instance_report_age_seconds{{pod_uid="{B}"}}'] < 30
         async with connected(node.socket) as rpc:
-            [listed] = await instances(rpc)
+            [listed] = await rpc.instances()
         assert listed["reported"]["guest_state"] == {"running": 1}
         assert listed["reported"]["guest_unready"] == {"panicked": 1}
         assert listed["reported"]["info"]["pod_name"] == "web-1"
         assert listed["reported"]["seconds_ago"] >= 0
-
-
-async def instances(client: Client) -> list[Any]:
-    found = await client.result("listInstances")
-    assert isinstance(found, list)
-    return found
 
 
 async def test_a_change_takes_the_place_of_the_report_before(node: Node) -> None:
@@ -163,9 +157,10 @@ async def test_one_that_was_deregistered_is_told_of_no_more(node: Node) -> None:
         ({"guest_ready": [[True]]}, "not a number"),
         ({"guest_ready": [[10**400]]}, "not a number"),
         ({"guest_state": [["a state of its own", 1]]}, "'state' cannot be"),
-        ({"build_info": [["1"], ["2"]]}, "of one sample"),
-        ({"build_info": [["1\n", 1]]}, "'version' cannot be"),
-        ({"build_info": [["x" * 254, 1]]}, "'version' cannot be"),
+        ({"build_info": [["1", ""], ["2", ""]]}, "of one sample"),
+        ({"build_info": [["1\n", "", 1]]}, "'version' cannot be"),
+        ({"build_info": [["x" * 254, "", 1]]}, "'version' cannot be"),
+        ({"build_info": [["1", DIGEST + "0", 1]]}, "'digest' cannot be"),
         ({"vcpu_cpu_seconds_total": [["0", "14", 1]]}, "0 labels"),
     ],
 )
@@ -223,11 +218,11 @@ async def test_a_peer_has_few_connections_and_one_message_of_4_kib(node: Node) -
 async def test_texts_that_change_make_no_new_series_for_a_minute(node: Node) -> None:
     kept = ReportIntervals(fetch=60, least=0, texts=3600)
     async with controlled(node, report_intervals=kept) as controller, registered(node, controller) as client:
-        await taken(controller, client, request(B, [("build_info", [(("1.0",), 1)])]))
+        await taken(controller, client, request(B, [("build_info", [(("1.0", ""), 1)])]))
         for version in ("1.1", "1.2"):
-            found = await scraped(controller, client, request(B, [("build_info", [((version,), 1)])]))
-            assert [name for name in found if "build_info" in name] == [
-                f'runner_build_info{{pod_uid="{B}",reported_version="1.0"}}'
+            found = await scraped(controller, client, request(B, [("build_info", [((version, ""), 1)])]))
+            assert [name for name in found if name.startswith("runner_build_info")] == [
+                f'runner_build_info{{pod_uid="{B}",reported_digest="",reported_version="1.0"}}'
             ]
 
 
