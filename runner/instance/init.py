@@ -24,21 +24,23 @@ from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
+from runner.instance import optional_parts
 from runner.instance.change.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import Faults, Renewal, Supervisor, open_supervisor
+from runner.instance.watch.shown import figures_shown
 from runner.kernel.files import all_closed
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.signals import received
-from runner.placement.backends import ControllerPlacement
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import InstanceSpec, parse_instance
+from runner.spec.rules import parse_document
 
 if TYPE_CHECKING:
     from runner.instance.documents import EndDocument
-    from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any
+    from runner.kernel.inherited_fds import InheritedFd
     from runner.spec.refusals import ProblemDocument
 
 log = logging.getLogger(__name__)
@@ -93,13 +95,10 @@ class ExitReport:
 
     def _problems(self) -> list[ProblemDocument]:
         """Return the problems; what is found is left out where it is long, or may be a secret of cloud-init's."""
-        from runner.spec.refusals import problem_documents  # here, because few instances are refused
-        from runner.spec.rules import parse_document
-
         written: Mapping[str, object] = {}
         with suppress(RunnerError):  # that it cannot be parsed is the problem
             written = {**parse_document(self.source, self.document), "cloud_init": None}
-        problems = problem_documents(self.source, self.problems, written)
+        problems = optional_parts.problem_documents()(self.source, self.problems, written)
         return [
             each if len(json.dumps(each["found"])) <= LONGEST_FOUND else {**each, "found": None} for each in problems
         ]
@@ -269,7 +268,7 @@ async def _run(
                 partial(planned, supervisor),
                 lambda: attrs.evolve(plan, remarks=(), machine=attrs.evolve(plan.machine, seed=None)),
             )
-            async with _figures_shown(supervisor, plan, streams.http):
+            async with figures_shown(supervisor, plan, streams.http):
                 ended = await run_instance(plan, supervisor, streams.console)
         status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
         return ExitReport(status, ended.status.name.lower(), ended.detail)
@@ -324,8 +323,7 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
         async def inherit() -> Mapping[str, InheritedFd]:
             if spec is None or not (spec.descriptors.socket is not None or os.environ.get("LISTEN_FDS")):
                 return {}
-            from runner.kernel.inherited_fds import inherited_fds  # here, because few instances inherit any
-
+            inherited_fds = optional_parts.inherited_fds()
             async with supervisor.changes.begin(Kind.START, "descriptors are being received"):
                 return await stack.enter_async_context(inherited_fds(os.environ, spec.descriptors.socket))
 
@@ -336,19 +334,6 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
         found = await supervisor.held.once("inherited descriptors", inherit, adopt=adopt)
         stack.enter_context(supervisor.held.guarded())
         yield attrs.evolve(supervisor, inherited_fds=found)
-
-
-@asynccontextmanager
-async def _figures_shown(
-    supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None
-) -> AsyncIterator[None]:
-    if http is None and not isinstance(plan.placement, ControllerPlacement):
-        yield
-        return
-    from runner.instance.watch.shown import figures_shown  # here, because not every instance shows any
-
-    async with figures_shown(supervisor, plan, http):
-        yield
 
 
 def of_running_guest(report: ExitReport) -> ExitReport:

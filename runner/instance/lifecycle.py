@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -18,24 +17,25 @@ import trio
 from runner.base.errors import Status, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
+from runner.instance import optional_parts
 from runner.instance.change.gate import Kind, StopRequestedError
-from runner.instance.parts.cgroups.active import ActivePlacement, entered_cgroups
-from runner.instance.parts.console import console_shown
-from runner.instance.parts.daemons import anchored, first_dead, refuse_dead, shared
-from runner.instance.parts.display import display_shown
-from runner.instance.parts.memory import guest_memory
-from runner.instance.parts.qemu import (
-    GuestEnd,
-    OpenedFiles,
-    Qemu,
-    QemuEndpoints,
-    guest_agent_channel,
-    opened_files,
-    paused_qemu,
-    started_within,
+from runner.instance.optional_parts import (
+    BRIDGES,
+    DISPLAY,
+    MACVTAPS,
+    NETWORKS,
+    RETURNED_DEVICES,
+    SHARES,
+    entered_cgroups,
+    placed_threads,
 )
-from runner.instance.parts.state_directory import RECEIPT, discard_leftovers
-from runner.instance.supervisor import Renewal, Supervisor
+from runner.instance.parts.console import console_shown
+from runner.instance.parts.daemons import anchored, first_dead, refuse_dead
+from runner.instance.parts.memory import guest_memory
+from runner.instance.parts.paused_qemu import OpenedFiles, QemuEndpoints, guest_agent_channel, opened_files, paused_qemu
+from runner.instance.parts.qemu import GuestEnd, Qemu, started_within
+from runner.instance.parts.state_directory import discard_leftovers
+from runner.instance.supervisor import Supervisor
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.processes import Process
@@ -45,8 +45,7 @@ from runner.placement.children import FATAL
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
-    from runner.instance.change.hotplug import AttachedDisk, DiskHotplug  # imported at the first request
-    from runner.instance.parts.network import NicBackend
+    from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
     from runner.instance.watch.receipts import Receipts
 
 log = logging.getLogger(__name__)
@@ -78,26 +77,28 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
             _opened(supervisor, plan) as opened,
             entered_cgroups(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
-            _networked(supervisor, plan, active.in_pod_cgroup) as nic_backends,
-            shared(supervisor, plan.shares, directory) as shares,
+            MACVTAPS.held(plan, supervisor, plan.networks) as macvtaps,
+            NETWORKS.held(plan, supervisor, plan.networks, macvtaps, active.in_pod_cgroup) as nic_backends,
+            BRIDGES.held(plan, supervisor, plan),
+            SHARES.held(plan, supervisor, plan.shares, directory) as shares,
             console_shown(supervisor, plan.console, watch_and_show, directory) as console,
-            _passthrough_held(supervisor, plan, active.in_pod_cgroup),
+            RETURNED_DEVICES.held(plan, supervisor, plan, active.in_pod_cgroup),
             guest_agent_channel(supervisor, plan.machine.guest) as agent,
             paused_qemu(
                 supervisor,
                 plan,
                 QemuEndpoints(opened, ram, nic_backends, shares, console, agent),
                 active.memory_cgroup_fd,
-                _import_next_steps,
+                placed_threads,
             ) as machine,
-            _placed_threads(supervisor, plan, active, machine) as receipts,
-            display_shown(supervisor, machine, directory, vnc=plan.machine.vnc),
+            placed_threads()(supervisor, plan, active, machine) as receipts,
+            DISPLAY.held(plan, supervisor, machine, directory),
             _controlled(supervisor, directory, receipts),
         ):
             passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
 
             def daemons() -> Sequence[Process]:
-                return [*(share.process for share in shares.daemons), *passts]
+                return [*(share.daemon.process for share in shares), *passts]
 
             async def begin() -> None:
                 refuse_dead(daemons())
@@ -105,10 +106,12 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 log.info(InstanceEvent.GUEST_STARTED)
 
             await supervisor.held.once("guest runs", begin)
-            with supervisor.renewal.outliving_the_loop(partial(_resume_after_loop, supervisor)):
+            with supervisor.renewal.outliving_the_loop(partial(optional_parts.resume_after_loop, supervisor)):
                 async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
                     unfinished = partial(_unfinished, machine, receipts)
-                    with supervisor.renewal.possible(partial(_resume_after_fault, supervisor), unfinished):
+                    with supervisor.renewal.possible(
+                        partial(optional_parts.resume_after_fault, supervisor), unfinished
+                    ):
                         ended = await _ended(supervisor, machine, daemons, receipts)
                 over = trio.current_time()
                 async with supervisor.changes.begin(Kind.STOP, f"the instance ends: {ended.detail}"):
@@ -133,9 +136,8 @@ async def _ended(
 
     async with AsyncExitStack() as held:
         if supervisor.held.resuming:
-            from runner.instance.renewal.after import verify_guest  # here, because few runners are renewed
-
-            await held.enter_async_context(supervisor.background_task(partial(verify_guest, machine, receipts)))
+            verify = partial(optional_parts.verify_guest(), machine, receipts)
+            await held.enter_async_context(supervisor.background_task(verify))
         await supervisor.surviving(wait)
     return ended
 
@@ -143,18 +145,6 @@ async def _ended(
 def _unfinished(machine: Qemu, receipts: Receipts) -> str:
     """Return what a program that renews this one could not go on with, empty if nothing."""
     return machine.unfinished or receipts.misplaced()
-
-
-async def _resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
-    from runner.instance.renewal.upgrade import resume_after_fault  # here, because nothing else needs it
-
-    await resume_after_fault(supervisor, error)
-
-
-def _resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
-    from runner.instance.renewal.after_loop import resume_after_loop  # here, because nothing else needs it
-
-    return resume_after_loop(supervisor, error)
 
 
 async def _wait_for_the_end(
@@ -188,11 +178,7 @@ async def _cpus_lost(receipts: Receipts) -> GuestEnd:
     """Follow the CPUs of the container; return when the guest cannot run on those that are left."""
     if not receipts.active.loses_cpus:
         await trio.sleep_forever()
-    # Here, because not every placement loses any.
-    from runner.instance.parts.vcpus import Vcpus
-    from runner.instance.watch.cpu_watch import lost_cpus_left
-
-    return await lost_cpus_left(receipts, Vcpus(receipts))
+    return await optional_parts.lost_cpus_left()(receipts)
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over: float) -> GuestEnd:
@@ -208,39 +194,8 @@ async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over
 async def _opened(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[OpenedFiles]:
     """Hold the files and devices of :func:`opened_files`; none if QEMU has them already."""
     nothing = OpenedFiles({}, {}, None, ExitStack())
-    with supervisor.held.passed_on(lambda: opened_files(plan.machine, plan.state_directory), nothing) as opened:
+    with supervisor.held.passed_on(lambda: opened_files(plan), nothing) as opened:
         yield opened
-
-
-@asynccontextmanager
-async def _networked(
-    supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
-) -> AsyncIterator[tuple[NicBackend, ...]]:
-    """Hold every network of the guest, and a dnsmasq on each that has one; device nodes are made *in_pod_cgroup*."""
-    if not plan.networks:
-        yield ()
-        return
-    from runner.instance.parts.network import dhcp_served, networked  # here, because some guests have no network
-
-    async with (
-        networked(supervisor, plan.networks, in_pod_cgroup) as nic_backends,
-        dhcp_served(supervisor, plan.dhcp),
-    ):
-        yield nic_backends
-
-
-@asynccontextmanager
-async def _passthrough_held(
-    supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
-) -> AsyncIterator[None]:
-    """Hold the host's PCI devices that the guest gets; at the end, wait until each is as it was before."""
-    if not plan.machine.passthrough.devices:
-        yield
-        return
-    from runner.instance.parts.passthrough import devices_returned  # here, because few guests have devices of their own
-
-    async with devices_returned(supervisor, plan.machine.passthrough, plan.shutdown.devices_back, in_pod_cgroup):
-        yield
 
 
 @asynccontextmanager
@@ -263,74 +218,20 @@ def _claimed(path: PurePosixPath) -> Iterator[int]:
         yield directory
 
 
-def _import_next_steps() -> None:
-    """Import what :func:`_placed_threads` needs."""
-    import_module("runner.instance.watch.receipts")
-
-
-@asynccontextmanager
-async def _placed_threads(
-    supervisor: Supervisor, plan: InstancePlan, active: ActivePlacement, machine: Qemu
-) -> AsyncIterator[Receipts]:
-    """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
-    # Here, because it was imported while QEMU started.
-    from runner.instance.parts.thread_placement import QemuThreads, place_threads
-    from runner.instance.watch.receipts import PlacedThreads, Receipts, query_threads
-
-    async def place() -> Receipts:
-        threads = await started_within(supervisor, plan.start_timeout, partial(query_threads, machine, plan))
-        receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
-        if supervisor.guest_state.placed is not None:
-            supervisor.guest_state.placed(receipt)
-        return Receipts(supervisor, plan, machine, threads, active, receipt)
-
-    def adopt(found: PlacedThreads) -> Receipts:
-        threads = QemuThreads(machine.process, found.vcpus, found.iothreads)
-        return Receipts(supervisor, plan, machine, threads, active, found.receipt, found.unplugged)
-
-    receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
-    supervisor.held.before_commit(receipts.reread)
-    async with (
-        _sealed_cpus(supervisor, active, receipts),
-        supervisor.background_task(active.settle),
-        supervisor.background_task(receipts.follow_restarts),
-    ):
-        yield receipts
-
-
-@asynccontextmanager
-async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
-    """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
-    async with active.sealed() as reason:
-        supervisor.held.value("placement confirmed", lambda: receipts.confirm(reason))
-        try:
-            yield
-        finally:
-            with supervisor.faults.recorded("remove the receipt"):
-                files.remove(receipts.plan.state_directory / RECEIPT)
-
-
 @asynccontextmanager
 async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
     recorded = supervisor.faults.recorded
-    plan, active, machine = receipts.plan, receipts.active, receipts.machine
+    machine = receipts.machine
     hotplug: DiskHotplug | None = None
 
     def control_server() -> Serve:
         nonlocal hotplug
-        from runner.instance.change.hotplug import DiskHotplug
-        from runner.instance.control.server import accept
-        from runner.instance.control.status import StatusReader
-        from runner.instance.parts.vcpus import Vcpus
-
-        hotplug = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, active.in_pod_cgroup, attached)
-        status = StatusReader(supervisor, plan, machine, receipts, hotplug, Vcpus(receipts))
-        return lambda listener: accept(listener, status)
+        hotplug, serve = optional_parts.control_server()(receipts, attached)
+        return serve
 
     def qmp_server() -> Serve:
-        from runner.instance.control.qmp import accept
-
+        accept = optional_parts.qmp_server()
         return lambda listener: accept(listener, lambda: machine.monitor)
 
     held = supervisor.held

@@ -19,7 +19,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.instance.change.gate import StopRequest
-from runner.instance.parts.cgroups.active import entered_cgroups
+from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups
 from runner.instance.parts.daemons import anchored
 from runner.instance.parts.thread_placement import QemuThreads, place_threads

@@ -12,9 +12,9 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.instance.change.gate import StopRequest
+from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.cgroups import delegated
 from runner.instance.parts.cgroups import float as float_module
-from runner.instance.parts.cgroups.active import entered_cgroups
 from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.cgroups.float import entered_float

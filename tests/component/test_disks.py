@@ -22,7 +22,8 @@ from runner.base.rate_limit import REPORTED_EVERY, LogRateLimit
 from runner.facts.disk import LateDiskFacts
 from runner.facts.disk_content import DiskContent
 from runner.host.discover import read_disk_facts
-from runner.instance.parts.disks import DiskEvents, opened
+from runner.instance.parts.disks import opened
+from runner.instance.parts.qemu_events import DiskEvents
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, content_of, plan_disk

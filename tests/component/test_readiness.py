@@ -24,7 +24,8 @@ from runner.base.errors import RunnerError, Status, explain
 from runner.cli.instance_requests import ask_instance
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import MINUTE, Supervisor
-from runner.instance.watch.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch
+from runner.instance.watch.console_search import search_lines
+from runner.instance.watch.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch, Search
 from runner.instance.watch.readiness import Readiness
 from runner.instance.watch.shown import figures_shown
 from runner.plan.guest_devices import GuestPort
@@ -397,7 +398,7 @@ async def test_a_port_that_accepts_makes_it_ready_and_is_then_left_alone(fake_ho
 
 @pytest.mark.parametrize(
     ("ready", "imported"),
-    [("agent", "runner.protocol.guest_agent"), ("console:^login: $", "runner.kernel.bounded_search")],
+    [("agent", "runner.protocol.guest_agent"), ("console:^login: $", "runner.instance.watch.console_search")],
 )
 async def test_nothing_is_imported_for_a_sign_while_the_guest_runs(
     fake_host: FakeHost, import_anew: Callable[[str], None], ready: str, imported: str
@@ -476,13 +477,14 @@ async def test_an_answer_to_an_earlier_conversation_is_not_taken_for_one_of_this
 class Watched:
     """What a watch has reported."""
 
-    def __init__(self, pattern: str | None = None) -> None:
+    def __init__(self, pattern: str | None = None, search: Search = search_lines) -> None:
         self.reports: list[str] = []
         report = self.reports.append
         self.watch = ConsoleWatch(
             report,
             lambda: report("found"),
             lambda: report("too slow"),
+            search,
             None if pattern is None else re.compile(pattern),
         )
 
@@ -534,8 +536,7 @@ def test_all_searches_together_are_bounded_by_a_share_of_the_time(monkeypatch: p
         used += 0.05
         return False
 
-    monkeypatch.setattr("runner.kernel.bounded_search.search_any", search)
-    watched = Watched("login:")
+    watched = Watched("login:", search)
     for _ in range(30):
         now += 0.5  # each search takes a tenth of the time
         watched.watch.feed(b"w")

@@ -13,7 +13,7 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError
 from runner.instance.change.gate import StopRequest
-from runner.instance.parts.cgroups.active import entered_cgroups
+from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.daemons import anchored
 from runner.instance.supervisor import Faults, open_supervisor
 from runner.kernel.processes import Command

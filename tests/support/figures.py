@@ -13,6 +13,8 @@ import runner.__main__
 
 PACKAGE = Path(runner.__main__.__file__).parent
 """The folder of the code."""
+OPTIONAL_PARTS = PACKAGE / "instance/optional_parts.py"
+"""The module of imports inside functions."""
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -55,8 +57,8 @@ def classes() -> Iterator[tuple[int, str]]:
 
 
 def imports_inside_functions(room: str) -> Iterator[str]:
-    """Yield, for each import inside a function of *room*, its place; those only for a type checker do not count."""
-    for path in files(room):
+    """Yield, for each import inside a function of *room*, its place; neither those of :data:`OPTIONAL_PARTS` count nor a type checker's."""
+    for path in set(files(room)) - {OPTIONAL_PARTS}:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 for node in ast.walk(function):

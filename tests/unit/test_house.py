@@ -50,6 +50,8 @@ PURE = (
 )
 LARGEST_CLASS = 350
 """Lines of code, without docstrings and comments."""
+MOST_IMPORTS_INSIDE_FUNCTIONS = 10
+"""In the room ``instance``, beside those of its optional parts."""
 EFFECTS = {
     "asyncio",
     "ctypes",
@@ -185,6 +187,14 @@ def test_no_class_name_is_used_twice() -> None:
 def test_no_class_is_as_large_as_a_program() -> None:
     """One of more lines of code does several things, and whoever needs one of them is given all."""
     assert {cls: size for size, cls in figures.classes() if size > LARGEST_CLASS} == {}
+
+
+def test_what_few_instances_need_is_imported_by_the_table_of_optional_parts() -> None:
+    """Elsewhere in PID 1 an import inside a function is an exception; and the table names modules to mypy, which checks their types."""
+    assert len(set(figures.imports_inside_functions("instance"))) <= MOST_IMPORTS_INSIDE_FUNCTIONS
+    names = {node.id for node in ast.walk(ast.parse(figures.OPTIONAL_PARTS.read_text())) if isinstance(node, ast.Name)}
+    assert names & {"Any", "import_module"} == set()
+    assert not any(map(is_module, imports_by_name(figures.OPTIONAL_PARTS)))
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)

@@ -37,13 +37,15 @@ from runner.base.values import frozen
 from runner.host.discover import version_output
 from runner.instance.change.gate import Kind
 from runner.instance.control.status import StatusReader
-from runner.instance.parts.daemons import STOPPED_WITHIN, ShareDaemon, started_virtiofsd
+from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
+from runner.instance.parts.shares import ShareDaemon, started_virtiofsd
 from runner.instance.parts.thread_placement import QemuThreads, enter_places, read_back
 from runner.instance.supervisor import QemuUpdateOutcome
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.files import reopened
 from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, meeting_point
+from runner.kernel.memory import lockable
 from runner.kernel.processes import Process, stop_bound
 from runner.kernel.program_directory import check_file
 from runner.kernel.sockets import Socket, accepted, connected_pair, copy_between
@@ -421,6 +423,7 @@ class _Move:
                 kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, shares=shares, devices=devices
             )
             cgroup = self.status.receipts.active.memory_cgroup_fd
+            lent.enter_context(lockable(plan.lockable))
             process = spawn_qemu(supervisor, plan, descriptors, cgroup, words, more)
             return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
 

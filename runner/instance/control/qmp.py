@@ -19,7 +19,7 @@ from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.control.server import allowed_peer
-from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
+from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN
 from runner.kernel.peers import Peers
 from runner.kernel.sockets import Socket, serve_connections
 from runner.protocol.jsonrpc import RpcError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import NoReturn
@@ -21,16 +21,21 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
 from runner.facts.roots import Roots
+from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
 from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.instance.control.status import StatusReader
 from runner.instance.parts.qemu import EXITS_WITHIN
+from runner.instance.parts.vcpus import Vcpus
+from runner.instance.watch.receipts import Receipts
 from runner.kernel.peers import Peer, PeerError, Peers
+from runner.kernel.shared_directories import followed, shared_directories
 from runner.kernel.sockets import Socket
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
 from runner.protocol.qmp import ExecInterruptedError, SilentError
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from runner.spec.instance import DiskSpec
+from runner.spec.refusals import problem_documents
 from runner.spec.rules import size as size_rule
 from runner.spec.rules import structure
 
@@ -51,7 +56,17 @@ _SIZE = size_rule(1 << 20)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-async def accept(listener: Socket, status: StatusReader) -> None:
+def control_server(
+    receipts: Receipts, attached: Sequence[AttachedDisk]
+) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
+    """Return the disks of a running instance, of which some are *attached*, and what serves the clients of its socket."""
+    plan, machine, supervisor = receipts.plan, receipts.machine, receipts.supervisor
+    in_pod_cgroup = receipts.active.in_pod_cgroup
+    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, attached)
+    return disks, partial(_accept, StatusReader(supervisor, plan, machine, receipts, disks, Vcpus(receipts)))
+
+
+async def _accept(status: StatusReader, listener: Socket) -> None:
     """Serve the instance of *status*, and its disks, to the clients that connect to *listener*, until cancelled."""
     async with trio.open_nursery() as nursery:
         methods = ControlMethods(status, Peers(Roots().proc), nursery)
@@ -150,8 +165,6 @@ async def _call(status: StatusReader, method: str, params: Mapping[str, object])
     if isinstance(failure, ExecInterruptedError):  # QEMU has hung up, and why is known in a moment
         with trio.move_on_after(EXITS_WITHIN):
             ends = f"; {await status.supervisor.changes.stopping()}"
-    from runner.spec.refusals import problem_documents  # here, because most requests are not refused
-
     problems = problem_documents("", problems_of(failure), {"disk": params})
     raise RpcError(REFUSED, f"{explain(failure)}{ends}", {"problems": problems}) from failure
 
@@ -204,8 +217,6 @@ async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoRetu
 
 def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy: str) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*, or below it."""
-    from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
-
     for share in status.plan.shares:
         if not share.read_only:
             directories = shared_directories((share.path,), Roots())
@@ -217,8 +228,6 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy:
 
 def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may have taken over."""
-    from runner.kernel.shared_directories import followed  # here, because few instances get disks later
-
     user = status.plan.machine.user
     if user.user_id != 0 and user.user_id in followed(path).link_owners:
         raise RefusedError(

@@ -11,14 +11,14 @@ from runner.base.errors import HostError, explain
 from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.instance.change.hotplug import DiskHotplug
-from runner.instance.parts.qemu import Qemu
+from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.instance.parts.vcpus import Vcpus
 from runner.instance.supervisor import Supervisor
-from runner.instance.watch.readiness import QEMU_ANSWERS_WITHIN
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.small_files import read_image_digest
 from runner.placement.threads import sentences
 from runner.plan.instance import InstancePlan
+from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
 from runner.protocol.qmp import QmpError
 from runner.spec.instance import NetworkMode
 
@@ -140,10 +140,6 @@ class StatusReader:
 
     def _networks(self) -> Iterator[StatusNetworkDocument]:
         """Yield the guest's networks; *addresses* are those that it gets by DHCP, as far as this program gives them."""
-        if not self.plan.networks:
-            return
-        from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, MacvtapPlan, PasstPlan
-
         for network in self.plan.networks:
             addresses = list[str]()
             mode: NetworkMode

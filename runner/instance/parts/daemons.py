@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +14,10 @@ import trio
 from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
-from runner.base.values import frozen
 from runner.instance.change.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, ProcessRecord, stop_bound
-from runner.kernel.sockets import Socket, listening_pair
 from runner.placement.children import RESTARTS, Restart
-from runner.plan.argv.qemu import virtiofsd_argv
-from runner.plan.shares import SharePlan
 
 log = logging.getLogger(__name__)
 
@@ -153,29 +149,6 @@ async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild)
     child.down = True
 
 
-@attrs.define
-class ShareDaemon:
-    """The virtiofsd of a share; another one takes its place when QEMU is updated."""
-
-    plan: SharePlan
-    directory: int
-    """A descriptor of the directory that its socket is made in."""
-    process: Process
-
-    def replace(self, process: Process) -> Process:
-        """Let another virtiofsd serve the share; return the one before, whose end means nothing any more."""
-        before, self.process = self.process, process
-        return before
-
-
-@frozen
-class Shares:
-    """The virtiofsd of each share, and the connection to it that QEMU gets."""
-
-    daemons: tuple[ShareDaemon, ...] = ()
-    sockets: tuple[Socket, ...] = ()
-
-
 async def first_dead(daemons: Sequence[Process]) -> Process:
     """Return the first of *daemons* that ends; without any, never return."""
     if not daemons:
@@ -186,47 +159,3 @@ async def first_dead(daemons: Sequence[Process]) -> Process:
         return daemon
 
     return await first_of(*(partial(ended, daemon) for daemon in daemons))
-
-
-@asynccontextmanager
-async def shared(supervisor: Supervisor, plans: Sequence[SharePlan], directory: int) -> AsyncIterator[Shares]:
-    """Hold a virtiofsd for every share; its socket listens before it is started."""
-    async with AsyncExitStack() as held:
-        pairs = [await held.enter_async_context(_share(supervisor, plan, directory)) for plan in plans]
-        clients = tuple(client for _, client in pairs if client is not None)
-        yield Shares(tuple(daemon for daemon, _ in pairs), clients)
-
-
-@contextmanager
-def started_virtiofsd(supervisor: Supervisor, plan: SharePlan, directory: int) -> Iterator[tuple[Process, Socket]]:
-    """Start the virtiofsd of a share, which the caller ends, and hold the connection that it is to serve."""
-    with listening_pair(f"the share {plan.tag!r}", directory) as (listener, client):
-        fd = listener.fileno()
-        process = supervisor.processes.spawn(Command("virtiofsd", tuple(virtiofsd_argv(plan, f"--fd={fd}")), (fd,)))
-        listener.close()
-        yield process, client
-
-
-@asynccontextmanager
-async def _share(
-    supervisor: Supervisor, plan: SharePlan, directory: int
-) -> AsyncIterator[tuple[ShareDaemon, Socket | None]]:
-    """Hold the virtiofsd of a share, and the connection to it until QEMU has it."""
-    with ExitStack() as held:
-        client: Socket | None = None
-
-        def start() -> Process:
-            nonlocal client
-            process, client = held.enter_context(started_virtiofsd(supervisor, plan, directory))
-            return process
-
-        name = f"share:{plan.tag}"
-        process = supervisor.held.child(name, supervisor.processes, start, lambda: daemon.process)
-        daemon = ShareDaemon(plan, directory, process)
-        try:
-            yield daemon, client
-        finally:
-            held.close()  # the daemon ends by itself when its client disconnects
-            what = f"stop the virtiofsd of {plan.tag!r}"
-            with supervisor.faults.recorded(what), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
-                await supervisor.processes.stop(daemon.process, STOPPED_WITHIN)

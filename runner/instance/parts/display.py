@@ -27,11 +27,8 @@ SOCKET = "vnc.sock"
 
 
 @asynccontextmanager
-async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int, *, vnc: bool) -> AsyncIterator[None]:
-    """Hold the socket in *directory* at which VNC viewers connect, if *vnc*."""
-    if not vnc:
-        yield
-        return
+async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int) -> AsyncIterator[None]:
+    """Hold the socket in *directory* at which VNC viewers connect."""
     with listening(directory, SOCKET, supervisor.faults.recorded, supervisor.held.socket) as listener:
         pass_on = partial(_pass_on, trio.Lock(), machine, supervisor.log_limit)
         async with supervisor.background_task(partial(serve_connections, listener, pass_on)):

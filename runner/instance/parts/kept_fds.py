@@ -7,17 +7,23 @@ first QEMU hands over. The copy of a tap keeps the interface, and that of the RA
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+from runner.instance.held import Held
 from runner.kernel.files import owned
 from runner.kernel.limits import limited
 from runner.plan.argv.qemu import QemuFds
 from runner.plan.argv.wires import WireNumbers
 
 
+def kept_fds(held: Held, descriptors: Callable[[], QemuFds]) -> AbstractContextManager[QemuFds]:
+    """Hold copies of QEMU's *descriptors*, or those that another program has made."""
+    return held.block("QEMU's descriptors", lambda: _copied(descriptors()), _adopted)
+
+
 @contextmanager
-def kept_fds(fds: QemuFds) -> Iterator[QemuFds]:
+def _copied(fds: QemuFds) -> Iterator[QemuFds]:
     """Hold copies of *fds*."""
     with ExitStack() as held:
 
@@ -38,7 +44,7 @@ def kept_fds(fds: QemuFds) -> Iterator[QemuFds]:
 
 
 @contextmanager
-def adopted_fds(found: QemuFds) -> Iterator[QemuFds]:
+def _adopted(found: QemuFds) -> Iterator[QemuFds]:
     """Hold copies that another program has made."""
     with ExitStack() as held:
         for number in found.numbers():

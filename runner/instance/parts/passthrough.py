@@ -14,6 +14,7 @@ from runner.base.values import frozen
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel import files, pci, vfio
 from runner.kernel.processes import Command, Process
+from runner.plan.instance import InstancePlan
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 
 CHECKED_EVERY = 0.1
@@ -55,21 +56,19 @@ def _take_back(faults: Faults, node: PurePosixPath, owner: int) -> None:
 
 @asynccontextmanager
 async def devices_returned(
-    supervisor: Supervisor,
-    passthrough: PassthroughPlan,
-    within: float,
-    in_pod_cgroup: Callable[[], AbstractContextManager[None]],
+    supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
 ) -> AsyncIterator[None]:
     """Check at the end that every device is as it was: it answers, has its driver, and no process has it open.
 
-    All devices together get *within* seconds. One that has not come back by then is a recorded fault. Nodes are opened
+    All devices together get their share of the grace period. One that has not come back by then is a recorded fault. Nodes are opened
     *in_pod_cgroup*, whose device filter lets them be.
     """
     try:
         yield
     finally:
         with trio.CancelScope(shield=True):
-            await _take_back_devices(supervisor, passthrough.devices, trio.current_time() + within, in_pod_cgroup)
+            deadline = trio.current_time() + plan.shutdown.devices_back
+            await _take_back_devices(supervisor, plan.machine.passthrough.devices, deadline, in_pod_cgroup)
 
 
 @frozen

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
@@ -20,28 +19,19 @@ from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.change.gate import Changes, Kind
 from runner.instance.held import Held
-from runner.instance.parts import disks
-from runner.instance.parts.daemons import ShareDaemon, Shares
 from runner.instance.parts.memory import MBIND_REMEDY
-from runner.instance.parts.qemu_events import HANDLED, IGNORED
+from runner.instance.parts.qemu_events import HANDLED, IGNORED, DiskEvents
 from runner.instance.supervisor import Supervisor
-from runner.kernel import files
-from runner.kernel.character_devices import vhost_vsock
-from runner.kernel.processes import Command, Process, stop_bound
-from runner.kernel.sockets import Socket
+from runner.kernel.processes import Command, Process
 from runner.placement.children import FATAL
 from runner.plan.argv.qemu import QemuFds, qemu_argv
-from runner.plan.firmware import ForgottenVariables, VariablesPlan
-from runner.plan.guest_devices import GuestPlan
-from runner.plan.host_checks import too_old
-from runner.plan.instance import InstancePlan, ShutdownPlan
-from runner.plan.machine import FilePlan, MachinePlan
+from runner.plan.instance import ShutdownPlan
+from runner.plan.machine import MachinePlan
 from runner.protocol.qmp import BadReplyError, Monitor, QmpError, QmpEvent, VcpuThread
 
 if TYPE_CHECKING:
-    from runner.instance.parts.network import (
-        NicBackend,  # some guests have no network, and PID 1 pays for what it imports
-    )
+    from runner.instance.parts.shares import ShareDaemon
+    from runner.protocol.guest_agent import GuestAgent
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +42,9 @@ PRESSED_EVERY = 1.0
 
 EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
+
+QEMU_ANSWERS_WITHIN = 5.0
+"""Seconds that QEMU may take to answer before the guest is not ready; a main loop of an emulated guest may be busy for one."""
 
 AGENT_ANSWERS_WITHIN = 1.0
 """Seconds an agent in the guest may take to answer before the guest's power button is pressed instead."""
@@ -93,100 +86,6 @@ def _remedy(output: str) -> str:
 
 
 @frozen
-class GuestAgentChannel:
-    """Both ends of the guest agent's channel, if it has one."""
-
-    ours: Socket | None = None
-    theirs: Socket | None = None
-
-
-@asynccontextmanager
-async def guest_agent_channel(supervisor: Supervisor, guest: GuestPlan) -> AsyncIterator[GuestAgentChannel]:
-    """Hold the guest agent's channel; it is not read until the guest is to shut down."""
-    if not guest.agent:
-        yield GuestAgentChannel()
-        return
-    with supervisor.held.pair("guest agent", "the guest agent") as (ours, theirs):
-        yield GuestAgentChannel(ours, theirs)
-
-
-@frozen
-class OpenedFiles:
-    """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.qemu.QemuFds` names them."""
-
-    files: dict[str, int]
-    devices: dict[str, int]
-    vhost_vsock: tuple[int, int] | None
-    _held: ExitStack
-
-    def close(self) -> None:
-        """Close our copies; a second call does nothing."""
-        self._held.close()
-
-
-@contextmanager
-def opened_files(plan: MachinePlan, directory: PurePosixPath) -> Iterator[OpenedFiles]:
-    """Hold every file and device that QEMU inherits and that a path names, until its copies are there.
-
-    To be opened before this process enters float, whose device filter knows nothing of what this pod was given.
-    """
-    with ExitStack() as held:
-
-        def file(found: FilePlan) -> int:
-            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
-
-        named = {"kernel": plan.kernel, "initrd": plan.initrd, "firmware": plan.firmware}
-        numbers = {name: file(found) for name, found in named.items() if found is not None}
-        if plan.firmware_vars is not None:
-            numbers["firmware-vars"] = held.enter_context(_variables(plan.firmware_vars))
-        if plan.seed is not None:
-            from runner.instance.parts.seed import seed_image  # here, because few instances have a seed
-
-            numbers["seed"] = held.enter_context(files.filled_memory("cloud-init seed", seed_image(plan.seed)))
-        for disk in plan.disks:
-            numbers |= held.enter_context(disks.opened(disk, directory))
-        devices: dict[str, int] = {}
-        if plan.passthrough.devices:
-            from runner.instance.parts.passthrough import (
-                opened_device_nodes,  # here, because few guests have such devices
-            )
-
-            devices = held.enter_context(opened_device_nodes(plan.passthrough))
-        vsock = plan.guest.vsock
-        vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
-        if vhost_vsock_fd is not None:
-            log.info(InstanceEvent.VSOCK_ASSIGNED, vhost_vsock_fd[1])
-        yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
-
-
-@frozen
-class QemuEndpoints:
-    """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
-
-    opened: OpenedFiles
-    ram: Sequence[files.Descriptor]
-    nic_backends: Sequence[NicBackend]
-    shares: Shares
-    console: Socket | None
-    """``None`` if QEMU has it already, as this runner has taken it over."""
-    agent: GuestAgentChannel
-
-    def close_our_copies(self) -> None:
-        """Close our copies."""
-        self.opened.close()
-        if self.console is not None:
-            self.console.close()
-        if self.agent.theirs is not None:
-            self.agent.theirs.close()
-        for each in self.ram:
-            each.close()
-        for nic_backend in self.nic_backends:
-            nic_backend.close_our_copies()
-        for connection in self.shares.sockets:
-            connection.close()
-
-
-@frozen
 class GuestEnd:
     """Why the guest no longer runs."""
 
@@ -209,10 +108,15 @@ class Qemu:
     """One QEMU that has greeted."""
 
     def __init__(
-        self, process: Process, monitor: Monitor, agent: Socket | None, changes: Changes, log_limit: LogRateLimit
+        self,
+        process: Process,
+        monitor: Monitor,
+        agent: Callable[[], GuestAgent] | None,
+        changes: Changes,
+        log_limit: LogRateLimit,
     ) -> None:
         self.process = process
-        self.disk_events = disks.DiskEvents(log_limit)
+        self.disk_events = DiskEvents(log_limit)
         self._changes = changes
         self._log_limit = log_limit
         self._monitor = monitor
@@ -333,11 +237,9 @@ class Qemu:
         """Tell whether the guest agent answers; the caller bounds the time, as one that is not there says nothing."""
         if self._agent is None:
             return False
-        from runner.protocol.guest_agent import AgentError, GuestAgent  # here, because few instances ask it
-
         try:
-            await GuestAgent(self._agent).ping()
-        except AgentError as error:
+            await self._agent().ping()
+        except HostError as error:
             log.debug(InstanceEvent.GUEST_AGENT_SILENT, explain(error))
             return False
         return True
@@ -460,20 +362,16 @@ class Qemu:
         return await self.process.wait()
 
 
-async def _shut_down_by_agent(channel: Socket, seconds: float) -> None:
+async def _shut_down_by_agent(reach: Callable[[], GuestAgent], seconds: float) -> None:
     """Ask the agent to shut the guest down; return when it refuses, or the guest still runs after so many *seconds*.
 
     The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
     """
     try:
-        from runner.protocol.guest_agent import (  # here, because an instance needs it only at its end
-            AgentError,
-            GuestAgent,
-        )
+        agent = reach()
     except (ImportError, OSError, MemoryError) as error:
         log.warning(InstanceEvent.GUEST_AGENT_NOT_ASKED, explain(error))
         return
-    agent = GuestAgent(channel)
     try:
         with trio.fail_after(min(AGENT_ANSWERS_WITHIN, seconds)):
             await agent.ping()
@@ -482,7 +380,7 @@ async def _shut_down_by_agent(channel: Socket, seconds: float) -> None:
             log.warning(InstanceEvent.GUEST_AGENT_REFUSED, await agent.shut_down())
     except trio.TooSlowError:
         log.warning(InstanceEvent.GUEST_AGENT_TIMED_OUT)
-    except AgentError as error:
+    except HostError as error:
         log.warning(InstanceEvent.POWER_DOWN_NOT_ASKED, explain(error))
 
 
@@ -500,72 +398,6 @@ def _meaning(event: QmpEvent) -> GuestEnd | None:
     return None
 
 
-@asynccontextmanager
-async def paused_qemu(
-    supervisor: Supervisor,
-    plan: InstancePlan,
-    endpoints: QemuEndpoints,
-    memory_cgroup_fd: int | None,
-    meanwhile: Callable[[], None],
-) -> AsyncIterator[Qemu]:
-    """Hold a QEMU that has greeted, and whose guest has not run yet.
-
-    It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
-    has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
-    *meanwhile* is called once it has been started: it takes 50 ms to greet.
-    """
-    held = supervisor.held
-    with (
-        held.pair("QMP", "QMP", lambda: machine.monitor.fileno()) as (ours, theirs),  # noqa: PLW0108 - made below
-        ExitStack() as stack,
-        ExitStack() as lent,
-    ):
-
-        def descriptors() -> QemuFds:
-            assert theirs is not None  # noqa: S101 - a QEMU that is started has not got them yet
-            return _descriptors(theirs, endpoints)
-
-        def start() -> Process:
-            if plan.machine.passthrough.devices:
-                # Imported here, because few guests have devices of their own.
-                from runner.instance.parts.passthrough import group_nodes_owned_by_qemu
-
-                lent.enter_context(group_nodes_owned_by_qemu(supervisor.faults, plan.machine.passthrough))
-            return spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd)
-
-        process = held.child("qemu", supervisor.processes, start, lambda: machine.process)
-        new = Monitor(ours)
-        monitor = held.value("conversation", lambda: new, lambda: machine.monitor.record(), new.go_on)  # noqa: PLW0108
-        machine = Qemu(process, monitor, endpoints.agent.ours, supervisor.changes, supervisor.log_limit)
-        machine.go_on(held)
-        machine.shares = endpoints.shares.daemons
-        if plan.machine.updatable:
-            from runner.instance.parts.kept_fds import adopted_fds, kept_fds  # here, because few instances ask for it
-
-            kept = held.block("QEMU's descriptors", lambda: kept_fds(descriptors()), adopted_fds)
-            machine.fds = stack.enter_context(kept)
-
-        async def greeted() -> None:
-            version = await started_within(supervisor, plan.start_timeout, machine.greeted)
-            log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
-            if (reason := too_old(version)) is not None:
-                raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
-
-        try:
-            if theirs is not None:
-                theirs.close()
-                endpoints.close_our_copies()
-            meanwhile()
-            await held.once("QEMU is up", greeted)
-            lent.close()
-            yield machine
-        finally:
-            bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
-            with supervisor.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
-                await machine.quit(plan.shutdown, supervisor)
-            machine.monitor.close()  # of a QEMU that has taken the place of the first
-
-
 async def started_within(supervisor: Supervisor, seconds: float, step: Callable[[], Awaitable[T]]) -> T:
     """Run one *step* of the start, which waits for QEMU. Raises :exc:`~runner.base.errors.HostError` after so many *seconds*."""
     try:
@@ -574,21 +406,6 @@ async def started_within(supervisor: Supervisor, seconds: float, step: Callable[
                 return await step()
     except trio.TooSlowError:
         raise HostError(f"cannot start QEMU: it has said nothing on QMP for {seconds:g} s") from None
-
-
-def _descriptors(qmp: Socket, endpoints: QemuEndpoints) -> QemuFds:
-    assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
-    return QemuFds(
-        qmp=qmp.fileno(),
-        console=endpoints.console.fileno(),
-        ram=tuple(each.number for each in endpoints.ram),
-        files=dict(endpoints.opened.files),
-        wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
-        shares=tuple(connection.fileno() for connection in endpoints.shares.sockets),
-        devices=endpoints.opened.devices,
-        guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
-        vhost_vsock=endpoints.opened.vhost_vsock,
-    )
 
 
 def spawn_qemu(
@@ -600,25 +417,6 @@ def spawn_qemu(
     more: tuple[int, ...] = (),
 ) -> Process:
     """Start QEMU with copies of all *descriptors*, and *more* of them, which the options *incoming* name."""
-    with ExitStack() as held:
-        if plan.lockable:
-            from runner.kernel.memory import lockable  # here, because few guests have locked memory
-
-            held.enter_context(lockable(plan.lockable))
-        argv = (*qemu_argv(plan, descriptors), *incoming)
-        command = Command("qemu", argv, (*descriptors.numbers(), *more), entering=memory_cgroup_fd)
-        return supervisor.processes.spawn(command.of_user(plan.user.user_id, plan.user.group_id, plan.user.groups))
-
-
-@contextmanager
-def _variables(plan: VariablesPlan) -> Iterator[int]:
-    """Hold the firmware's variable store, which is copied from its template if it is missing."""
-    if isinstance(plan, ForgottenVariables):
-        with files.copied(plan.template, write=True) as store:
-            yield store
-        return
-    if plan.template is not None:
-        files.copy_new(plan.template, plan.path)
-        log.info(InstanceEvent.FIRMWARE_VARIABLES_MADE, plan.path)
-    with files.opened(plan.path, write=True, following=False) as store:
-        yield store
+    argv = (*qemu_argv(plan, descriptors), *incoming)
+    command = Command("qemu", argv, (*descriptors.numbers(), *more), entering=memory_cgroup_fd)
+    return supervisor.processes.spawn(command.of_user(plan.user.user_id, plan.user.group_id, plan.user.groups))

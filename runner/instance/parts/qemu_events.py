@@ -1,9 +1,21 @@
-"""Every event of QEMU's schema: what handles it, or why nothing does. A test compares it with the schema of the QEMU at hand.
+"""QEMU's events: for each of its schema what handles it, or why nothing does; and what handles those about disks.
+
+A test compares them with the schema of the QEMU at hand.
 
 An event of a newer QEMU that is not here is logged, so that what it reports is not dropped in silence.
 """
 
 from __future__ import annotations
+
+import logging
+
+import trio
+
+from runner.base.events import InstanceEvent
+from runner.base.rate_limit import LogRateLimit
+from runner.protocol.qmp import QmpEvent
+
+log = logging.getLogger(__name__)
 
 HANDLED: dict[str, str] = {
     "BLOCK_IMAGE_CORRUPTED": "logged; a fatal one makes the disk unusable for the guest",
@@ -77,3 +89,43 @@ IGNORED: dict[str, str] = {
     "VNC_INITIALIZED": "this program hands clients over itself",
 }
 """Event → why nothing is done."""
+
+
+class DiskEvents:
+    """QEMU's events about disks: what was unplugged, and errors, which are logged."""
+
+    def __init__(self, log_limit: LogRateLimit) -> None:
+        self._unplugged: dict[str, trio.Event] = {}
+        self._log_limit = log_limit
+
+    def handle(self, event: QmpEvent) -> None:
+        """Handle *event*, which may be about something else."""
+        if event.name == "DEVICE_DELETED":
+            # Only of what was attached: QEMU may be the guest's, and name devices without end.
+            if (known := self._unplugged.get(str(event.data.get("device")))) is not None:
+                known.set()
+        elif event.name == "BLOCK_IO_ERROR":
+            self._report(event.data.get("node-name"), event.data.get("operation"), event.data.get("reason"))
+
+        elif event.name == "BLOCK_IMAGE_CORRUPTED":
+            disk = event.data.get("node-name") or event.data.get("device")
+            if (more := self._log_limit.due("disk corrupted", str(disk))) is not None:
+                log.error(InstanceEvent.DISK_CORRUPTED, disk, event.data.get("msg"), more)
+
+    def unplugged(self, device: str) -> trio.Event:
+        """Return an event that is set when the guest has released *device*."""
+        return self._unplugged.setdefault(device, trio.Event())
+
+    @property
+    def all_unplugged(self) -> tuple[str, ...]:
+        """The devices that the guest has released."""
+        return tuple(device for device, event in self._unplugged.items() if event.is_set())
+
+    def watch(self, device: str) -> None:
+        """Watch for the release of a *device* that is attached now, whatever an earlier one of this name has done."""
+        self._unplugged[device] = trio.Event()
+
+    def _report(self, disk: object, operation: object, reason: object) -> None:
+        kind = "disk write" if operation == "write" else "disk read"
+        if (more := self._log_limit.due(kind, str(disk))) is not None:
+            log.error(InstanceEvent.DISK_FAILED, disk, operation, reason, more)

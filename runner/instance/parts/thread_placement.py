@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -11,7 +12,6 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError
 from runner.base.values import frozen
 from runner.facts.threads import ThreadStatus
-from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.kernel.processes import Process, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import pin, read_mask
@@ -19,6 +19,9 @@ from runner.placement.backends import Placement
 from runner.placement.children import Role, role_of_child
 from runner.placement.threads import ObservedThread, Receipt, sentences, thread_rules
 from runner.protocol.qmp import VcpuThread
+
+if TYPE_CHECKING:
+    from runner.instance.parts.cgroups.active import ActivePlacement
 
 READINGS = 3
 """Readings of all threads in a row, each of a few milliseconds; float's CPUs change once for a pod that comes or goes."""

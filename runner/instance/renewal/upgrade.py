@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -169,8 +170,6 @@ def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tu
 
     Yield the command line by its mode and the index of the program, and the two descriptors.
     """
-    import json
-
     loader: Any = first_stage.__loader__  # it reads the file as it was checked, if this program came by `ctl upgrade`
     try:
         source = loader.get_data(first_stage.__file__)

@@ -31,6 +31,9 @@ A log that the guest prints on its console has other words before it.
 _SHOWN = 200
 """Characters of that line that are reported."""
 
+Search = Callable[[re.Pattern[str], list[bytes], float], bool | None]
+"""Tells whether the pattern is in one of some lines; ``None`` if that takes more than so many seconds of CPU time."""
+
 
 @attrs.define(eq=False)
 class ConsoleWatch:
@@ -42,6 +45,8 @@ class ConsoleWatch:
     """Called when the pattern is found; it is not looked for again until :attr:`pattern` is set again."""
     too_slow: Callable[[], None]
     """Called when the search is given up because the pattern takes too long."""
+    search: Search | None = None
+    """Not there where there is never a pattern."""
     pattern: re.Pattern[str] | None = None
     """What is looked for in each line, and in the begun one, as a prompt has no line end."""
     _line: bytes = b""
@@ -62,8 +67,8 @@ class ConsoleWatch:
         for line in lines[:-1]:  # whole, because it is reported
             if _PANIC_LINE.match(line):
                 self.panicked(escaped(line.decode(errors="replace"))[:_SHOWN])
-        if self.pattern is not None:
-            self._search(self.pattern, lines)
+        if self.pattern is not None and self.search is not None:
+            self._search(self.search, self.pattern, lines)
 
     @property
     def begun(self) -> tuple[bytes, float]:
@@ -78,20 +83,12 @@ class ConsoleWatch:
         """Forget the begun line: the guest was reset."""
         self._line = b""
 
-    def _search(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
-        # Here, because few guests have a pattern.
-        from runner.kernel.bounded_search import SlowSearchError, search_any
-        from runner.protocol.terminal_escapes import without_escapes
-
+    def _search(self, search: Search, pattern: re.Pattern[str], lines: list[bytes]) -> None:
         now, begun = time.monotonic(), time.thread_time()
         self._left = min(self._left + SEARCHED_SHARE * (now - self._searched), SEARCHED_AT_MOST)
         self._searched = now
-        try:
-            found = search_any(
-                pattern, (without_escapes(line).decode(errors="replace") for line in lines), SEARCHED_WITHIN
-            )
-        except SlowSearchError:
-            found, self._left = False, 0
+        if (found := search(pattern, lines, SEARCHED_WITHIN)) is None:
+            self._left = 0
         self._left -= time.thread_time() - begun
         if found:
             self.pattern = None

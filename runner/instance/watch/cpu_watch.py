@@ -44,9 +44,9 @@ class LostCpus:
         return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
 
 
-async def lost_cpus_left(receipts: Receipts, vcpus: Vcpus) -> GuestEnd:
-    """Put the *vcpus* on the CPUs that the container has left, each time it has lost some; return when that fails."""
-    supervisor = receipts.supervisor
+async def lost_cpus_left(receipts: Receipts) -> GuestEnd:
+    """Put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    supervisor, vcpus = receipts.supervisor, Vcpus(receipts)
     try:
         while True:
             await trio.sleep(supervisor.timeouts.cpus_looked)

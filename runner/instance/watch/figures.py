@@ -10,11 +10,11 @@ import trio
 
 from runner.base.errors import HostError
 from runner.instance.supervisor import Supervisor
+from runner.instance.watch.foreign_time import ForeignTime
 from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 
 if TYPE_CHECKING:
-    from runner.instance.watch.foreign_time import ForeignTime
     from runner.instance.watch.metrics import NamedSamples
 
 READ_AGAIN = 1.0
@@ -34,8 +34,6 @@ class Figures:
 
     def placed(self, receipt: Receipt) -> None:
         """Begin to count what runs on the vCPUs' CPUs, none of which runs yet."""
-        from runner.instance.watch.foreign_time import ForeignTime  # here, because not everything that runs is probed
-
         if not self.plan.placement.shared:
             with suppress(HostError):  # no reason to give up a start
                 begun, procfs = self.foreign, self.supervisor.procfs
@@ -64,3 +62,11 @@ class Figures:
 
         self.supervisor.guest_state.ask_qemu()  # the answer is for the next scrape: this one must not wait
         return await all_samples(self.supervisor, self.plan, self.receipt(), self.foreign)
+
+
+def held_figures(supervisor: Supervisor, plan: InstancePlan) -> Figures:
+    """Return the figures of an instance, counted from its first receipt on, or from where another program has begun."""
+    figures = Figures(supervisor, plan)
+    figures.foreign = supervisor.held.current("foreign time", lambda: figures.foreign)
+    supervisor.guest_state.placed = figures.placed
+    return figures

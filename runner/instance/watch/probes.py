@@ -64,7 +64,7 @@ def _ready(figures: Figures) -> HttpResponse:
 
 
 @contextmanager
-def probe_listeners(held: Held, plan: InstancePlan, address: tuple[str, int]) -> Iterator[Sequence[Socket]]:
+def _listeners(held: Held, plan: InstancePlan, address: tuple[str, int]) -> Iterator[Sequence[Socket]]:
     """Hold the sockets that listen at *address*."""
 
     def listen() -> list[Socket]:
@@ -80,10 +80,11 @@ def probe_listeners(held: Held, plan: InstancePlan, address: tuple[str, int]) ->
 
 
 @asynccontextmanager
-async def probes_served(figures: Figures, listeners: Sequence[Socket]) -> AsyncIterator[None]:
-    """Answer at *listeners* for as long as the block runs."""
-    async with figures.supervisor.background_task(partial(serve_http, listeners, partial(show, figures))):
-        yield
+async def probes_served(figures: Figures, address: tuple[str, int]) -> AsyncIterator[None]:
+    """Answer at *address* for as long as the block runs."""
+    with _listeners(figures.supervisor.held, figures.plan, address) as listeners:
+        async with figures.supervisor.background_task(partial(serve_http, listeners, partial(show, figures))):
+            yield
 
 
 def _log_addresses(plan: InstancePlan, listeners: Sequence[Socket]) -> None:

@@ -13,14 +13,14 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, assert_never
 
 import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
-from runner.instance.parts.qemu import Qemu
+from runner.instance import optional_parts
+from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, READY
 from runner.instance.supervisor import MINUTE, RESETS_OF_A_LOOP, Supervisor, kernel_time, loop_time
 from runner.instance.watch.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
@@ -41,9 +41,6 @@ AGENT_ANSWERS_WITHIN = 5.0
 CONNECTED_WITHIN = 5.0
 """Seconds a connection to the guest's port may take."""
 
-QEMU_ANSWERS_WITHIN = 5.0
-"""Seconds that QEMU may take to answer before the guest is not ready; a main loop of an emulated guest may be busy for one."""
-
 HALTED = {
     "suspended": "it is suspended; when the instance is to end, it is woken first",
     "internal-error": "QEMU has stopped it, because its accelerator cannot execute it any more (internal-error)",
@@ -52,9 +49,6 @@ HALTED = {
     "watchdog": "QEMU has stopped it, because it fed its watchdog no more (watchdog)",
 }
 """``RunState`` (``qapi/run-state.json``) → why the guest executes nothing. In the others it runs, or this program has stopped it."""
-
-NEEDED = {"agent": "runner.protocol.guest_agent", "console": "runner.kernel.bounded_search"}
-"""Kind of sign → the module that is imported for it alone."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 """Seconds between two attempts to connect; each pause is twice the one before, as a guest boots in a second or in minutes."""
@@ -70,8 +64,9 @@ class Readiness:
         self._sign = plan.machine.guest.ready
         self._accel = plan.machine.accel
         self._pattern = re.compile(self._sign.pattern) if isinstance(self._sign, ConsoleSign) else None
-        if self._sign is not None and self._sign.sign in NEEDED:  # now: later on, files may be short, and a guest runs
-            import_module(NEEDED[self._sign.sign])
+        if isinstance(self._sign, AgentSign):  # now: later on, files may be short, and a guest runs
+            optional_parts.guest_agent()
+        search = None if self._pattern is None else optional_parts.console_search()
         self._shown = ExitStack()
         self._running = False
         self._unshown = trio.Event()
@@ -80,7 +75,7 @@ class Readiness:
         """Number of QEMU's events that were handled."""
         self._state.changed = self._show
         self._changed, self._asked = trio.Event(), trio.Event()
-        self.console = ConsoleWatch(self._panicked, self._signed, self._give_up)
+        self.console = ConsoleWatch(self._panicked, self._signed, self._give_up, search)
         self._begin()
 
     @asynccontextmanager

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -14,10 +17,9 @@ from runner.base.errors import HostError, PlacementError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.table import aligned
 from runner.base.tasks import first_of
-from runner.instance.parts.cgroups.active import ActivePlacement
-from runner.instance.parts.qemu import Qemu
+from runner.instance.parts.qemu import Qemu, started_within
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, RECEIPT
-from runner.instance.parts.thread_placement import QemuThreads, read_back, read_threads, verified
+from runner.instance.parts.thread_placement import QemuThreads, place_threads, read_back, read_threads, verified
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.placement.backends import ControllerPlacement
@@ -27,6 +29,7 @@ from runner.protocol.logs import LogTable
 from runner.protocol.qmp import VcpuThread
 
 if TYPE_CHECKING:
+    from runner.instance.parts.cgroups.active import ActivePlacement
     from runner.placement.documents import PlacedThreadDocument, ReceiptDocument
 
 log = logging.getLogger(__name__)
@@ -238,3 +241,42 @@ class Receipts:
         """Read every thread back, and publish the receipt. Raises :exc:`~runner.base.errors.RunnerError`."""
         self.receipt = verified(self.read())
         self.publish()
+
+
+@asynccontextmanager
+async def placed_threads(
+    supervisor: Supervisor, plan: InstancePlan, active: ActivePlacement, machine: Qemu
+) -> AsyncIterator[Receipts]:
+    """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
+
+    async def place() -> Receipts:
+        threads = await started_within(supervisor, plan.start_timeout, partial(query_threads, machine, plan))
+        receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
+        if supervisor.guest_state.placed is not None:
+            supervisor.guest_state.placed(receipt)
+        return Receipts(supervisor, plan, machine, threads, active, receipt)
+
+    def adopt(found: PlacedThreads) -> Receipts:
+        threads = QemuThreads(machine.process, found.vcpus, found.iothreads)
+        return Receipts(supervisor, plan, machine, threads, active, found.receipt, found.unplugged)
+
+    receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
+    supervisor.held.before_commit(receipts.reread)
+    async with (
+        _sealed_cpus(supervisor, active, receipts),
+        supervisor.background_task(active.settle),
+        supervisor.background_task(receipts.follow_restarts),
+    ):
+        yield receipts
+
+
+@asynccontextmanager
+async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
+    """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
+    async with active.sealed() as reason:
+        supervisor.held.value("placement confirmed", lambda: receipts.confirm(reason))
+        try:
+            yield
+        finally:
+            with supervisor.faults.recorded("remove the receipt"):
+                files.remove(receipts.plan.state_directory / RECEIPT)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
+from runner.instance import optional_parts
 from runner.instance.supervisor import Supervisor
-from runner.instance.watch.figures import Figures
 from runner.placement.backends import ControllerPlacement
 from runner.plan.instance import InstancePlan
 
@@ -20,18 +20,13 @@ async def figures_shown(
 
     *http* is as :func:`~runner.protocol.http.parse_address` returns it.
     """
-    figures, held = Figures(supervisor, plan), supervisor.held
-    figures.foreign = held.current("foreign time", lambda: figures.foreign)
-    supervisor.guest_state.placed = figures.placed
+    placement = plan.placement
     async with AsyncExitStack() as stack:
-        if http is not None:
-            from runner.instance.watch.probes import probe_listeners, probes_served  # here, as not all serve them
-
-            listeners = stack.enter_context(probe_listeners(held, plan, http))
-            await stack.enter_async_context(probes_served(figures, listeners))
-        if isinstance(plan.placement, ControllerPlacement):
-            from runner.instance.watch.reports import report  # here, as not every instance has a controller
-
-            reporting = partial(report, figures, plan.placement)
-            await stack.enter_async_context(supervisor.background_task(reporting))
+        if http is not None or isinstance(placement, ControllerPlacement):
+            figures = optional_parts.figures()(supervisor, plan)
+            if http is not None:
+                await stack.enter_async_context(optional_parts.probes()(figures, http))
+            if isinstance(placement, ControllerPlacement):
+                reporting = partial(optional_parts.reports(), figures, placement)
+                await stack.enter_async_context(supervisor.background_task(reporting))
         yield

@@ -1,18 +1,14 @@
-"""Placements in force: one protocol, three back ends, which :mod:`runner.placement.backends` describes."""
+"""Placements in force: one protocol, for three back ends, which :mod:`runner.placement.backends` describes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Protocol, assert_never
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Protocol
 
 from runner.base.cpuset import CpuSet
-from runner.instance.parts.daemons import RestartedChild
-from runner.instance.supervisor import Supervisor
-from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
-
-if TYPE_CHECKING:
-    from runner.placement.threads import CgroupPaths  # a back end without cgroups needs it only once QEMU runs
+from runner.placement.backends import Placement
+from runner.placement.threads import CgroupPaths
 
 
 class ActivePlacement(Protocol):
@@ -99,32 +95,3 @@ class ActivePlacement(Protocol):
 
         May be cancelled at any moment and take any time: the guest need not wait for it.
         """
-
-
-@asynccontextmanager
-async def entered_cgroups(
-    supervisor: Supervisor, placement: Placement, anchors: Sequence[RestartedChild]
-) -> AsyncIterator[ActivePlacement]:
-    """Hold a placement: inside the block, this process and everything it starts run on float's CPUs.
-
-    A back end is imported when it is chosen, so that PID 1 holds one of the three in memory.
-    Raises :exc:`~runner.base.errors.RunnerError` when the controller or the kernel refuses.
-    """
-    match placement:
-        case ControllerPlacement():
-            from runner.instance.parts.cgroups.controller import registered_cgroups
-
-            async with registered_cgroups(supervisor, placement, anchors) as active:
-                yield active
-        case DelegatedPlacement():
-            from runner.instance.parts.cgroups.delegated import delegated_cgroups
-
-            async with delegated_cgroups(supervisor, placement, anchors) as active:
-                yield active
-        case AffinityPlacement():
-            from runner.instance.parts.cgroups.affinity import pinned_off_vcpus
-
-            with pinned_off_vcpus(supervisor, placement, anchors) as active:
-                yield active
-        case _ as never:
-            assert_never(never)

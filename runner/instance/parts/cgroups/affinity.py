@@ -6,8 +6,8 @@ It cannot keep other processes off the vCPUs' CPUs, and every start says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 
 import attrs
 import trio
@@ -90,10 +90,10 @@ class FloatMask:
         pass
 
 
-@contextmanager
-def pinned_off_vcpus(
+@asynccontextmanager
+async def pinned_off_vcpus(
     supervisor: Supervisor, placement: AffinityPlacement, anchors: Sequence[RestartedChild]
-) -> Iterator[FloatMask]:
+) -> AsyncIterator[FloatMask]:
     """Hold this process and the *anchors* on float's CPUs; at the end this process has its former mask."""
     held = supervisor.held
 

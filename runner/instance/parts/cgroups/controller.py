@@ -27,6 +27,7 @@ from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Faults, Supervisor
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup_events import emptied
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.scheduler import read_mask
 from runner.kubelet.pod_cgroups import float_group
@@ -347,8 +348,6 @@ async def registration_of(
 
 async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: float) -> None:
     """Wait until the instance that holds the CPUs has ended, or until it is time to ask the controller again."""
-    from runner.kernel.cgroup_events import emptied  # few starts wait
-
     now = trio.current_time()
     async with supervisor.changes.begin(Kind.START, "the end of another instance is being waited for"):
         with trio.move_on_at(min(deadline, now + supervisor.timeouts.holder_asked)):

@@ -1,0 +1,317 @@
+"""The parts that not every instance has: for each, which plans have it, and what imports it.
+
+PID 1 lives as long as its guest: each module that it imports costs every start some time, and every instance some memory. So
+what a plan may leave out is imported for those that have it, and before the guest runs: later, files and memory may be short.
+Each such part is a row of the table at the end, which is held by one line, whether the plan has it or not::
+
+    optional_parts.DISPLAY.held(plan, supervisor, machine, directory),
+
+What no plan decides has a getter alone: what comes once QEMU has been started, at a client's first connection, for an option of
+the command line, or when another program takes over. A module that is named here imports all that it needs at its head, as every
+other one does, and not this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, assert_never
+
+from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+    from pathlib import PurePosixPath
+
+    from runner.base.errors import Problem
+    from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
+    from runner.instance.held import Held
+    from runner.instance.parts.cgroups.active import ActivePlacement
+    from runner.instance.parts.daemons import RestartedChild
+    from runner.instance.parts.network import NicBackend
+    from runner.instance.parts.qemu import GuestEnd, Qemu
+    from runner.instance.parts.shares import HeldShare
+    from runner.instance.supervisor import Faults, Renewal, Supervisor
+    from runner.instance.watch.console_watch import Search
+    from runner.instance.watch.figures import Figures
+    from runner.instance.watch.receipts import Receipts
+    from runner.kernel.inherited_fds import InheritedFd
+    from runner.kernel.sockets import Socket
+    from runner.plan.argv.qemu import QemuFds
+    from runner.plan.instance import InstancePlan
+    from runner.plan.network_plan import NetworkPlan
+    from runner.plan.passthrough_plan import PassthroughPlan
+    from runner.plan.shares import SharePlan
+    from runner.protocol.guest_agent import GuestAgent
+    from runner.protocol.qmp import Monitor
+    from runner.spec.refusals import ProblemDocument
+
+    Opened = AbstractContextManager[Mapping[str, int]]
+    """Descriptors for QEMU, by the names of :class:`~runner.plan.argv.qemu.QemuFds`."""
+    InPodCgroup = Callable[[], AbstractContextManager[None]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OptionalPart(Generic[P, R]):
+    """A part that a plan may leave out."""
+
+    def __init__(self, wanted: Callable[[InstancePlan], bool], get: Callable[[], Callable[P, R]], nothing: R) -> None:
+        self.wanted = wanted
+        """Tells whether an instance with a plan has it."""
+        self.get = get
+        """Imports it, and returns what holds it."""
+        self.nothing = nothing
+        """What is held in its place where it is left out."""
+
+    def held(self, plan: InstancePlan, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Hold the part, or what is there in its place."""
+        return self.get()(*args, **kwargs) if self.wanted(plan) else self.nothing
+
+
+# -- what the plan decides -----------------------------------------------------------------------------------------------
+
+
+def _seed() -> Callable[[InstancePlan], Opened]:
+    from runner.instance.parts.seed import opened_seed
+
+    return opened_seed
+
+
+def _disks() -> Callable[[InstancePlan], Opened]:
+    from runner.instance.parts.disks import opened_disks
+
+    return opened_disks
+
+
+def _devices() -> Callable[[PassthroughPlan], Opened]:
+    from runner.instance.parts.passthrough import opened_device_nodes
+
+    return opened_device_nodes
+
+
+def _lent_devices() -> Callable[[Faults, PassthroughPlan], AbstractContextManager[None]]:
+    from runner.instance.parts.passthrough import group_nodes_owned_by_qemu
+
+    return group_nodes_owned_by_qemu
+
+
+def _returned_devices() -> Callable[[Supervisor, InstancePlan, InPodCgroup], AbstractAsyncContextManager[None]]:
+    from runner.instance.parts.passthrough import devices_returned
+
+    return devices_returned
+
+
+def _locked_memory() -> Callable[[int], AbstractContextManager[None]]:
+    from runner.kernel.memory import lockable
+
+    return lockable
+
+
+def _has_macvtaps(plan: InstancePlan) -> bool:
+    if not plan.networks:
+        return False
+    from runner.plan.network_plan import MacvtapPlan
+
+    return any(isinstance(each, MacvtapPlan) for each in plan.networks)
+
+
+def _has_bridges(plan: InstancePlan) -> bool:
+    if not plan.networks:
+        return False
+    from runner.plan.network_plan import BridgedPlan
+
+    return any(isinstance(each, BridgedPlan) for each in plan.networks)
+
+
+def _macvtaps() -> Callable[[Supervisor, Sequence[NetworkPlan]], AbstractAsyncContextManager[Mapping[int, int]]]:
+    from runner.instance.parts.links import macvtaps_added
+
+    return macvtaps_added
+
+
+def _networks() -> Callable[
+    [Supervisor, Sequence[NetworkPlan], Mapping[int, int], InPodCgroup],
+    AbstractAsyncContextManager[tuple[NicBackend, ...]],
+]:
+    from runner.instance.parts.network import networked
+
+    return networked
+
+
+def _bridges() -> Callable[[Supervisor, InstancePlan], AbstractAsyncContextManager[None]]:
+    from runner.instance.parts.links import bridged
+
+    return bridged
+
+
+def _shares() -> Callable[[Supervisor, Sequence[SharePlan], int], AbstractAsyncContextManager[tuple[HeldShare, ...]]]:
+    from runner.instance.parts.shares import shared
+
+    return shared
+
+
+def _kept_fds() -> Callable[[Held, Callable[[], QemuFds]], AbstractContextManager[QemuFds | None]]:
+    from runner.instance.parts.kept_fds import kept_fds
+
+    return kept_fds
+
+
+def _display() -> Callable[[Supervisor, Qemu, int], AbstractAsyncContextManager[None]]:
+    from runner.instance.parts.display import display_shown
+
+    return display_shown
+
+
+def entered_cgroups(
+    supervisor: Supervisor, placement: Placement, anchors: Sequence[RestartedChild]
+) -> AbstractAsyncContextManager[ActivePlacement]:
+    """Hold a placement: inside the block, this process and everything it starts run on float's CPUs.
+
+    Raises :exc:`~runner.base.errors.RunnerError` when the controller or the kernel refuses.
+    """
+    match placement:
+        case ControllerPlacement():
+            from runner.instance.parts.cgroups.controller import registered_cgroups
+
+            return registered_cgroups(supervisor, placement, anchors)
+        case DelegatedPlacement():
+            from runner.instance.parts.cgroups.delegated import delegated_cgroups
+
+            return delegated_cgroups(supervisor, placement, anchors)
+        case AffinityPlacement():
+            from runner.instance.parts.cgroups.affinity import pinned_off_vcpus
+
+            return pinned_off_vcpus(supervisor, placement, anchors)
+        case _ as never:
+            assert_never(never)
+
+
+# -- what something else decides -----------------------------------------------------------------------------------------
+
+
+def problem_documents() -> Callable[[str, Iterable[Problem], Mapping[str, object]], list[ProblemDocument]]:
+    """Import what is for an instance that is refused."""
+    from runner.spec.refusals import problem_documents
+
+    return problem_documents
+
+
+def inherited_fds() -> Callable[
+    [Mapping[str, str], PurePosixPath | None], AbstractAsyncContextManager[Mapping[str, InheritedFd]]
+]:
+    """Import what is for descriptors that another program has opened."""
+    from runner.kernel.inherited_fds import inherited_fds
+
+    return inherited_fds
+
+
+def guest_agent() -> type[GuestAgent]:
+    """Import the conversation with the guest agent: for a sign of it, else when the guest is to power down."""
+    from runner.protocol.guest_agent import GuestAgent
+
+    return GuestAgent
+
+
+def console_search() -> Search:
+    """Import what looks for a pattern in the guest's output."""
+    from runner.instance.watch.console_search import search_lines
+
+    return search_lines
+
+
+def figures() -> Callable[[Supervisor, InstancePlan], Figures]:
+    """Import what an instance says of itself in numbers, where anyone can ask."""
+    from runner.instance.watch.figures import held_figures
+
+    return held_figures
+
+
+def probes() -> Callable[[Figures, tuple[str, int]], AbstractAsyncContextManager[None]]:
+    """Import what answers probes and scrapes, where the command line says at which port."""
+    from runner.instance.watch.probes import probes_served
+
+    return probes_served
+
+
+def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
+    """Import what tells the controller of the instance, where one has placed it."""
+    from runner.instance.watch.reports import report
+
+    return report
+
+
+def placed_threads() -> Callable[
+    [Supervisor, InstancePlan, ActivePlacement, Qemu], AbstractAsyncContextManager[Receipts]
+]:
+    """Import what comes once QEMU has greeted, which takes it 50 ms."""
+    from runner.instance.watch.receipts import placed_threads
+
+    return placed_threads
+
+
+def control_server() -> Callable[
+    [Receipts, Sequence[AttachedDisk]], tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]
+]:
+    """Import what answers at the control socket, at the first connection."""
+    from runner.instance.control.server import control_server
+
+    return control_server
+
+
+def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
+    """Import what answers at the operators' QMP socket, at the first connection."""
+    from runner.instance.control.qmp import accept
+
+    return accept
+
+
+def lost_cpus_left() -> Callable[[Receipts], Awaitable[GuestEnd]]:
+    """Import what follows the container's CPUs, where a placement can lose some."""
+    from runner.instance.watch.cpu_watch import lost_cpus_left
+
+    return lost_cpus_left
+
+
+def verify_guest() -> Callable[[Qemu, Receipts], Awaitable[None]]:
+    """Import what looks after a guest that another program has started."""
+    from runner.instance.renewal.after import verify_guest
+
+    return verify_guest
+
+
+def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[None]:
+    """Go on with a fresh image of this program after its own fault; what does that is imported then."""
+    from runner.instance.renewal.upgrade import resume_after_fault
+
+    return resume_after_fault(supervisor, error)
+
+
+def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
+    """Do the same after the end of the event loop."""
+    from runner.instance.renewal.after_loop import resume_after_loop
+
+    return resume_after_loop(supervisor, error)
+
+
+_NO_STEP: AbstractContextManager[None] = nullcontext()
+_NO_FDS: Opened = nullcontext({})
+_NO_PART: AbstractAsyncContextManager[None] = nullcontext()
+_NO_COPIES: AbstractContextManager[QemuFds | None] = nullcontext()
+_NO_LINKS: AbstractAsyncContextManager[Mapping[int, int]] = nullcontext({})
+_NO_NICS: AbstractAsyncContextManager[tuple[NicBackend, ...]] = nullcontext(())
+_NO_SHARES: AbstractAsyncContextManager[tuple[HeldShare, ...]] = nullcontext(())
+
+SEED = OptionalPart(lambda plan: plan.machine.seed is not None, _seed, _NO_FDS)
+DISKS = OptionalPart(lambda plan: bool(plan.machine.disks), _disks, _NO_FDS)
+DEVICES = OptionalPart(lambda plan: bool(plan.machine.passthrough.devices), _devices, _NO_FDS)
+LENT_DEVICES = OptionalPart(DEVICES.wanted, _lent_devices, _NO_STEP)
+RETURNED_DEVICES = OptionalPart(DEVICES.wanted, _returned_devices, _NO_PART)
+LOCKED_MEMORY = OptionalPart(lambda plan: bool(plan.machine.lockable), _locked_memory, _NO_STEP)
+MACVTAPS = OptionalPart(_has_macvtaps, _macvtaps, _NO_LINKS)
+NETWORKS = OptionalPart(lambda plan: bool(plan.networks), _networks, _NO_NICS)
+BRIDGES = OptionalPart(_has_bridges, _bridges, _NO_PART)
+SHARES = OptionalPart(lambda plan: bool(plan.shares), _shares, _NO_SHARES)
+KEPT_FDS = OptionalPart(lambda plan: plan.machine.updatable, _kept_fds, _NO_COPIES)
+DISPLAY = OptionalPart(lambda plan: plan.machine.vnc, _display, _NO_PART)

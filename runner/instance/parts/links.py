@@ -1,0 +1,80 @@
+"""The links of the guest's networks, made by rtnetlink: macvtaps and bridges, with a dnsmasq on each that has one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from ipaddress import IPv6Interface
+
+from runner.instance.parts.daemons import restarted_child
+from runner.instance.supervisor import Supervisor
+from runner.kernel import network
+from runner.kernel.network import Bridge, Macvtap
+from runner.kernel.processes import Command
+from runner.plan.argv.networks import DNSMASQ_UP, dnsmasq_argv
+from runner.plan.instance import InstancePlan
+from runner.plan.network_plan import BridgedPlan, MacvtapPlan, NetworkPlan
+
+
+@asynccontextmanager
+async def macvtaps_added(supervisor: Supervisor, plans: Sequence[NetworkPlan]) -> AsyncIterator[Mapping[int, int]]:
+    """Hold the macvtaps among *plans*; yield the index of each by its place there."""
+    with ExitStack() as held:
+        yield {
+            number: held.enter_context(_macvtap(supervisor, plan, f"nic:{number}"))
+            for number, plan in enumerate(plans)
+            if isinstance(plan, MacvtapPlan)
+        }
+
+
+@contextmanager
+def _macvtap(supervisor: Supervisor, plan: MacvtapPlan, name: str) -> Iterator[int]:
+    link = Macvtap(plan.link, plan.over, plan.mac, plan.mtu)
+    index = supervisor.held.value(name, lambda: network.add_macvtap(link))
+    try:
+        yield index
+    finally:
+        with supervisor.faults.recorded(f"remove the macvtap {plan.link!r}"):
+            network.remove_macvtap(link)
+
+
+@asynccontextmanager
+async def bridged(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
+    """Hold the bridges of *plan*, whose taps exist already, and a dnsmasq on every one that has one."""
+    with _built(supervisor, [each for each in plan.networks if isinstance(each, BridgedPlan)]):
+        async with AsyncExitStack() as held:
+            for number, dhcp in enumerate(plan.dhcp):
+                command = Command("dnsmasq", tuple(dnsmasq_argv(dhcp)), up=DNSMASQ_UP)
+                await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq:{number}"))
+            yield
+
+
+@contextmanager
+def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[None]:
+    bridges = [_bridge(plan) for plan in plans]
+    before: Mapping[str, frozenset[str]] = {}
+    supervisor.held.value("networks recovered", lambda: network.recover(bridges))
+    try:
+        # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
+        before = supervisor.held.value("networks", lambda: network.build(bridges))
+        yield
+    finally:
+        # Bounded without a timeout here: the kernel does it within the call, and kernel/netlink.py does not wait for an
+        # answer that was lost. It acquires one descriptor, as `build` did.
+        with supervisor.faults.recorded("give back the network"):
+            network.remove(bridges, before)
+
+
+def _bridge(plan: BridgedPlan) -> Bridge:
+    address6: IPv6Interface | None = None if plan.ipv6 is None else plan.ipv6.host
+    return Bridge(
+        plan.bridge,
+        plan.tap,
+        plan.host,
+        plan.mtu,
+        plan.mac,
+        plan.pod,
+        address6,
+        takes_ipv6=plan.ipv6 is not None,
+        guest=None if plan.pod is None else plan.guest,
+    )

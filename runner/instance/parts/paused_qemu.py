@@ -1,0 +1,206 @@
+"""The start of QEMU: what it inherits, until it has greeted and its guest is paused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from runner.base.errors import HostError
+from runner.base.events import InstanceEvent
+from runner.instance import optional_parts
+from runner.instance.parts.qemu import Qemu, spawn_qemu, started_within
+from runner.instance.supervisor import Supervisor
+from runner.kernel import files
+from runner.kernel.character_devices import vhost_vsock
+from runner.kernel.processes import Process, stop_bound
+from runner.kernel.sockets import Socket
+from runner.plan.argv.qemu import QemuFds
+from runner.plan.firmware import ForgottenVariables, VariablesPlan
+from runner.plan.guest_devices import GuestPlan
+from runner.plan.host_checks import too_old
+from runner.plan.instance import InstancePlan
+from runner.plan.machine import FilePlan
+from runner.protocol.qmp import Monitor
+
+if TYPE_CHECKING:
+    from runner.instance.parts.network import NicBackend
+    from runner.instance.parts.shares import HeldShare
+
+log = logging.getLogger(__name__)
+
+
+class GuestAgentChannel(NamedTuple):
+    """Both ends of the guest agent's channel, if it has one."""
+
+    ours: Socket | None = None
+    theirs: Socket | None = None
+
+
+@asynccontextmanager
+async def guest_agent_channel(supervisor: Supervisor, guest: GuestPlan) -> AsyncIterator[GuestAgentChannel]:
+    """Hold the guest agent's channel; it is not read until the guest is to shut down."""
+    if not guest.agent:
+        yield GuestAgentChannel()
+        return
+    with supervisor.held.pair("guest agent", "the guest agent") as (ours, theirs):
+        yield GuestAgentChannel(ours, theirs)
+
+
+class OpenedFiles(NamedTuple):
+    """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.qemu.QemuFds` names them."""
+
+    files: Mapping[str, int]
+    devices: Mapping[str, int]
+    vhost_vsock: tuple[int, int] | None
+    held: ExitStack
+
+    def close(self) -> None:
+        """Close our copies; a second call does nothing."""
+        self.held.close()
+
+
+@contextmanager
+def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
+    """Hold every file and device that QEMU inherits and that a path names, until its copies are there.
+
+    To be opened before this process enters float, whose device filter knows nothing of what this pod was given.
+    """
+    machine = plan.machine
+    with ExitStack() as held:
+
+        def file(found: FilePlan) -> int:
+            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
+
+        named = {"kernel": machine.kernel, "initrd": machine.initrd, "firmware": machine.firmware}
+        numbers = {name: file(found) for name, found in named.items() if found is not None}
+        if machine.firmware_vars is not None:
+            numbers["firmware-vars"] = held.enter_context(_variables(machine.firmware_vars))
+        numbers |= held.enter_context(optional_parts.SEED.held(plan, plan))
+        numbers |= held.enter_context(optional_parts.DISKS.held(plan, plan))
+        devices = held.enter_context(optional_parts.DEVICES.held(plan, machine.passthrough))
+        vsock = machine.guest.vsock
+        vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
+        if vhost_vsock_fd is not None:
+            log.info(InstanceEvent.VSOCK_ASSIGNED, vhost_vsock_fd[1])
+        yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
+
+
+class QemuEndpoints(NamedTuple):
+    """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
+
+    opened: OpenedFiles
+    ram: Sequence[files.Descriptor]
+    nic_backends: Sequence[NicBackend]
+    shares: Sequence[HeldShare]
+    console: Socket | None
+    """``None`` if QEMU has it already, as this runner has taken it over."""
+    agent: GuestAgentChannel
+
+    def close_our_copies(self) -> None:
+        """Close our copies."""
+        self.opened.close()
+        if self.console is not None:
+            self.console.close()
+        if self.agent.theirs is not None:
+            self.agent.theirs.close()
+        for each in self.ram:
+            each.close()
+        for nic_backend in self.nic_backends:
+            nic_backend.close_our_copies()
+        for share in self.shares:
+            if share.client is not None:
+                share.client.close()
+
+
+@asynccontextmanager
+async def paused_qemu(
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    endpoints: QemuEndpoints,
+    memory_cgroup_fd: int | None,
+    meanwhile: Callable[[], object],
+) -> AsyncIterator[Qemu]:
+    """Hold a QEMU that has greeted, and whose guest has not run yet.
+
+    It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
+    has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
+    *meanwhile* is called once it has been started: it takes 50 ms to greet.
+    """
+    held = supervisor.held
+    with (
+        held.pair("QMP", "QMP", lambda: machine.monitor.fileno()) as (ours, theirs),  # noqa: PLW0108 - made below
+        ExitStack() as stack,
+        ExitStack() as lent,
+    ):
+
+        def descriptors() -> QemuFds:
+            assert theirs is not None  # noqa: S101 - a QEMU that is started has not got them yet
+            return _descriptors(theirs, endpoints)
+
+        def start() -> Process:
+            lent.enter_context(optional_parts.LENT_DEVICES.held(plan, supervisor.faults, plan.machine.passthrough))
+            with optional_parts.LOCKED_MEMORY.held(plan, plan.machine.lockable):
+                return spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd)
+
+        process = held.child("qemu", supervisor.processes, start, lambda: machine.process)
+        new = Monitor(ours)
+        monitor = held.value("conversation", lambda: new, lambda: machine.monitor.record(), new.go_on)  # noqa: PLW0108
+        channel = endpoints.agent.ours
+        agent = None if channel is None else lambda: optional_parts.guest_agent()(channel)
+        machine = Qemu(process, monitor, agent, supervisor.changes, supervisor.log_limit)
+        machine.go_on(held)
+        machine.shares = tuple(share.daemon for share in endpoints.shares)
+        machine.fds = stack.enter_context(optional_parts.KEPT_FDS.held(plan, held, descriptors))
+
+        async def greeted() -> None:
+            version = await started_within(supervisor, plan.start_timeout, machine.greeted)
+            log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
+            if (reason := too_old(version)) is not None:
+                raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
+
+        try:
+            if theirs is not None:
+                theirs.close()
+                endpoints.close_our_copies()
+            meanwhile()
+            await held.once("QEMU is up", greeted)
+            lent.close()
+            yield machine
+        finally:
+            bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
+            with supervisor.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
+                await machine.quit(plan.shutdown, supervisor)
+            machine.monitor.close()  # of a QEMU that has taken the place of the first
+
+
+def _descriptors(qmp: Socket, endpoints: QemuEndpoints) -> QemuFds:
+    assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
+    return QemuFds(
+        qmp=qmp.fileno(),
+        console=endpoints.console.fileno(),
+        ram=tuple(each.number for each in endpoints.ram),
+        files=dict(endpoints.opened.files),
+        wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
+        shares=tuple(share.client.fileno() for share in endpoints.shares if share.client is not None),
+        devices=dict(endpoints.opened.devices),
+        guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
+        vhost_vsock=endpoints.opened.vhost_vsock,
+    )
+
+
+@contextmanager
+def _variables(plan: VariablesPlan) -> Iterator[int]:
+    """Hold the firmware's variable store, which is copied from its template if it is missing."""
+    if isinstance(plan, ForgottenVariables):
+        with files.copied(plan.template, write=True) as store:
+            yield store
+        return
+    if plan.template is not None:
+        files.copy_new(plan.template, plan.path)
+        log.info(InstanceEvent.FIRMWARE_VARIABLES_MADE, plan.path)
+    with files.opened(plan.path, write=True, following=False) as store:
+        yield store

@@ -1,0 +1,18 @@
+"""The search for the pattern of ``guest.ready`` in what the guest prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from runner.kernel.bounded_search import SlowSearchError, search_any
+from runner.protocol.terminal_escapes import without_escapes
+
+
+def search_lines(pattern: re.Pattern[str], lines: Iterable[bytes], seconds: float) -> bool | None:
+    """Tell whether *pattern* is found in one of *lines*, read as a terminal shows them; ``None`` after *seconds* of CPU time."""
+    texts = (without_escapes(line).decode(errors="replace") for line in lines)
+    try:
+        return search_any(pattern, texts, seconds)
+    except SlowSearchError:
+        return None
