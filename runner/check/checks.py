@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from runner.base.cpuset import CpuSet
@@ -18,12 +19,15 @@ from runner.facts.host import Kvm, PodQos
 from runner.facts.roots import Roots
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.processes import Processes
+from runner.kernel.procfs import Procfs
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import ASKING_FOR_LESS
 from runner.spec.instance import CpuSpec
 
 TIMEOUT = 20.0
 """Seconds that the kernel, a program or the controller may take to answer: a busy machine is slow, not broken."""
+
+SIGTERM = 15
 
 KubeletState = CpuState | Frozen
 """What ``cpu_manager_state`` holds, or why it does not settle."""
@@ -80,6 +84,25 @@ class CheckedHost:
 
 
 @frozen
+class Init:
+    """Process 1 of this PID namespace, which may be this process."""
+
+    ours: bool
+    name: str
+    blocks_sigterm: bool
+    handles_sigterm: bool
+    of_machine: bool
+    """Whether the namespace is the machine's own."""
+
+    @property
+    def of_others(self) -> str:
+        """Return whose namespace it is, so that its process 1 cannot be the runner; empty if it can."""
+        if self.of_machine:
+            return "the machine's own"
+        return "shared with the pod's other containers" if self.name == "pause" else ""
+
+
+@frozen
 class CheckContext:
     """Facts that several checks need, read once; where a spec was given, those of its instance."""
 
@@ -116,6 +139,14 @@ class CheckContext:
     def roots(self) -> Roots:
         """The mount points of the machine."""
         return self.host.roots
+
+    @cached_property
+    def init(self) -> Init:
+        """The first process of this PID namespace."""
+        procfs = Procfs(self.roots.proc)
+        status = procfs.status("1")
+        blocks, handles = (bool(int(status[field], 16) >> (SIGTERM - 1) & 1) for field in ("SigBlk", "SigCgt"))
+        return Init(procfs.status()["Pid"] == "1", status["Name"], blocks, handles, self.in_initial_pid_namespace)
 
     @property
     def asks_for_less(self) -> bool:

@@ -9,13 +9,12 @@ from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement
 from runner.base.table import some
 from runner.base.values import frozen
-from runner.check.checks import OFF_NODE, CheckContext, Place, check
+from runner.check.checks import OFF_NODE, CheckContext, Init, Place, check
 from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.files import cpu_limits
 from runner.kernel.host_settings import HostSettings, InterruptLine
-from runner.kernel.procfs import Procfs
 from runner.kernel.settings import read_line
 from runner.kubelet.state import CpuState
 from runner.placement.pins import place
@@ -23,7 +22,6 @@ from runner.plan.host_checks import CPU_TIME, OWN_CPUS, shared_cpus, too_little_
 
 SHOWN = 6
 """How many interrupts a judgement names."""
-SIGTERM = 15
 
 
 @check("own-cpus", "a pod that asks for 20 CPUs has 20 CPUs only if no other pod is given any of them", *OFF_NODE)
@@ -195,30 +193,6 @@ def judge_neighbours(groups: Sequence[CpuNeighbour], exclusive: CpuSet, shared_p
     )
 
 
-@frozen
-class Init:
-    """Process 1 of this PID namespace, which may be this process."""
-
-    ours: bool
-    name: str
-    blocks_sigterm: bool
-    handles_sigterm: bool
-
-
-def _init(procfs: Procfs) -> Init:
-    status = procfs.status("1")
-
-    def has_sigterm(field: str) -> bool:
-        return bool(int(status[field], 16) >> (SIGTERM - 1) & 1)
-
-    return Init(
-        ours=procfs.status()["Pid"] == "1",
-        name=status["Name"],
-        blocks_sigterm=has_sigterm("SigBlk"),
-        handles_sigterm=has_sigterm("SigCgt"),
-    )
-
-
 @check(
     "pid-namespace",
     "only PID 1 adopts every orphan, and when it ends the kernel ends every process with it",
@@ -227,16 +201,14 @@ def _init(procfs: Procfs) -> Init:
 )
 def pid_namespace(context: CheckContext) -> Iterator[Judgement]:
     """Read which process is the first of this PID namespace."""
-    init = _init(Procfs(context.roots.proc))
-    yield judge_pid_namespace(context.place, init, in_initial_pid_namespace=context.in_initial_pid_namespace)
+    yield judge_pid_namespace(context.place, context.init)
 
 
-def judge_pid_namespace(place: Place, init: Init, *, in_initial_pid_namespace: bool) -> Judgement:
+def judge_pid_namespace(place: Place, init: Init) -> Judgement:
     """Judge whether process 1 of a container or pod can be the runner."""
-    if in_initial_pid_namespace or init.name == "pause":
-        what = "the machine's own" if in_initial_pid_namespace else "shared with the pod's other containers"
+    if init.of_others:
         return pid_namespace.error(
-            f"the PID namespace is {what}, so run would not be PID 1",
+            f"the PID namespace is {init.of_others}, so run would not be PID 1",
             'remove "hostPID" and "shareProcessNamespace" from the pod\'s manifest',
         )
     if init.ours:
@@ -253,9 +225,8 @@ def judge_pid_namespace(place: Place, init: Init, *, in_initial_pid_namespace: b
 )
 def signals(context: CheckContext) -> Iterator[Judgement]:
     """Read what the first process of this PID namespace does with SIGTERM; where it cannot be the runner that is no matter."""
-    init = _init(Procfs(context.roots.proc))
-    if not context.in_initial_pid_namespace and init.name != "pause":
-        yield judge_signals(init)
+    if not context.init.of_others:
+        yield judge_signals(context.init)
 
 
 def judge_signals(init: Init) -> Judgement:

@@ -12,8 +12,8 @@ from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
 from runner.base.judging import judgement_lines
 from runner.check import cpus, devices, kernel, node, programs
-from runner.check.checks import Check, Place, place_of
-from runner.check.cpus import CpuNeighbour, Init
+from runner.check.checks import Check, Init, Place, place_of
+from runner.check.cpus import CpuNeighbour
 from runner.check.host import CHECKS, CheckReport
 from runner.cli.check import report_lines
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
@@ -58,12 +58,12 @@ def cores(numbers: str, others: str = "", hardware: Hardware = EPYC) -> list[Jud
 
 
 def pid_1(*, ours: bool, everything: bool = False, name: str = "bash") -> Judgement:
-    init = Init(ours, name, blocks_sigterm=False, handles_sigterm=False)
-    return cpus.judge_pid_namespace(POD, init, in_initial_pid_namespace=everything)
+    init = Init(ours, name, blocks_sigterm=False, handles_sigterm=False, of_machine=everything)
+    return cpus.judge_pid_namespace(POD, init)
 
 
 def sigterm(*, ours: bool, blocks: bool = False, handles: bool = False) -> Judgement:
-    return cpus.judge_signals(Init(ours, "bash", blocks, handles))
+    return cpus.judge_signals(Init(ours, "bash", blocks, handles, of_machine=False))
 
 
 def device(check: Check, place: Place, path: str, reason: str | None) -> Judgement:
