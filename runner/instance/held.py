@@ -95,12 +95,12 @@ class Held:
     async def once(
         self,
         name: str,
-        act: Callable[[], Awaitable[T]],
+        act: Callable[[], Awaitable[T]] | None,
         now: Callable[[], object] | None = None,
         adopt: Callable[[Any], T] = _same,
     ) -> T:
-        """Do *act*, once in the life of the instance, and return its result; see :meth:`value`."""
-        if not self._finds(name):
+        """Do *act*, once in the life of the instance, and return its result; see :meth:`value`. Who always finds it, passes none."""
+        if act is not None and not self._finds(name):
             value = await act()
             return self.value(name, lambda: value, now)
         return self.value(name, _never, now, adopt)

@@ -189,15 +189,9 @@ async def resume_as_init(streams: Streams, renewal: Renewal) -> ExitReport:
     """Go on with the instance that another program of this process has held; see :func:`run_as_init`."""
 
     async def run(supervisor: Supervisor) -> ExitReport:
-        return await _run(None, supervisor, streams, _nothing_new)
+        return await _run(None, supervisor, streams, None)
 
     return await _supervised(run, streams, renewal, pid1=False)
-
-
-async def _nothing_new(_: Supervisor) -> InstancePlan:
-    """Stand where an instance that begins is planned: one that is held has a plan."""
-    await trio.lowlevel.checkpoint()
-    raise AssertionError
 
 
 async def _supervised(
@@ -256,16 +250,16 @@ async def _run(
     asked: InstanceSpec | None,
     bare: Supervisor,
     streams: Streams,
-    planned: Callable[[Supervisor], Awaitable[InstancePlan]],
+    planned: Callable[[Supervisor], Awaitable[InstancePlan]] | None,
 ) -> ExitReport:
-    """Run the instance *asked* for, or the one that is held; *planned* returns the plan of one that begins."""
+    """Run the instance *asked* for, or the one that is held; *planned* returns the plan of one that begins, and is not there else."""
 
     async def run() -> ExitReport:
         async with _with_inherited_fds(bare, asked) as supervisor:
             # Without its remarks, which were logged, and cloud-init's documents, which QEMU has: they hold secrets.
             plan = await supervisor.held.once(
                 "plan",
-                partial(planned, supervisor),
+                planned and partial(planned, supervisor),
                 lambda: attrs.evolve(plan, remarks=(), machine=attrs.evolve(plan.machine, seed=None)),
             )
             async with figures_shown(supervisor, plan, streams.http):
