@@ -22,9 +22,9 @@ from runner.base.events import ControllerEvent
 from runner.base.version import VERSION
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.serve.callers import Callers
+from runner.controller.serve.endpoints import HttpEndpoints
 from runner.controller.serve.methods import controller_methods
 from runner.controller.serve.node_status import NodeStatus
-from runner.controller.serve.pages import Pages
 from runner.controller.serve.registrations import Registrations
 from runner.controller.serve.report_methods import LIMITS, report_methods
 from runner.controller.serve.reports import Reports
@@ -196,7 +196,9 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 }
                 if options.metrics is not None:
                     http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
-                    tasks["pages"] = partial(serve_http, http, Pages(loop, device_filter, reports, seccomp).respond)
+                    tasks["endpoints"] = partial(
+                        serve_http, http, HttpEndpoints(loop, device_filter, reports, seccomp).respond
+                    )
                 async with trio.open_nursery() as nursery:
                     for name, task in tasks.items():
                         nursery.start_soon(restarted, name, task, loop.counters)

@@ -45,7 +45,7 @@ class ControllerCounters:
 
 @frozen
 class LoopStatus:
-    """What the pages show: the tree after the last pass, and what was found with it."""
+    """What the metrics show: the tree after the last pass, and what was found with it."""
 
     counters: ControllerCounters
     observed: Observed | None = None

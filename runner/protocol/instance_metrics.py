@@ -2,7 +2,7 @@
 
 A report has numbers by the names and label values of this table alone. Labels that count parts, such as vCPUs, are summed, so that a
 report has 4 KiB at most, however large the machine is. The few labels that are texts of the instance's own bear ``reported_``
-before their names on the controller's page: it cannot check them.
+before their names in the controller's metrics: it cannot check them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST_NAME = 253
 """Characters of the longest name that Kubernetes gives (``DNS1123SubdomainMaxLength``)."""
 LONGEST_VERSION = 64
 REPORTED = "reported_"
-"""Stands before the name of a label on the controller's page whose value the instance has chosen."""
+"""Stands before the name of a label in the controller's metrics whose value the instance has chosen."""
 
 PHASES = ("starting", "running", "stopping")
 RENEWAL_OUTCOMES = ("renewed", "fell_back", "resumed")

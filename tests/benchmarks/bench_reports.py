@@ -53,7 +53,7 @@ async def measure(count: int, directory: Path) -> None:
                     await trio.sleep(0.01)
                 print(f"{life}: {count} first reports in {time.monotonic() - begun:.2f} s")
                 for _ in range(3):
-                    pages, cpu, begun = controller.pages(), time.process_time(), time.monotonic()
+                    pages, cpu, begun = controller.endpoints(), time.process_time(), time.monotonic()
                     text = (await pages.respond("/metrics")).text
                     have = text.count("\ninstance_runner_guest_ready{")
                     print(

@@ -137,7 +137,7 @@ async def test_an_instance_reports_also_to_a_controller_that_was_started_again(
                     await client.result("registerCgroup", uuid=B, cpuset="14-17")
                     while controller.reports.to_json(B) is None:
                         await trio.sleep(0.01)
-                    text = (await controller.pages().respond("/metrics")).text
+                    text = (await controller.endpoints().respond("/metrics")).text
                     assert f'instance_runner_guest_state{{pod_uid="{B}",state="starting"}} 1.0' in text
                     assert f'instance_runner_console_bytes_total{{pod_uid="{B}"}} 0.0' in text
 

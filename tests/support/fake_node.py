@@ -18,9 +18,9 @@ from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS, LimitOptions, choose_limits
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers
+from runner.controller.serve.endpoints import HttpEndpoints
 from runner.controller.serve.methods import RpcMethods, controller_methods
 from runner.controller.serve.node_status import NodeStatus
-from runner.controller.serve.pages import Pages
 from runner.controller.serve.registrations import MOST_WAITING, Registrations
 from runner.controller.serve.report_methods import LIMITS, report_methods
 from runner.controller.serve.reports import ReportIntervals, Reports
@@ -339,9 +339,9 @@ class Controller:
         """Return what instances have reported."""
         return self.status.reports
 
-    def pages(self, device_filter: DeviceFilter | None = None) -> Pages:
+    def endpoints(self, device_filter: DeviceFilter | None = None) -> HttpEndpoints:
         """Return what the port for metrics shows, which nothing has asked for yet."""
-        return Pages(self.loop, device_filter or self.device_filter, self.reports, self.seccomp)
+        return HttpEndpoints(self.loop, device_filter or self.device_filter, self.reports, self.seccomp)
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""

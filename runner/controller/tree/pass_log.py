@@ -1,4 +1,4 @@
-"""What passes do and find, as an operator reads it: the log, and the counters of the page."""
+"""What passes do and find, as an operator reads it: the log, and the counters of its metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What there is to say of an instance in numbers; imported at the first request for them.
 
-The names stand in :mod:`runner.protocol.instance_metrics`. The instance's own page has all of it; the controller gets sums.
+The names stand in :mod:`runner.protocol.instance_metrics`. The instance's own endpoint has all of it; the controller gets sums.
 """
 
 from __future__ import annotations

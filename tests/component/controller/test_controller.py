@@ -437,7 +437,7 @@ async def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty_and_not_b
     old[0].populate(True)
     async with controlled(node) as controller, connected(node.socket) as client:
         assert f"earlier version of this program are in use (float/{A}, float); drain the node" in controller.loop.error
-        assert (await controller.pages().respond("/readyz")).status == 503
+        assert (await controller.endpoints().respond("/readyz")).status == 503
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert "drain the node" in str(refused["message"])
         assert not node.domain(B).exists()
@@ -587,7 +587,7 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
             status = await client.result("getStatus")
             assert isinstance(status, dict)
             assert [reason in fault for fault in status["faults"]] == [True]
-            show = controller.pages(device_filter).respond
+            show = controller.endpoints(device_filter).respond
             ready = await show("/readyz")
             assert (ready.status, reason in ready.text) == (503, True)
             # A controller that could attach it at its next start is started again by the kubelet.
@@ -596,7 +596,7 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
     kept = DeviceFilter(node.root.path, attached_to=node.root.path.stat().st_ino)
     async with controlled(node, device_filter=kept) as controller, connected(node.socket) as client:
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        assert (await controller.pages(kept).respond("/readyz")).status == 200
+        assert (await controller.endpoints(kept).respond("/readyz")).status == 200
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ async def test_a_newcomer_learns_at_once_whom_it_waits_for(node: Node, caplog: p
             status = await connection.result("getStatus")
             assert isinstance(status, dict)
             assert len(status["handovers"]) == seen, pod
-        metrics = (await controller.pages().respond("/metrics")).text
+        metrics = (await controller.endpoints().respond("/metrics")).text
         assert figures(metrics, "instance_cgroup_controller_")["handover_cpus"] == 4
 
 

@@ -80,7 +80,7 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
 
 
 def without_seccomp(controller: Controller) -> frozenset[str]:
-    """Return the pods that may write their groups, as the page counts them."""
+    """Return the pods that may write their groups, as the metrics count them."""
     return controller.seccomp.without(controller.loop.seen().floats())
 
 
@@ -454,7 +454,7 @@ async def test_what_the_kernel_ends_for_want_of_memory_is_told(node: Node, caplo
         status = await client.result("getStatus")
         assert isinstance(status, dict)
         assert status["oom_kills"] == {B: 2}
-        assert "oom_kills_total 2.0" in (await controller.pages().respond("/metrics")).text
+        assert "oom_kills_total 2.0" in (await controller.endpoints().respond("/metrics")).text
         node.become(A)
         status = await client.result("getStatus")
         assert isinstance(status, dict)

@@ -343,8 +343,8 @@ async def test_probes_and_metrics(node: Node) -> None:
         await client.refusal("registerCgroup", uuid="x", cpuset="1")
         with listening(port) as listener:
             async with trio.open_nursery() as nursery:
-                pages = controller.pages()
-                nursery.start_soon(serve_http, [listener], pages.respond)
+                endpoints = controller.endpoints()
+                nursery.start_soon(serve_http, [listener], endpoints.respond)
                 await check_responses(port, controller)
                 nursery.cancel_scope.cancel()
 
@@ -400,7 +400,7 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
     before = controllers.read_text()
     controllers.write_text("memory\n")
     async with controlled(node) as controller:
-        show = controller.pages().respond
+        show = controller.endpoints().respond
         failed = await show("/readyz")
         assert (failed.status, failed.text[:21]) == (503, "the last pass failed:")
         assert "offers no cpuset controller" in failed.text
@@ -410,7 +410,7 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
         assert (await show("/readyz")).status == 200
 
 
-async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
+async def test_an_endpoint_for_which_the_host_cannot_be_read_is_unavailable(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(_seccomp: SeccompCheck, _pod_uids: Collection[str]) -> frozenset[str]:
@@ -418,9 +418,9 @@ async def test_a_page_for_which_the_host_cannot_be_read_is_unavailable(
 
     monkeypatch.setattr(SeccompCheck, "without", unreadable)
     async with controlled(node) as controller:
-        answer = await controller.pages().respond("/metrics")
+        answer = await controller.endpoints().respond("/metrics")
         assert (answer.status, answer.text) == (503, "cannot read it\n")
-        assert (await controller.pages().respond("/healthz")).text == "ok\n", "it reads no pod"
+        assert (await controller.endpoints().respond("/healthz")).text == "ok\n", "it reads no pod"
 
 
 def test_its_log_can_be_json(built: Node) -> None:

@@ -424,7 +424,7 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         with pytest.raises(ControllerError, match="the controller's partition writer has ended"):
             await seal(path, B)
         await unseal(path, B)
-        answer = await controller.pages().respond("/healthz")
+        answer = await controller.endpoints().respond("/healthz")
         assert answer.status == 503
         assert "restart the controller" in answer.text
 
@@ -518,7 +518,7 @@ async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
         [finding] = judge_controller(Place.POD, str(path), status, "auto")
         assert finding.level is Level.WARNING
         assert f"instance {B} is arranged, not enforced: {reason}" in finding.found
-        metrics = (await controller.pages().respond("/metrics")).text
+        metrics = (await controller.endpoints().respond("/metrics")).text
         assert "instances_enforced 0.0" in metrics
         refusing.append("isolated")
         assert await seal(path, B) == ""

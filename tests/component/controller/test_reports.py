@@ -1,4 +1,4 @@
-"""The reports of instances on a fake node: who may make them, what the controller's page has of them, and what they cost."""
+"""The reports of instances on a fake node: who may make them, what the controller's metrics have of them, and what they cost."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def registered(node: Node, controller: Controller, uid: str = B, cpus: str
         yield client
 
 
-async def page(controller: Controller) -> dict[str, float]:
-    return figures((await controller.pages().respond("/metrics")).text, "instance_")
+async def metrics(controller: Controller) -> dict[str, float]:
+    return figures((await controller.endpoints().respond("/metrics")).text, "instance_")
 
 
 async def scraped(controller: Controller, client: Client, answer: bytes) -> dict[str, float]:
@@ -72,7 +72,7 @@ async def scraped(controller: Controller, client: Client, answer: bytes) -> dict
     found: dict[str, float] = {}
 
     async def scrape() -> None:
-        found.update(await page(controller))
+        found.update(await metrics(controller))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scrape)
@@ -88,10 +88,10 @@ async def taken(controller: Controller, client: Client, message: bytes, uid: str
         await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_the_controllers_page_has_what_an_instance_reports(node: Node) -> None:
+async def test_the_controllers_metrics_have_what_an_instance_reports(node: Node) -> None:
     """Numbers by the uid that was proved; names bear that the instance has said them; parts are summed up."""
     async with controlled(node, report_intervals=OFTEN) as controller, registered(node, controller) as client:
-        before = await page(controller)
+        before = await metrics(controller)
         assert before[f'cgroup_controller_instance_enforced{{pod_uid="{B}"}}'] == 0
         assert not any(name.startswith("runner_") for name in before)
         await taken(controller, client, request(B))
@@ -141,7 +141,7 @@ async def test_one_that_was_deregistered_is_told_of_no_more(node: Node) -> None:
         await taken(controller, client, request(B))
         async with connected(node.socket) as rpc:
             assert await rpc.result("deregisterCgroup", uuid=B) == {"removed": True}
-        assert not any("pod_uid" in name for name in await page(controller))
+        assert not any("pod_uid" in name for name in await metrics(controller))
         assert json.loads(await client.line())["result"] == {}, "its call was answered"
         await client.send(request(B))
         assert json.loads(await client.line())["error"]["data"]["reason"] == "conflict"
@@ -190,13 +190,13 @@ async def test_one_that_floods_is_heard_twice_a_second(node: Node, autojump_cloc
     assert [later - before for before, later in itertools.pairwise(took)] == pytest.approx([0.5] * 5)
 
 
-async def test_one_that_owes_a_report_delays_the_page_once(node: Node, autojump_clock: trio.testing.MockClock) -> None:
+async def test_one_that_owes_a_report_delays_a_scrape_once(node: Node, autojump_clock: trio.testing.MockClock) -> None:
     del autojump_clock
     async with controlled(node, limit=3600) as controller, registered(node, controller) as client:
         await taken(controller, client, request(B))
         for expected in (1, 0):
             before = trio.current_time()
-            assert (await page(controller))[f'runner_guest_ready{{pod_uid="{B}"}}'] == 1, "the latest"
+            assert (await metrics(controller))[f'runner_guest_ready{{pod_uid="{B}"}}'] == 1, "the latest"
             assert trio.current_time() - before == pytest.approx(expected)
 
 
@@ -232,7 +232,7 @@ async def test_a_controller_that_was_started_again_has_the_reports_that_come(nod
         await taken(controller, client, request(B))
     node.pod(B).put_threads([os.getpid()])
     async with controlled(node, report_intervals=OFTEN) as controller:
-        assert not any(name.startswith("runner_") for name in await page(controller))
+        assert not any(name.startswith("runner_") for name in await metrics(controller))
         async with connected(node.socket.with_name(REPORT_SOCKET)) as client:
             await taken(controller, client, request(B))
             assert f'runner_guest_ready{{pod_uid="{B}"}}' in await scraped(controller, client, request(B))
@@ -248,7 +248,7 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-async def test_the_page_has_300_instances_also_after_the_controllers_restart(node: Node) -> None:
+async def test_the_metrics_have_300_instances_also_after_the_controllers_restart(node: Node) -> None:
     uids = put_instances(node, 300)
     limits = attrs.evolve(LIMITS, connections_per_peer=LIMITS.connections, in_flight=LIMITS.connections)
     found: dict[str, float] = {}
@@ -260,7 +260,7 @@ async def test_the_page_has_300_instances_also_after_the_controllers_restart(nod
             nursery.start_soon(answer_reports, node.socket.with_name(REPORT_SOCKET), uids)
             while len(controller.reports.latest(uids)) < len(uids):
                 await trio.sleep(0.01)
-            found = await page(controller)
+            found = await metrics(controller)
             nursery.cancel_scope.cancel()
     assert sum(name.startswith("runner_guest_ready{") for name in found) == len(uids)
     per_instance = sum(name.startswith("runner_") for name in found) / len(uids)

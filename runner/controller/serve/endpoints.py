@@ -1,4 +1,4 @@
-"""The pages of the controller: its metrics, and the probes of the kubelet.
+"""The HTTP endpoints of the controller: its metrics, and the probes of the kubelet.
 
 ========== ============================================================================
 /metrics   text exposition format 0.0.4
@@ -8,7 +8,7 @@
 ========== ============================================================================
 
 A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet makes when
-``/healthz`` fails. A page for which the host cannot be read is unavailable.
+``/healthz`` fails. An endpoint for which the host cannot be read is unavailable.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _METRICS_FOR = 0.1
 
 
 @attrs.define(eq=False)
-class Pages:
-    """The pages about the present state of *loop* and *device_filter*, and what the instances report."""
+class HttpEndpoints:
+    """The endpoints about the present state of *loop* and *device_filter*, and what the instances report."""
 
     loop: ReconcileLoop
     device_filter: DeviceFilter
