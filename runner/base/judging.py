@@ -39,7 +39,7 @@ class Subject:
         """Return what makes an instance slower, less isolated, or less than was asked for."""
         return Judgement(self.name, Level.WARNING, found, self.why, remedy)
 
-    def error(self, found: str, remedy: str = "") -> Judgement:
+    def error(self, found: str, remedy: str) -> Judgement:
         """Return what keeps an instance from starting, or what must not be in one that runs."""
         return Judgement(self.name, Level.ERROR, found, self.why, remedy)
 

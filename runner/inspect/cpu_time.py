@@ -155,7 +155,8 @@ class TraceReport:
 
     def judgements(self, instance: InstanceTrace) -> tuple[Judgement, ...]:
         """Judge that no task ran on the CPUs of *instance* but its vCPUs, and kernel threads that are bound to one CPU."""
-        found = (*map(TRACE.error, self._violations(instance)), *map(TRACE.unknown, self._doubts(instance)))
+        errors = (TRACE.error(each, self._remedy) for each in self._violations(instance))
+        found = (*errors, *map(TRACE.unknown, self._doubts(instance)))
         kernel = sum(task.nanoseconds for account in instance.accounts for task in account.kernel)
         only = (
             f"0 ns of any other task on the CPUs '{instance.cpus}'; {kernel} ns of kernel threads bound to one of them"
@@ -166,6 +167,12 @@ class TraceReport:
     def verdict(self) -> Level:
         """The worst level of all."""
         return worst(judgement for each in self.instances for judgement in self.judgements(each))
+
+    @property
+    def _remedy(self) -> str:
+        if self.source == "schedstat":
+            return "record every switch, which names them: as root on the node, with tracefs"
+        return "`inspect` without --trace says whether it may run there still, and how to keep it off"
 
     def _violations(self, instance: InstanceTrace) -> Iterator[str]:
         match self.source:

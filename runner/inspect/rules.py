@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import assert_never
 
 from runner.base.cpuset import CpuSet
@@ -80,8 +81,8 @@ def vcpus_alone(instance: InstanceObservation) -> Iterator[Judgement]:
     if not instance.vcpu_threads and not instance.rules.pins:
         yield VCPUS.unknown(NO_VCPU_THREAD)
         return
-    violations = tuple(sentences(each for each in _violations(instance) if _is_about_vcpus(each)))
-    yield from map(VCPUS.error, violations)
+    violations = tuple(each for each in _violations(instance) if _is_about_vcpus(each))
+    yield from _errors(VCPUS, violations)
     if not violations:
         yield VCPUS.ok(f"vCPU threads: {len(instance.vcpu_threads)}, each alone on one of the CPUs '{instance.cpus}'")
 
@@ -96,8 +97,8 @@ def cpus_exclusive(instance: InstanceObservation) -> Iterator[Judgement]:
 
     What may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) is counted in what is found.
     """
-    violations = tuple(sentences(each for each in _violations(instance) if not _is_about_vcpus(each)))
-    yield from map(EXCLUSIVE.error, violations)
+    violations = tuple(each for each in _violations(instance) if not _is_about_vcpus(each))
+    yield from _errors(EXCLUSIVE, violations)
     if not violations and not instance.vcpu_threads:
         yield EXCLUSIVE.unknown(NO_VCPU_THREAD)
     elif not violations:
@@ -106,6 +107,33 @@ def cpus_exclusive(instance: InstanceObservation) -> Iterator[Judgement]:
 
 def _violations(instance: InstanceObservation) -> tuple[Violation, ...]:
     return instance.rules.violations((*instance.threads, *instance.others))
+
+
+def _errors(subject: Subject, violations: Iterable[Violation]) -> Iterator[Judgement]:
+    """Judge *violations*, of each kind one after the other, with the remedy of that kind."""
+    for remedy, of_kind in groupby(sorted(violations, key=_remedy), _remedy):
+        yield from (subject.error(found, remedy) for found in sentences(of_kind))
+
+
+def _remedy(violation: Violation) -> str:
+    match violation:
+        case MissingVcpu():
+            return "inspect again, as vCPUs come and go while the machine changes; if it stays so, start the instance again"
+        case SharedCpu() | MisplacedVcpu():
+            return (
+                "keep off what sets masks of others' threads here (taskset, numad, tuned), and start the instance again"
+            )
+        case Intruder():
+            return (
+                "give it other CPUs: `taskset -apc CPUS PID`, for a service AllowedCPUs=; in the pod itself the runner moves it "
+                "within a second where it has cgroups"
+            )
+        case WrongCgroup():
+            return "keep off what moves threads between cgroups here, and start the instance again"
+        case NarrowMask(thread, float_cpus):
+            return f"taskset -apc {float_cpus} {thread.thread.pid}"
+        case _ as never:
+            assert_never(never)
 
 
 def _is_about_vcpus(violation: Violation) -> bool:
@@ -158,7 +186,14 @@ def memory_local(instance: InstanceObservation) -> Iterator[Judgement]:
     bound = f"it is bound to '{memory.bound}', " if memory.bound else ""
     found = f"{mapped or 'nothing'} of the guest's RAM is mapped; {bound}its CPUs are on '{instance.numa_nodes}'"
     remote = memory.remote_bytes or any(size and node not in wanted for node, size in where.items())
-    yield LOCAL.error(found) if remote else LOCAL.ok(found)
+    if not remote:
+        yield LOCAL.ok(found)
+    elif memory.bound:
+        yield LOCAL.error(
+            found, "keep off what moves memory of others (migratepages, numad), and start the instance again"
+        )
+    else:
+        yield LOCAL.error(found, "set memory.bind = true, and start the instance again")
 
 
 CHARGED = Subject("charged", "what is charged to another cgroup counts against the limit of that one, not of the pod")
@@ -172,7 +207,9 @@ def memory_charged(instance: InstanceObservation) -> Iterator[Judgement]:
     elif isinstance(charge, Unknown):
         yield CHARGED.unknown(charge.reason)
     elif missing := tuple(_uncharged(memory, charge)):
-        yield from map(CHARGED.error, missing)
+        yield from (
+            CHARGED.error(each, "start the instance again: memory stays charged where it is") for each in missing
+        )
     else:
         amount = charge.amount
         yield CHARGED.ok(
@@ -209,7 +246,8 @@ def as_the_kubelet_says(observed: KubeletObservation | Unknown) -> Iterator[Judg
             "the kubelet's shared pool is empty: float has reserved CPUs, which its file does not name"
         )
     elif violations := tuple(_unlike_the_kubelet(observed)):
-        yield from map(KUBELET.error, violations)
+        remedy = "`instance-runner check` on the node, and the log of its controller, say why that does not follow the kubelet"
+        yield from (KUBELET.error(each, remedy) for each in violations)
     else:
         yield KUBELET.ok(f"float has '{observed.float_cpus}', the kubelet's shared pool")
 

@@ -75,6 +75,7 @@ ok       exclusive  only sleepers (anchors: 0, pod sandboxes: 0) and kernel thre
 in no cgroup: 0) may run there besides the vCPUs
 error    local      3 MiB on NUMA node 0, 2 MiB on NUMA node 1 of the guest's RAM is mapped; its CPUs are on '1'
                       why   memory of another NUMA node is slower by half
+                      fix   set memory.bind = true, and start the instance again
 ok       charged    the pod's cgroup is charged 3 MiB of memory and 2 MiB of huge pages
          settings   interrupts: 26 (nvme0q3); unbound work queues: none; idle states: up to 2 µs; governor: performance
 

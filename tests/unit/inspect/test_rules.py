@@ -98,7 +98,7 @@ def found(level: Level, judgements: Iterable[Judgement]) -> str:
     judged = list(judgements)
     assert {each.level for each in judged} == {level}, judged
     assert len({each.subject for each in judged}) == 1
-    assert all(each.why for each in judged)
+    assert all(each.why and (each.remedy or level is not Level.ERROR) for each in judged)
     return "; ".join(each.found for each in judged)
 
 
