@@ -13,7 +13,8 @@ from runner.base.errors import UsageError
 from runner.cli.generated_specs import LOCALHOST
 from runner.cli.options import STATUS_HELP
 from runner.spec.instance import LEAST_MEMORY
-from runner.spec.rules import Rule, WrongValueError, integer, ports, size
+from runner.spec.ports import parse_ports
+from runner.spec.rules import Rule, WrongValueError, integer, size
 
 DEMO_GUEST = Path("/usr/share/instance-runner/demo")
 """Where the image has it."""
@@ -90,10 +91,9 @@ def _count(text: str) -> int:
 
 
 def _port(text: str) -> str:
-    try:
-        ports().parse([f"{LOCALHOST}/{text}"])
-    except ValueError:
-        raise ValueError(f"{text!r}: it takes a port of this machine and one of the guest, such as 2222:22") from None
+    forward = parse_ports(f"{LOCALHOST}/{text}") if ":" in text else None
+    if forward is None or forward.count > 1 or forward.protocol != "tcp":
+        raise ValueError(f"{text!r}: it takes a port of this machine and one of the guest, such as 2222:22")
     return text
 
 

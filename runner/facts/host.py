@@ -250,6 +250,8 @@ class HostFacts:
     passt: PurePosixPath | None = None
     unprivileged_port: int = 0
     """The lowest port at which every process may listen (``net.ipv4.ip_unprivileged_port_start``)."""
+    open_files: int = 1 << 20
+    """The most files that a process may have open (``RLIMIT_NOFILE``, the hard limit)."""
     ipv6_error: str | None = None
     """Why new links of this network namespace have no IPv6; ``None`` if they have it."""
     descriptors: Mapping[str, DescriptorFact] | None = None

@@ -8,6 +8,7 @@ import logging
 import os
 import pwd
 import re
+import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -138,6 +139,7 @@ async def read_host_facts(
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=passt,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         unprivileged_port=int(procfs.setting("net/ipv4/ip_unprivileged_port_start") or 0),
         ipv6_error=_ipv6_error(procfs),
         descriptors=None if inherited is None else _descriptors(inherited),

@@ -39,6 +39,10 @@ BIOS_SCREEN = 8 * MIB
 """The video memory of a guest that a BIOS boots without a screen (:data:`runner.plan.argv.qemu.UNSEEN_VGA`)."""
 DAEMON = 8 * MIB
 """A dnsmasq (3 MiB) or a virtiofsd (5 MiB and its cache of names; measured)."""
+PASST = 32 * MIB
+"""A passt: 14 to 21 MiB before any packet (measured, versions of 2023 to 2026); its buffers grow with what passes."""
+FORWARDED_PORT = 4608
+"""Bytes of the kernel's for a port at which passt listens: 4136 to 4261 for TCP, 2960 for UDP (measured in a cgroup, Linux 6.18)."""
 TRANSLATED = 128 * MIB
 """The buffer for translated code where QEMU emulates the CPU (``-accel tcg,tb-size=``)."""
 PAGE_TABLES = 512
@@ -83,6 +87,7 @@ def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["k
         sum((spec.guest.vsock is not None, spec.cloud_init is not None)) * DEVICE,
         SCREEN if spec.display.vnc else BIOS_SCREEN if spec.boot.by_bios else 0,
         (len(spec.network) + len(spec.share)) * DAEMON,
+        sum(PASST - DAEMON + each.listened_at * FORWARDED_PORT for each in spec.network if each.mode == "passt"),
         TRANSLATED if accel == "tcg" else 0,
         LOCKED + locked_threads(spec, vcpus) * LOCKED_THREAD if memory.lock else 0,
         tables * (2 + len(spec.share)),  # of QEMU and of KVM; virtiofsd maps it, too

@@ -61,6 +61,10 @@ class MacvtapPlan(Nic):
     vhost: bool
 
 
+EVERY = "all"
+"""Of :attr:`PasstPlan.ports`: all that are free and not ephemeral. What this program listens at, it does before passt starts."""
+
+
 @frozen
 class PasstPlan(Nic):
     """passt(1), which translates between the guest's frames and sockets of the pod."""
@@ -68,6 +72,7 @@ class PasstPlan(Nic):
     program: PurePosixPath
     ports: tuple[str, ...] = ()
     """TCP ports of the pod that lead to the guest, as passt takes them."""
+    udp_ports: tuple[str, ...] = ()
 
 
 @frozen

@@ -24,6 +24,7 @@ from runner.plan.dhcp import (
 )
 from runner.plan.identity import Identity
 from runner.plan.network_plan import (
+    EVERY,
     BridgedPlan,
     DhcpPlan,
     InheritedFdPlan,
@@ -40,6 +41,9 @@ MOST_QUEUES = 8
 
 PASST_MTU = 65520
 """Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
+
+PASST_FILES = 128
+"""Files that passt has open besides one for each port: 40 to 72 (measured)."""
 
 IPV6_LEAST_MTU = 1280
 """Bytes; on a link with a smaller MTU the kernel has no IPv6 (``IPV6_MIN_MTU``, ``net/ipv6/addrconf.c``)."""
@@ -404,15 +408,31 @@ class _NetworkPlanner:
                     f'passt speaks with the address of {pod.name!r}, which another network gives away (mode = "bridge")',
                 )
         lowest = self._facts.unprivileged_port
-        for each in network.ports:
-            if (port := int(each.rpartition("/")[2].partition(":")[0])) < lowest:
+        for each in network.forwards:
+            if each.first < lowest:
                 self._refuse(
                     f"network[{index}].ports",
-                    f"passt cannot listen at {port}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and its newer versions "
-                    "give root's rights away before they listen",
+                    f"passt cannot listen at {each.first}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and its newer "
+                    "versions give root's rights away before they listen",
                     f"set it to 0 in the pod's securityContext.sysctls (containerd 2 does so itself), or take a port from {lowest} on",
                 )
-        return PasstPlan(self._mac(index, network), network.mtu or PASST_MTU, 1, self._facts.passt, network.ports)
+        if network.listened_at + PASST_FILES > self._facts.open_files:
+            self._refuse(
+                f"network[{index}].ports",
+                f"passt would listen at up to {network.listened_at} ports, and may have {self._facts.open_files} files open here",
+                "raise the container's limit (RLIMIT_NOFILE), or name fewer ports",
+            )
+        tcp, udp = (
+            tuple(str(each) for each in network.forwards if each.protocol == protocol) for protocol in ("tcp", "udp")
+        )
+        return PasstPlan(
+            self._mac(index, network),
+            network.mtu or PASST_MTU,
+            1,
+            self._facts.passt,
+            (EVERY,) if network.ports == "all" else tcp,
+            udp,
+        )
 
     def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:
         where = f"network[{index}].fd"

@@ -14,7 +14,7 @@ from runner.plan.disks import disk_words
 from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
-from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
+from runner.plan.network_plan import EVERY, BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.plan.networks import derived_mac
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan, PciPort
 from runner.spec.rules import format_size
@@ -195,9 +195,10 @@ def _network(network: NetworkPlan, derived: str) -> str:
     vhost = ", vhost-net"
     match network:
         case PasstPlan():
-            into = (
-                f"ports {', '.join(network.ports)} alone lead to it" if network.ports else "nothing reaches the guest"
-            )
+            ports = [*network.ports, *(f"{each}/udp" for each in network.udp_ports)]
+            into = f"ports {', '.join(ports)} alone lead to it" if ports else "nothing reaches the guest"
+            if network.ports == (EVERY,):
+                into = "all of its TCP ports lead to it but those that the runner listens at and the ephemeral ones"
             return f"passt {guest}: the guest reaches what the pod reaches, and {into}"
         case MacvtapPlan():
             return f"macvtap {network.link} over {network.over} {guest}" + vhost * network.vhost

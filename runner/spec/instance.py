@@ -18,6 +18,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
+from runner.spec.ports import EVERY_PORT, MOST_OF_ALL, PortForward
 from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
 from runner.spec.rules import (
     DESCRIPTOR_NAME,
@@ -498,13 +499,24 @@ class NetworkSpec:
         "/dev/vhost-net if the container has it",
     )
 
-    ports: tuple[str, ...] = key(
-        ports(),
+    ports: tuple[PortForward, ...] | Literal["all"] = key(
+        either("all", ports()),
         default=(),
         elsewhere=("hostfwd", "forward", "publish", "port"),
-        doc='`"passt"` only: TCP ports of the pod that lead to the guest, each with the guest\'s: `"2222:22"`, or '
-        '`"127.0.0.1/2222:22"` for a port of one address alone; without it nothing reaches the guest',
+        doc='`"passt"` only: ports of the pod that lead to the guest: `22`, `"8000-8010"`, `"80:8080"` for another one of the guest\'s, '
+        '`"127.0.0.1/2222:22"` at one address alone, `"53/udp"`; `"all"`: all TCP ports but those that the runner listens at and '
+        "the ephemeral ones; without it nothing reaches the guest",
     )
+
+    @property
+    def forwards(self) -> tuple[PortForward, ...]:
+        """Return the ports of the pod that lead to the guest, or may."""
+        return (EVERY_PORT,) if self.ports == "all" else self.ports
+
+    @property
+    def listened_at(self) -> int:
+        """Return at how many ports passt listens, at most."""
+        return MOST_OF_ALL if self.ports == "all" else sum(each.count for each in self.ports)
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
@@ -916,19 +928,16 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
 
 def _repeated_ports(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
     """Yield the pod's ports that two ports of the guest are to have: one without an address is that of every address."""
-    seen = list[tuple[str, str, int]]()
+    seen = list[tuple[PortForward, int]]()
     for index, network in enumerate(networks):
-        for each in network.ports:
-            *address, port = each.partition(":")[0].split("/")
-            at = "".join(address)
-            clash = next(
-                (before for other, taken, before in seen if port == taken and (at == other or "" in {at, other})), None
-            )
-            if clash is not None:
-                also = "" if clash == index else f", with network[{clash}]"
+        for each in network.forwards:
+            shared = ((port, before) for other, before in seen if (port := each.common(other)) is not None)
+            if (clash := next(shared, None)) is not None:
+                port, before = clash
+                also = "" if before == index else f", with network[{before}]"
                 where, remedy = f"network[{index}].ports", "leave one of them out"
                 yield Problem(where, f"gives {port} to two ports of the guest{also}", remedy)
-            seen.append((at, port, index))
+            seen.append((each, index))
 
 
 def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:

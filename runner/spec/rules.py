@@ -23,6 +23,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
+from runner.spec.ports import HIGHEST, PATTERN, PortForward, parse_ports
 
 T = TypeVar("T")
 
@@ -51,8 +52,6 @@ _DEEP_KEY = r"(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
 """A key with that many dots, after strings were replaced by a quotation mark."""
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
-FORWARDED = r"(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}/)?([0-9]{1,5}):([0-9]{1,5})"
-"""Pattern of a port, and the guest's that it leads to: ``2222:22``, or ``127.0.0.1/2222:22`` at one address alone."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
@@ -479,21 +478,21 @@ def variables() -> Rule:
 
 
 def ports() -> Rule:
-    """Take an array of TCP ports, each with the port of the guest that it leads to (:data:`FORWARDED`)."""
+    """Take an array of ports that lead to the guest (:mod:`runner.spec.ports`)."""
 
-    def parse(value: object) -> tuple[str, ...]:
+    def parse(value: object) -> tuple[PortForward, ...]:
         if not isinstance(value, list):
             _wrong(value)
+        forwards = []
         for each in value:
-            match = re.fullmatch(FORWARDED, each, re.ASCII) if isinstance(each, str) else None
-            if match is None or not all(0 < int(number) < 1 << 16 for number in match.groups()):
-                same = f"{each}:{each}"
-                match = re.fullmatch(FORWARDED, same, re.ASCII)
-                _wrong(each, f'"{same}"' if match and int(match[1]) < 1 << 16 else "")
-        return tuple(value)
+            if (forward := parse_ports(each)) is None:
+                _wrong(each)
+            forwards.append(forward)
+        return tuple(forwards)
 
-    listed = {"type": "array", "items": matching(FORWARDED)}
-    return Rule('an array of ports, such as ["2222:22"] or ["127.0.0.1/2222:22"]', parse, listed)
+    bare = re.sub(r"\?P<\w+>", "?:", PATTERN)
+    entry = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": HIGHEST}, matching(bare)]}
+    return Rule('an array of ports, such as [22, "8000-8010", "80:8080/tcp"]', parse, {"type": "array", "items": entry})
 
 
 def table(schema: type) -> Rule:

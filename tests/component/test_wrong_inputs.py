@@ -228,9 +228,16 @@ WITH_KERNEL = [
     ("[[network]]\nmtu = 9\n", "network[0].mtu: found the integer 9; it takes an integer from 576 to 65521"),
     ("[[network]]\nqueues = 0\n", "network[0].queues: found the integer 0; it takes an integer from 1 to 64"),
     ('[[network]]\nports = ["22:22"]\n', 'network[0].ports: needs mode = "passt", and it is "private"'),
-    ('[[network]]\nmode = "passt"\nports = ["22"]\n', 'network[0].ports: found the string "22"; did you mean "22:22"?'),
+    (
+        '[[network]]\nmode = "passt"\nports = ["22-20"]\n',
+        'network[0].ports: found the string "22-20"; it takes an array of',
+    ),
+    ('[[network]]\nmode = "passt"\nports = "al"\n', 'network[0].ports: found the string "al"; did you mean "all"?'),
     ('[[network]]\nmode = "passt"\nports = "22:22"\n', 'network[0].ports: found the string "22:22"; it takes'),
-    ('[[network]]\nmode = "passt"\nports = [22]\n', 'network[0].ports: found the integer 22; did you mean "22:22"?'),
+    ('[[network]]\nmode = "passt"\nports = [0]\n', "network[0].ports: found the integer 0; it takes an array of"),
+    ('[[network]]\nmode = "passt"\nports = ["1-9:1-8"]\n', 'network[0].ports: found the string "1-9:1-8"; it takes'),
+    ('[[network]]\nmode = "passt"\nports = ["22/sctp"]\n', 'network[0].ports: found the string "22/sctp"; it takes'),
+    ('[[network]]\nmode = "passt"\nports = ["999.0.0.1/22"]\n', 'network[0].ports: found the string "999.0.0.1/22"'),
     ('[[network]]\nmode = "passt"\nports = ["22:99999"]\n', 'network[0].ports: found the string "22:99999"; it takes'),
     (
         '[[network]]\nmode = "passt"\nports = ["22:22", "22:23"]\n',

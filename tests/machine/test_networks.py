@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
+from runner.plan.argv.networks import passt_argv
+from runner.plan.network_plan import PasstPlan
+from runner.spec.instance import parse_instance
 from tests.support.program_runs import PROJECT, ProgramStarter, until
 
 POD = """
@@ -40,6 +44,43 @@ def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: Pro
     assert "inherited descriptor name=disk0 kind=a file of 4096 bytes" in run.log
     assert run.stop() == 0, run.log
     assert "faults=0" in run.log
+
+
+FORMS = '[22, "8000-8010", "80:8080/tcp", "127.0.0.1/9000-9001:90-91", "53/udp"]'
+IN_A_POD = """
+ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
+ip route add default via 10.9.9.2 && echo 0 >/proc/sys/net/ipv4/ip_unprivileged_port_start
+exec setpriv --bounding-set=-all,+setuid,+setgid "$@"
+"""
+
+
+def test_passt_takes_the_ports_as_they_are_planned() -> None:
+    text = f'[boot]\nkernel = "/k"\n[[network]]\nmode = "passt"\nports = {FORMS}\n'
+    forwards = parse_instance("spec", text.encode()).network[0].forwards
+    tcp, udp = (tuple(str(each) for each in forwards if each.protocol == protocol) for protocol in ("tcp", "udp"))
+    plan = PasstPlan("02:00:00:00:00:01", 1500, 1, PurePosixPath("passt"), tcp, udp)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        argv = ("unshare", "--net", "sh", "-ec", IN_A_POD, "sh", *passt_argv(plan, f"--fd={theirs.fileno()}"))
+        with subprocess.Popen(argv, pass_fds=(theirs.fileno(),)) as passt:
+            expected = {"tcp": [22, 80, *range(8000, 8011), 9000, 9001], "udp": [53]}
+
+            def listens() -> dict[str, list[int]]:
+                return {protocol: listened_at(passt.pid, protocol) for protocol in expected}
+
+            until(lambda: passt.poll() is not None or listens() == expected, "passt")
+            assert listens() == expected
+            ours.close()  # --one-off: it ends with its client
+            theirs.close()
+            assert passt.wait(30) == 0
+
+
+def listened_at(pid: int, protocol: str) -> list[int]:
+    """Return the ports of the network namespace of *pid* at which there is a socket without a peer."""
+    with contextlib.suppress(OSError):  # it has ended
+        tables = [Path(f"/proc/{pid}/net/{protocol}{version}").read_text() for version in ("", "6")]
+        return sorted({int(port, 16) for each in tables for port in re.findall(r": \w+:(\w{4}) 0+:0000 ", each)})
+    return []
 
 
 LISTEN = """

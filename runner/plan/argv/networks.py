@@ -82,7 +82,8 @@ def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
     """
     argv = [str(network.program), "--foreground", "--one-off", "--quiet", f"--mtu={network.mtu}"]
     ports = [f"--tcp-ports={each}" for each in network.ports or ("none",)]
-    return [*argv, *ports, "--udp-ports=none", endpoint]
+    ports += [f"--udp-ports={each}" for each in network.udp_ports or ("none",)]
+    return [*argv, *ports, endpoint]
 
 
 def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:

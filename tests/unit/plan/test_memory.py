@@ -332,6 +332,8 @@ def test_memory_overhead_grows_with_every_part() -> None:
     assert overhead('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 152
     assert overhead('[memory]\nsize = "1GiB"\nlock = true\n') == 200, "four workers"
     assert overhead('[memory]\nsize = "1GiB"\n[[network]]\n') == 122
+    passt = '[memory]\nsize = "1GiB"\n[[network]]\nmode = "passt"\nports = {}\n'
+    assert [overhead(passt.format(each)) for each in ("[]", '["1001-2000"]', '"all"')] == [146, 151, 362]
     assert overhead('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 124
     none = '[memory]\nsize = "1GiB"\n[hotplug]\ndisks = {}\n'
     assert overhead(none.format(0)) == 104

@@ -11,12 +11,13 @@ from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.host import PodQos
 from runner.facts.network import PermanentNeighbour, Route
+from runner.plan.argv.networks import passt_argv
 from runner.plan.argv.qemu import pasteable
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
 from runner.plan.identity import Identity
 from runner.plan.instance import plan_instance
-from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, Ipv6Plan
+from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, Ipv6Plan, PasstPlan
 from runner.plan.networks import derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
@@ -249,6 +250,16 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
             {"unprivileged_port": 1024},
             "network[0].ports: passt cannot listen at 80: net.ipv4.ip_unprivileged_port_start is 1024 here, and its",
         ),
+        (
+            KERNEL + '[[network]]\nmode = "passt"\nports = "all"\n',
+            {"unprivileged_port": 1024},
+            "network[0].ports: passt cannot listen at 1: net.ipv4.ip_unprivileged_port_start is 1024 here, and its",
+        ),
+        (
+            KERNEL + '[[network]]\nmode = "passt"\nports = "all"\n',
+            {"open_files": 20_000},
+            "network[0].ports: passt would listen at up to 49151 ports, and may have 20000 files open here; raise the",
+        ),
         (BRIDGE + '[[network]]\nmode = "passt"\n', {}, "network[1].mode: passt speaks with the address of 'eth0'"),
         (
             KERNEL + '[[network]]\nmode = "macvtap"\nmtu = 9000\n',
@@ -438,6 +449,31 @@ def test_a_guests_packets_are_as_small_as_the_pods_routes_ask(more: str, mtu: in
     dual = attrs.evolve(DUAL, mtu=1500, routes6=(attrs.evolve(DUAL.routes6[0], metrics=MTU_1450),))
     both = plan_of(BRIDGE + "ipv6 = true\n", attrs.evolve(FACTS, interfaces={"eth0": dual}))
     assert both.networks[0].mtu == 1450
+
+
+@pytest.mark.parametrize(
+    ("ports", "options", "shown"),
+    [
+        ("[]", "--tcp-ports=none --udp-ports=none", "and nothing reaches the guest"),
+        (
+            '[22, "8000-8010", "80:8080/tcp", "127.0.0.1/9000-9001:90-91", "53/udp"]',
+            "--tcp-ports=22 --tcp-ports=8000-8010 --tcp-ports=80:8080 --tcp-ports=127.0.0.1/9000-9001:90-91 --udp-ports=53",
+            "and ports 22, 8000-8010, 80:8080, 127.0.0.1/9000-9001:90-91, 53/udp alone lead to it",
+        ),
+        ('"all"', "--tcp-ports=all --udp-ports=none", "and all of its TCP ports lead to it but those that the runner"),
+    ],
+)
+def test_ports_are_passts(ports: str, options: str, shown: str) -> None:
+    plan = plan_of(KERNEL + f'[[network]]\nmode = "passt"\nports = {ports}\n')
+    [network] = plan.networks
+    assert isinstance(network, PasstPlan)
+    argv = passt_argv(network, "--fd=7")
+    assert argv == [
+        *["/usr/bin/passt", "--foreground", "--one-off", "--quiet", "--mtu=65520"],
+        *options.split(),
+        "--fd=7",
+    ]
+    assert any(shown in line for line in plan_lines(plan))
 
 
 def test_every_kind_is_printed_and_in_the_script() -> None:

@@ -49,7 +49,7 @@ def test_format_and_firmware_are_those_of_the_first_bytes(found: FileFact, forma
 def test_its_network_has_a_way_out_where_there_is_passt() -> None:
     assert [each.mode for each in made(ports=None).network] == ["private"]
     [network] = made(ports=("2222:22", "8080:80")).network
-    assert (network.mode, network.ports) == ("passt", ("127.0.0.1/2222:22", "127.0.0.1/8080:80"))
+    assert (network.mode, *map(str, network.forwards)) == ("passt", "127.0.0.1/2222:22", "127.0.0.1/8080:80")
 
 
 def test_a_login_is_user_data_that_cloud_init_can_read_and_without_one_there_is_no_seed() -> None:

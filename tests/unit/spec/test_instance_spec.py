@@ -158,7 +158,7 @@ def test_every_key_can_be_given() -> None:
     assert (spec.disk[2].ephemeral_size, spec.hotplug.disks, spec.hotplug.qemu) == (2 << 30, 2, True)
     assert spec.hotplug.cpus == 8
     assert spec.network[1].subnet == IPv4Network("10.1.2.0/30")
-    assert spec.network[3].ports == ("2222:22", "127.0.0.1/8080:80")
+    assert [str(each) for each in spec.network[3].forwards] == ["2222:22", "127.0.0.1/8080:80"]
     assert spec.device[0].properties == (("x-nv-gpudirect-clique", 0), ("x-msix-relocation", "bar2"))
     assert (spec.device[1].address, spec.device[1].rom) == ("0000:41:00.0", True)
     assert (spec.device[2].claim, spec.device[2].request) == ("gpus", "gpu")
@@ -383,6 +383,14 @@ MISTAKES = [
     (
         KERNEL + '[[network]]\nmode="passt"\nports=["127.0.0.1/22:22", "127.0.0.2/22:23", "22:24"]\n',
         "network[0].ports: gives 22 to two ports of the guest; leave one",
+    ),
+    (
+        KERNEL + '[[network]]\nmode="passt"\nports=["20-25", "53/udp", 53, "23-30:123-130"]\n',
+        "network[0].ports: gives 23 to two ports of the guest; leave one",
+    ),
+    (
+        KERNEL + '[[network]]\nmode="passt"\nports=[22]\n[[network]]\nmode="passt"\nports="all"\n',
+        "network[1].ports: gives 22 to two ports of the guest, with network[0]; leave one",
     ),
     (
         KERNEL + '[[network]]\nmode="bridge"\nsubnet="10.0.0.0/24"\n',
