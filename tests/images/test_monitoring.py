@@ -18,6 +18,7 @@ import pytest
 import trio
 import yaml
 
+from runner.protocol.instance_metrics import FAMILIES
 from tests.images.built import PROJECT
 from tests.images.conftest import NO_KVM, PODMAN, SECONDS, Run
 from tests.support.fake_node import B, Node, connected, controlled
@@ -26,14 +27,16 @@ from tests.support.monitoring import EXAMPLES, alerts, queries, rules, selected
 TARGET = {"namespace": "n", "pod": "p", "container": "c", "endpoint": "e", "node": "o"}
 """The labels of a target that a PodMonitor makes, besides ``job`` and ``instance``."""
 CONTROLLER = "127.0.0.1:9440"
-GRAFANA = {"$__rate_interval": "10s", "$__range": "5m", "$job": ".*", "$instance": ".*"}
+GRAFANA = {"$__rate_interval": "10s", "$__range": "5m", "$node": ".*", "$instance": ".*"}
 """What Grafana puts in the place of its variables."""
 NOT_EVERYWHERE = {
     "instance_runner_memory_charged_bytes",
     "instance_runner_vcpu_foreign_seconds_total",
     "instance_cgroup_controller_instance_report_age_seconds",
+    *(f"instance_runner_{name}" for name in FAMILIES if name.startswith("disk_")),
 }
-"""Metrics that are left out where no cgroup v2 is mounted, the kernel keeps no statistics of its scheduler, or nothing reports."""
+"""Metrics that are left out where no cgroup v2 is mounted, the kernel keeps no statistics of its scheduler, nothing reports, or the
+guest has no disk."""
 CLIENT = """
 import json, sys, urllib.error, urllib.request
 for line in sys.stdin:

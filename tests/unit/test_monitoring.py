@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from runner.controller.metrics import ControllerCounters, LoopStatus, controller_metrics
 from runner.protocol.exposition import metrics_response
@@ -113,8 +117,58 @@ def test_the_panels_of_the_dashboard_have_numbers_and_places_of_their_own() -> N
         taken |= cells
 
 
+def test_the_dashboard_has_every_figure_of_each_promise() -> None:
+    """Panels are for what is promised, one or more of each; what instances report is chosen by node, namespace and name."""
+    families = {name for _, query in queries() for name in selected(query)}
+    promises = "instance_enforced disturbances pods_without_seccomp oom_kills_total frozen"
+    of_an_instance = (
+        "guest_ready guest_unready emulated placement_strays vcpu_run_delay_seconds_total vcpu_foreign_seconds_total "
+        "guest_resets_total child_restarts_total disk_read_seconds_total network_receive_dropped_total build_info"
+    )
+    expected = {f"instance_cgroup_controller_{each}" for each in promises.split()}
+    assert families >= expected | {f"instance_runner_{each}" for each in of_an_instance.split()}
+    for title, query in queries():
+        for selector in re.findall(r"instance_runner_\w+\{(.*?)\}", query):
+            assert 'node=~"$node", pod_uid=~"$instance"' in selector, title
+
+
+def test_the_name_of_an_instance_stands_for_its_uid() -> None:
+    """As Grafana reads a variable: the series of its query as text, and the groups `text` and `value` of its expression."""
+    instance = next(each for each in dashboard()["templating"]["list"] if each["name"] == "instance")
+    expression = instance["regex"].strip("/").replace("(?<", "(?P<")
+    labels = {"digest": "", "node": "n", "placement": "controller", "pod_uid": "3ceda12c", "reported_name": "web"}
+    series = (
+        "instance_runner_info{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "} 1 1700000000000"
+    )
+    found = re.search(expression, series)
+    assert found is not None
+    assert found.groupdict() == {"value": "3ceda12c", "text": "web"}
+
+
+def unread(ours: object, theirs: object, place: str = "") -> list[str]:
+    """Return where *theirs*, which was made of *ours* by Grafana's types, is not the same or lacks something."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [each for key in ours for each in unread(ours[key], theirs.get(key, ...), f"{place}/{key}")]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [found for number, each in pairs for found in unread(*each, f"{place}/{number}")]
+    return [] if ours == theirs else [place]
+
+
+@pytest.mark.parametrize("mistake", ["", "descripton"])
+def test_grafanas_schema_knows_every_key_of_the_dashboard(mistake: str) -> None:
+    plugins.register_default_plugins()
+    ours = dashboard()
+    if mistake:
+        ours["panels"][1][mistake] = "A key that there is not."
+    read = json.loads(json.dumps(GrafanaDashboard.from_json(ours), cls=JSONEncoder))
+    assert unread(ours, read) == ([f"/panels/1/{mistake}"] if mistake else [])
+
+
 def test_the_dashboard_uses_the_variables_that_it_has() -> None:
-    declared = {each["name"] for each in dashboard()["templating"]["list"]}
+    variables = dashboard()["templating"]["list"]
+    declared = {each["name"] for each in variables}
     built_in = {"__rate_interval", "__range"}  # Grafana's own
-    used = {name for _, query in queries() for name in re.findall(r"\$(\w+)", query)}
+    asked = [*(query for _, query in queries()), *(str(each["query"]) for each in variables)]
+    used = {name for query in asked for name in re.findall(r"\$(\w+)", query)}
     assert used - built_in == declared - {"datasource"}
