@@ -99,7 +99,7 @@ def test_a_first_guest_has_a_shell_and_is_looked_at_by_the_commands_that_are_sho
     status, judged = (container.execute(*shlex.split(each)) for each in shown.groups())
     assert re.search(r"^guest +running for ", status, re.MULTILINE), status
     assert "vcpu 0" in judged
-    runner = json.loads(container.execute("instance-runner", "ctl", "--json", "status"))["runner"]
+    runner = json.loads(container.execute(*shlex.split(shown[1]), "--json"))["runner"]
     assert runner["digest"] == container.execute("cat", "/opt/instance-runner/digest").strip()
     assert container.stop() == 0, container.output
     assert "ended outcome=stopped status=0 faults=0" in container.output
