@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  kubectl exec POD -- instance-runner inspect\n"
         "  instance-runner inspect --watch 2\n"
         "  instance-runner inspect 3ceda12c --json\n"
-        "  instance-runner inspect --trace 10"
+        "  instance-runner inspect --trace 10\n"
+        "  kubectl debug node/NODE -it --profile=sysadmin --image=instance-cgroup-controller -- instance-runner inspect --trace 10"
     )
     add = parser.add_argument
     add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")

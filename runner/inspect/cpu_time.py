@@ -23,6 +23,11 @@ IDLE = 0
 """The number of the idle task of every CPU."""
 _NOT_KNOWN = -1
 TRACE = Subject("trace", "while another task runs on a vCPU's CPU the guest stands still")
+RECORDED = (
+    "record every switch, as root of the node: kubectl debug node/NODE -it --profile=sysadmin --image=instance-cgroup-controller -- "
+    "instance-runner inspect --trace 10"
+)
+"""The remedy where there are only sums: neither an instance's container nor the controller's may use tracefs."""
 TOLERANCE = 1000
 """The part of the window, one in so many, below which a sum proves nothing.
 
@@ -156,7 +161,8 @@ class TraceReport:
     def judgements(self, instance: InstanceTrace) -> tuple[Judgement, ...]:
         """Judge that no task ran on the CPUs of *instance* but its vCPUs, and kernel threads that are bound to one CPU."""
         errors = (TRACE.error(each, self._remedy) for each in self._violations(instance))
-        found = (*errors, *map(TRACE.unknown, self._doubts(instance)))
+        recorded = RECORDED if self.source == "schedstat" else ""
+        found = (*errors, *(TRACE.unknown(each, recorded) for each in self._doubts(instance)))
         kernel = sum(task.nanoseconds for account in instance.accounts for task in account.kernel)
         only = (
             f"0 ns of any other task on the CPUs '{instance.cpus}'; {kernel} ns of kernel threads bound to one of them"
@@ -171,7 +177,7 @@ class TraceReport:
     @property
     def _remedy(self) -> str:
         if self.source == "schedstat":
-            return "record every switch, which names them: as root on the node, with tracefs"
+            return RECORDED
         return "`inspect` without --trace says whether it may run there still, and how to keep it off"
 
     def _violations(self, instance: InstanceTrace) -> Iterator[str]:

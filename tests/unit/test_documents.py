@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import runner.base.errors
 from runner.base.cpuset import CpuSet
@@ -40,8 +41,11 @@ from runner.inspect.trace_render import trace_lines
 from runner.instance.change.gate import PRECEDENCE, Kind
 from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.placement.children import CHILDREN, Role
+from runner.plan.memory import FORWARDED_PORT
 from runner.protocol.unix_server import SocketLimits
 from runner.spec.instance import parse_instance, reference
+from runner.spec.ports import MOST_OF_ALL
+from runner.spec.rules import MIB
 from tests.emulated_node.command import parser as emulated_node_parser
 from tests.images.manifests import DIRECTORIES, EXAMPLES
 from tests.support.monitoring import exported_by_a_controller, exported_by_an_instance
@@ -356,6 +360,52 @@ def test_every_metric_of_an_instance_is_named() -> None:
     names = {name.removeprefix("vcpu_") for name in exported_by_an_instance()}
     assert len(names) > 10
     assert [name for name in sorted(names) if f"`{name}`" not in KUBERNETES] == []
+
+
+def test_the_runbook_has_a_list_of_its_contents_and_the_answers_that_are_looked_for() -> None:
+    text = (EXAMPLES / "operate.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    listed = text.partition("\n\n[")[2].partition("\n\n")[0].replace("\n", " ")
+    assert re.findall(r"\[?([^\]\[·]+)\]\(#", listed) == headings
+    slow = table_rows(text, "| slow | look at | when it is not as it should be |")
+    assert {"CPU, always", "disk", "network"} <= {row[0] for row in slow}
+    named = {name for row in slow for name in re.findall(r"`([a-z_]+_total|emulated)`", row[1])}
+    assert len(named) > 5
+    assert named <= exported_by_an_instance()
+    questions = " ".join(row[0] for row in table_rows(text, "| question | answer |"))
+    for each in ("memory dump", "core dump", "sent to the network", "versions go together", "Windows", "migration"):
+        assert each in questions
+
+
+def test_the_pod_and_the_spec_with_an_image_from_a_volume_name_the_same_directory() -> None:
+    section = (EXAMPLES / "operate.md").read_text().partition("## A qcow2 image from a volume\n")[2]
+    pod = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])["spec"]
+    [volume], [container] = pod["volumes"], pod["containers"]
+    [mount] = container["volumeMounts"]
+    [disk] = tomllib.loads(section.partition("```toml\n")[2].partition("```")[0])["disk"]
+    assert mount["name"] == volume["name"]
+    assert disk["path"].startswith(f"{mount['mountPath']}/")
+    assert container["name"] in (EXAMPLES / "instance/pod.yaml").read_text()
+
+
+def test_what_all_ports_cost_is_as_planned() -> None:
+    words = f'{round(MOST_OF_ALL * FORWARDED_PORT / MIB)} MiB for `"all"`'
+    assert words in " ".join(SPECS.split())
+
+
+def test_nothing_connects_to_the_network_but_to_the_port_of_the_guest() -> None:
+    """What is sent to the network (operate.md): these modules have sockets of IP at all; others are of Unix and netlink."""
+    pattern = r"AF_INET|open_tcp|create_connection|http\.client|urllib\.request|from_thread|SOCK_RAW|\.port\)\)"
+    found = {
+        str(path.relative_to(ROOT / "runner"))
+        for path in (ROOT / "runner").rglob("*.py")
+        if re.search(pattern, path.read_text())
+    }
+    assert found == {
+        "protocol/http.py",  # listens
+        "kernel/netlink.py",  # speaks of addresses to the kernel
+        "instance/watch/readiness.py",  # guest.ready = "port …" connects to the guest
+    }
 
 
 def test_every_explained_event_is_logged_somewhere() -> None:

@@ -8,10 +8,11 @@ import attrs
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
+from runner.inspect.cpu_time import IDLE, RECORDED, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.trace_render import trace_json, trace_lines
 from tests.support.json_schemas import fitting
+from tests.support.program_runs import PROJECT
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 VCPU = 11
@@ -153,6 +154,8 @@ def test_the_table() -> None:
 def test_the_table_of_sums_says_why_it_has_no_names() -> None:
     lines = list(trace_lines(report(source="schedstat", others=None, other_nanoseconds=77, unknown_nanoseconds=5)))
     assert lines[0] == "no switch can be recorded, so these are sums: no tracefs"
+    assert [line.split(maxsplit=1)[1] for line in lines if "kubectl" in line] == [RECORDED]
+    assert f"$ {RECORDED.partition(': ')[2]}\n" in (PROJECT / "examples/kubernetes/operate.md").read_text()
     assert [line.split()[:3] for line in lines if line.startswith("2 ")][-2:] == [
         ["2", "others", "77"],
         ["2", "unknown", "5"],
