@@ -14,14 +14,12 @@ from typing import Literal, TypedDict
 from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain, problems_of
 from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
-from runner.plan.cloud_init import SeedPlan
+from runner.plan.cloud_init import SeedPlan, yaml_kind
 from runner.plan.document import document_problems
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
 from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
 from runner.spec.rules import parse_document
 from runner.spec.yaml import parse_yaml
-
-CLOUD_CONFIG = b"#cloud-config"
 
 
 class JudgedDocument(TypedDict):
@@ -126,16 +124,24 @@ def refuse_broken_seed(source: str, seed: SeedPlan) -> None:
 
 
 def yaml_problems(documents: Mapping[str, bytes]) -> Iterator[Problem]:
-    """Yield why *documents*, by their keys in ``[cloud_init]``, are not YAML with a mapping; user-data may be of another kind."""
+    """Yield why cloud-init could not read *documents*, by their keys in ``[cloud_init]``: YAML with one mapping, or a list of parts.
+
+    User-data may be of a kind that is no YAML; of a repeated key cloud-init takes the last value.
+    """
     for name, content in documents.items():
-        if name == "user_data" and not content.startswith(CLOUD_CONFIG):
+        kind = yaml_kind(content) if name == "user_data" else dict
+        if kind is None:
             continue
         where = f"cloud_init.{name}"
         try:
-            values = parse_yaml(where, content)
+            values = parse_yaml(where, content, repeated=True)
         except SpecError as error:
             yield from (Problem(where, each.message, "cloud-init would ignore it") for each in error.problems)
             continue
         empty = not values and name == "user_data"
-        if not empty and (len(values) != 1 or not isinstance(values[0].value, dict)):
-            yield Problem(where, "must be one mapping in YAML or JSON", "write keys with values, such as `version: 2`")
+        if not empty and (len(values) != 1 or not isinstance(values[0].value, kind)):
+            yield (
+                Problem(where, "must be one mapping in YAML or JSON", "write keys with values, such as `version: 2`")
+                if kind is dict
+                else Problem(where, "must be one list in YAML or JSON", "write its parts, each after a `-`")
+            )

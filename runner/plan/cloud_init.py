@@ -223,6 +223,15 @@ def handled(content: bytes) -> bool:
     return any(_handled_part(part.get_content_type(), part.get_payload(decode=True)) for part in parts)
 
 
+def yaml_kind(content: bytes) -> type[object] | None:
+    """Return the type of the one YAML document that user-data of *content* is to cloud-init; ``None`` if it is of another kind.
+
+    JSON patches (``#cloud-config-jsonp``) are applied to the other parts, and a template becomes YAML in the guest.
+    """
+    words = _text(content).split(maxsplit=1)
+    return {"#cloud-config": dict, "#cloud-config-archive": list}.get(words[0]) if words else None
+
+
 def _handled_part(kind: str, payload: object) -> bool:
     """Tell whether a part is handled; a part-handler among them may take any other kind."""
     content = payload if isinstance(payload, bytes) else b""

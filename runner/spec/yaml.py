@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -24,17 +24,18 @@ MAX_VALUES = 100_000
 """Largest number of values in one document after aliases are expanded."""
 
 
-def parse_yaml(source: str, data: bytes) -> list[Value]:
+def parse_yaml(source: str, data: bytes, *, repeated: bool = False) -> list[Value]:
     """Parse the documents of one file, without empty ones; *source* is its name in errors.
 
-    Keys become strings, as they are in JSON. Raises :class:`SpecError` with line and column.
+    Keys become strings, as they are in JSON. With *repeated* the last value of a repeated key counts. Raises :class:`SpecError`
+    with line and column.
     """
     if len(data) > MAX_BYTES:
         raise SpecError(
             source, [Problem("", f"cannot parse the document: {len(data)} bytes are more than {MAX_BYTES}")]
         )
     try:
-        documents = list(yaml.load_all(data, _Loader))
+        documents = list(yaml.load_all(data, _RepeatingLoader if repeated else _Loader))
     except (yaml.YAMLError, ValueError) as error:  # not UTF-8, or an integer of thousands of digits
         raise SpecError(source, [Problem("", f"cannot parse the document as YAML: {_sentence(error)}")]) from None
     except RecursionError:
@@ -57,10 +58,13 @@ def _sentence(error: Exception) -> str:
 class _Loader(yaml.SafeLoader):
     """PyYAML's loader in Python, not that in C: on a deeply nested document it raises an error instead of crashing."""
 
+    repeated: ClassVar[bool] = False
+    """Whether a key may be repeated; the last value counts."""
+
     def get_data(self) -> Any:
         node = self.get_node()
         if node is not None:
-            _check(node)
+            _check(node, repeated=self.repeated)
         return self.construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
@@ -74,6 +78,10 @@ class _Loader(yaml.SafeLoader):
                 value_node, deep=deep
             )
         return mapping
+
+
+class _RepeatingLoader(_Loader):
+    repeated = True
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -95,8 +103,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _check(root: yaml.Node) -> None:
-    """Refuse repeated keys, an alias that contains itself, and more than :data:`MAX_VALUES` values after expansion."""
+def _check(root: yaml.Node, *, repeated: bool) -> None:
+    """Refuse repeated keys unless they may be, an alias that contains itself, and more than :data:`MAX_VALUES` values after expansion."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
@@ -108,7 +116,8 @@ def _check(root: yaml.Node) -> None:
         sizes[id(node)] = 0
         inner = 0
         if isinstance(node, yaml.MappingNode):
-            _check_keys(node)
+            if not repeated:
+                _check_keys(node)
             inner = sum(size(key) + size(value) for key, value in node.value)
         elif isinstance(node, yaml.SequenceNode):
             inner = sum(map(size, node.value))

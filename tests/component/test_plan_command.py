@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
+from runner.cli.documents import yaml_problems
 from runner.plan.instance import InstancePlan
 from tests.support.fake_kernel import FAKE_KERNEL
 from tests.support.json_schemas import fitting
+from tests.support.user_data import YAML_NOT_READ, YAML_READ
 from tests.unit.plan.test_nccl import HERE as NCCL
 from tests.unit.plan.test_nccl import planned as board
 
@@ -258,6 +260,11 @@ def test_a_console_log_in_the_state_directory_is_made_with_it(spec: Path, tmp_pa
     assert plan(spec, "--state-dir", tmp_path / "state").returncode == 0
     done = plan(spec, "--state-dir", tmp_path / "another")
     assert f"there is no directory '{tmp_path}/state'" in done.stderr
+
+
+@pytest.mark.parametrize("name", [*YAML_READ, *YAML_NOT_READ])
+def test_yaml_is_refused_where_cloud_init_cannot_read_it(name: str) -> None:
+    assert bool([*yaml_problems({"user_data": {**YAML_READ, **YAML_NOT_READ}[name]})]) is (name in YAML_NOT_READ)
 
 
 def test_a_kernel_that_is_none_is_refused(spec: Path) -> None:

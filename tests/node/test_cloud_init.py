@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli.documents import yaml_problems
 from runner.plan.cloud_init import handled
-from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS
+from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS, YAML_NOT_READ, YAML_READ
 from tests.unit.plan.test_plan import KERNEL, plan_of
 
 JUDGE = """
@@ -27,6 +28,22 @@ json.dump(found, sys.stdout)
 """
 """A program for the Python that has cloud-init's package: user-data by name → whether some of it is handled."""
 
+
+READ = """
+import base64, json, logging, sys
+from cloudinit import util
+logging.disable(logging.CRITICAL)
+found = {}
+for name, data in json.load(sys.stdin).items():
+    content = base64.b64decode(data)
+    kind = list if b"archive" in content else dict
+    try:
+        found[name] = util.load_yaml(content, default=False, allowed=(kind,)) is not False
+    except UnicodeDecodeError:
+        found[name] = False
+json.dump(found, sys.stdout)
+"""
+"""The same for user-data in YAML: whether it can be read."""
 
 PYTHON = "/usr/bin/python3"
 CONVERT = """
@@ -66,6 +83,17 @@ def test_the_networks_ask_for_the_addresses_that_they_have(tmp_path: Path, rende
 
 def test_cloud_init_handles_what_the_plan_accepts() -> None:
     given = {**HANDLED, **IGNORED, **OTHER_READERS}
+    assert judged(JUDGE, given) == {name: handled(data) for name, data in given.items()}
+
+
+def test_cloud_init_reads_the_yaml_that_the_plan_accepts() -> None:
+    given = {**YAML_READ, **YAML_NOT_READ}
+    assert judged(READ, given) == {name: not [*yaml_problems({"user_data": data})] for name, data in given.items()}
+
+
+def judged(program: str, given: dict[str, bytes]) -> object:
+    """Return what *program* says of user-data by name."""
     text = json.dumps({name: base64.b64encode(data).decode() for name, data in given.items()})
-    judged = subprocess.run([PYTHON, "-c", JUDGE], input=text, capture_output=True, text=True, check=True).stdout
-    assert json.loads(judged) == {name: handled(data) for name, data in given.items()}
+    return json.loads(
+        subprocess.run([PYTHON, "-c", program], input=text, capture_output=True, text=True, check=True).stdout
+    )

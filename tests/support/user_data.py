@@ -86,3 +86,22 @@ OTHER_READERS = {
     "Talos, a comment first": b"# ours\n---\nversion: v1alpha1\nmachine: {}\n",
 }
 """Ignored by cloud-init, and taken by another reader of the seed."""
+
+YAML_READ = {
+    "a list of parts": b"#cloud-config-archive\n- type: text/cloud-config\n  content: 'hostname: web'\n- '#!/bin/sh'\n",
+    "a repeated key": b"#cloud-config\nruncmd: [a]\nruncmd: [b]\n",
+    "a repeated key in JSON": b'#cloud-config\n{"hostname": "a", "hostname": "b"}\n',
+    "JSON after the header": b'#cloud-config\n{"hostname": "web"}\n',
+    "a merge": b"#cloud-config\nx: &a {b: 1}\ny: {<<: *a, c: 2}\n",
+    "bytes": b"#cloud-config\nwrite_files:\n- {path: /x, content: !!binary aGk=}\n",
+}
+YAML_NOT_READ = {
+    "a tabulator": b"#cloud-config\nruncmd:\n\t- a\n",
+    "two documents": b"#cloud-config\na: 1\n---\nb: 2\n",
+    "a list": b"#cloud-config\n- a\n",
+    "a list after an empty line and capitals": b"\n#Cloud-Config\n- a\n",
+    "a mapping where parts are listed": b"#cloud-config-archive\ntype: text/cloud-config\n",
+    "not UTF-8": b"#cloud-config\nname: J\xf6rg\n",
+    "a tag of another program": b"#cloud-config\npassword: !vault x\n",
+}
+"""User-data in YAML by what it holds, which cloud-init reads, or gives up with an error in its log."""
