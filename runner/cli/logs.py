@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.base.errors import HostError, NoInstanceError
 from runner.cli.console_client import AttachRequest, attached, received, write_output
 from runner.cli.options import add_state_dir
+from runner.protocol.terminal_escapes import TerminalModes, TerminalOutput, without_questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +38,32 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _shown() -> Iterator[Callable[[bytes], None]]:
+    """Yield what writes output; a terminal does not get what it would answer to, and its modes are restored at the end."""
+    if not os.isatty(sys.stdout.fileno()):
+        yield write_output
+        return
+    output, modes = TerminalOutput(), TerminalModes()
+
+    def write(data: bytes) -> None:
+        drawn = without_questions(data, output)
+        modes.feed(drawn)
+        write_output(drawn)
+
+    try:
+        yield write
+    finally:
+        with suppress(OSError):  # it was closed
+            write_output(modes.reset())
+
+
 def _follow(directory: Path) -> None:
     """Print what the console shows until the instance ends. Raises :exc:`~runner.base.errors.HostError` if there is none."""
-    with attached(directory, AttachRequest(write=False, steal=False)) as (line, _reply, earlier):
-        write_output(earlier)
+    with _shown() as write, attached(directory, AttachRequest(write=False, steal=False)) as (line, _reply, earlier):
+        write(earlier)
         while data := received(line):
-            write_output(data)
+            write(data)
 
 
 def _print_kept(directory: Path) -> None:
@@ -50,9 +74,10 @@ def _print_kept(directory: Path) -> None:
             f"cannot find console.log in {str(directory)!r}: no instance has run there, or console.log of its spec names another file; "
             "name its --state-dir, read that file, or say --follow"
         )
-    for file in files:
-        for piece in _pieces(file):
-            write_output(piece)
+    with _shown() as write:
+        for file in files:
+            for piece in _pieces(file):
+                write(piece)
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

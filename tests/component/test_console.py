@@ -292,13 +292,23 @@ class Screen(Client):
                 self.seen += os.read(self.fd, 1 << 16)
 
 
-def console_on(terminal: int, state: Path) -> int:
-    """Start the command on *terminal* and return the pid of a shell that prints its status.
+def command_on(terminal: int, state: Path, *command: str) -> int:
+    """Start the *command* on *terminal* and return the pid of a shell that prints its status.
 
     The shell is needed because the runner under test reaps all children of this process.
     """
-    command = [sys.executable, "-m", "runner", "console", "--state-dir", str(state)]
-    argv = ["sh", "-c", '"$@"; echo "status $?"', "sh", *command]
+    argv = [
+        "sh",
+        "-c",
+        '"$@"; echo "status $?"',
+        "sh",
+        sys.executable,
+        "-m",
+        "runner",
+        *command,
+        "--state-dir",
+        str(state),
+    ]
     files = [(os.POSIX_SPAWN_DUP2, terminal, number) for number in range(3)]
     return os.posix_spawnp("sh", argv, {**os.environ, "PYTHONPATH": PROJECT}, file_actions=files)
 
@@ -312,7 +322,7 @@ async def test_the_terminal_is_restored_whatever_ends_it(
     screen = Screen(ours)
 
     async def act() -> None:
-        shell = console_on(theirs, fake_host.root / "state")
+        shell = command_on(theirs, fake_host.root / "state", "console")
         await screen.until(b"attached; Ctrl-] detaches")
         await screen.until(b"guest: runs")
         assert not termios.tcgetattr(theirs)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
@@ -335,6 +345,26 @@ async def test_the_terminal_is_restored_whatever_ends_it(
         await screen.until(b"[the instance has ended]")
         await screen.until(b"status 0")
     assert termios.tcgetattr(theirs) == before
+
+
+@pytest.mark.parametrize("follow", [False, True])
+async def test_kept_output_asks_a_terminal_nothing_and_leaves_its_modes(
+    fake_host: FakeHost, terminal: tuple[int, int], *, follow: bool
+) -> None:
+    ours, theirs = terminal
+    screen = Screen(ours)
+    asked = "\x1b[6n\x9bc\x1b]11;?\x1b\\\x1b[?1049h\x1b[31mred"
+
+    async def act() -> None:
+        async with attached(fake_host, WRITE) as client:
+            await client.stream.send_all(asked.encode() + b" over")
+            await client.until(asked.encode() + b" over")
+        command_on(theirs, fake_host.root / "state", "logs", *["--follow"] * follow)
+        await screen.until(b" over" if follow else b"status 0")
+
+    await running(fake_host, act, console="echo")
+    await screen.until(b"\x1b[?1049lstatus 0")
+    assert b"you typed \x1b[?1049h\x1b[31mred over" in screen.seen, screen.seen
 
 
 def test_detach_keys() -> None:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 
 from runner.kernel.bounded_search import SlowSearchError, search_any
-from runner.protocol.terminal_escapes import without_escapes
+from runner.protocol.terminal_escapes import shown_lines
 
 
 def search_lines(pattern: re.Pattern[str], lines: Iterable[bytes], seconds: float) -> bool | None:
     """Tell whether *pattern* is found in one of *lines*, read as a terminal shows them; ``None`` after *seconds* of CPU time."""
-    texts = (without_escapes(line).decode(errors="replace") for line in lines)
+    texts = (shown for line in lines for shown in shown_lines(line))
     try:
         return search_any(pattern, texts, seconds)
     except SlowSearchError:

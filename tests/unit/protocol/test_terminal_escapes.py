@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.protocol.terminal_escapes import TerminalModes, without_escapes, without_questions
+from runner.protocol.terminal_escapes import TerminalModes, TerminalOutput, shown_lines, without_questions
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,39 @@ from runner.protocol.terminal_escapes import TerminalModes, without_escapes, wit
         b"[  ***] A start job is running for a disk (3 s / no limit)\r\x1b[Kdebian login: ",
         b"[  ***] A start job is running for a disk (3 s / no limit)\x1b[2K\rdebian login: \x1b[0K",
         b"debiam\bn login: ",
+        b"\xc2\x9b1;32mdebian login:\xc2\x9b0m ",  # control characters of eight bits, in UTF-8
+        b"\xc2\x9d0;title\xc2\x9cdebian login: ",
+        b"\x1b[1\x07;3\x002mdebian login: ",  # obeyed within the sequence
+        b"\x1b[31\x18debian login: ",
+        b"\x1b[31\x1b[0mdebian login: ",
+        b"\x1b]0;broken off\x1b[0mdebian login: ",
+        b"\x1bPtmux;\x1b\x1b]0;title\x07\x1b\\debian login: ",
+        b"\x1bkscreen's title\x1b\\debian login: ",
+        b"caf\xc3\xa9\b\b\b\bdebian login: ",
+        b"a longer line\x1b[1G\x1b[Kdebian login: ",
+        b"abc\x1b[3Ddebian login: ",
+        b"xxdebian login: \r\x1b[2P",
+        b"debian\x1b[Clogin: ",
     ],
 )
 def test_escape_sequences_are_no_characters_of_a_line(line: bytes) -> None:
-    assert without_escapes(line) == b"debian login: "
+    assert shown_lines(line) == ["debian login: "]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"of before\x1b[H\x1b[2Jdebian login: ",
+        b"of before\x1b[?25l\x1b[24;1Hdebian login: ",
+        b"of before\x0cdebian login: ",
+    ],
+)
+def test_a_line_begins_where_the_cursor_is_put(line: bytes) -> None:
+    assert shown_lines(line) == ["of before", "debian login: "]
+
+
+def test_a_line_without_sequences_is_itself() -> None:
+    assert shown_lines("grüße\t\U0001f600 \x9a".encode() + b"\xff") == ["grüße\t\U0001f600 \ufffd"]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +89,38 @@ def test_escape_sequences_are_no_characters_of_a_line(line: bytes) -> None:
             b"\x1b[&u",
             b"\x1bP+Q5465\x1b\\",
             b"\x1b_Gi=1,a=q;AAAA\x1b\\",
+            b"\xc2\x9b6n",
+            b"\xc2\x9d11;?\x07",
+            b"\xc2\x90$qm\xc2\x9c",
+            b"\x1b]60\x07",
+            b"\x1b]22;?__current__\x1b\\",
+            b"\x1b]99;i=1:p=?;\x1b\\",
+            b"\x1b[>4;?m",
+            b"\x1b[5i",  # has a printer print
+            b"\x1b G",  # has the terminal answer with eight bits
+            b"\x1b]52;c;aGk=\x07",  # replaces the clipboard
+            b"\x1b[8;24;80t",  # resizes the window
+            b"\x1b[1;2;3;4z",  # unknown here
         ),
     ],
 )
 def test_a_replay_asks_nothing(question: bytes) -> None:
     assert without_questions(b"before" + question + b"after") == b"beforeafter"
+
+
+def test_a_question_is_none_the_less_one_with_a_control_character_inside() -> None:
+    assert without_questions(b"\x1b[6\r\n\0n") == b"\r\n\0"
+
+
+def test_a_question_is_found_in_pieces() -> None:
+    output, asked = TerminalOutput(), b"gr\xc3\xbc\xc3\x9fe \xff\x1b[6n\x1b]11;?\x1b\\ \x1b[31mred\xc2\x9bc"
+    assert (
+        b"".join(without_questions(bytes([each]), output) for each in asked) == b"gr\xc3\xbc\xc3\x9fe \xff \x1b[31mred"
+    )
+
+
+def test_what_has_only_begun_goes_on_with_the_output_to_come() -> None:
+    assert without_questions(b"red \x1b[3") == b"red \x1b[3"
 
 
 def test_a_replay_keeps_what_is_no_question() -> None:
@@ -83,6 +139,7 @@ def test_a_replay_keeps_what_is_no_question() -> None:
         (b"\x1b[>4;2m\x1b[>1u", b"\x1b[<99u\x1b[>4m"),
         (b"\x1b[=5u\x1b[4 q\x1b[4h", b"\x1b[0 q\x1b[4l\x1b[=0u"),
         (b"\x1b]11;#000000\x07\x1b]4;1;red\x1b\\\x0e", b"\x0f\x1b]104\x07\x1b]111\x07"),
+        (b"\xc2\x9b?1049h\x1b[?25\x07l", b"\x1b[?25h\x1b[?1049l"),
         (b"\x1b>\x1b[?3l\x1b[?4l\x1b[?5l\x1b[?7h\x1b[?8h\x1b[?1034h", b""),  # rs2 of terminfo's vt100, and smm of xterm
     ],
 )
