@@ -22,8 +22,9 @@ from runner.facts.file_errors import remedy_of
 from runner.facts.roots import Roots
 from runner.kernel.small_files import read_text
 
-Use = Literal["file", "process", "inotify", "epoll"]
-"""What a call was for: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds."""
+Use = Literal["file", "process", "inotify", "epoll", "lock", "backing", "aio", "ring", "mapping", "namespace"]
+"""What a call was for: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds; memory that is
+locked; memory of a file, as a guest's is; requests of native AIO; an io_uring; memory that a device reaches; a namespace."""
 
 _ALL_CONTAINERS = "in all containers without a user namespace of their own"
 _NEARLY = 0.98
@@ -51,6 +52,12 @@ _WORDS = {
     for number in (errno.EAGAIN, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOSPC)
 }
 _USES: tuple[tuple[str, Use], ...] = (
+    ("mlock", "lock"),
+    ("dma_map", "mapping"),
+    ("backing store", "backing"),
+    ("AIO context", "aio"),
+    ("io_uring", "ring"),
+    ("namespace|CLONE_NEW", "namespace"),
     ("thread|fork|clone|child process", "process"),
     ("inotify", "inotify"),
     ("epoll", "epoll"),
@@ -66,7 +73,7 @@ def limit_in_words(text: str, user_id: int = 0) -> str:
         return ""
     number = _WORDS[found]
     use: Use = next((use for words, use in _USES if re.search(words, text, re.IGNORECASE)), "file")
-    return "" if number in _AMBIGUOUS and use == "file" else limit_behind(number, use, user_id)
+    return "" if number in _AMBIGUOUS and (number, use) not in _BEHIND else limit_behind(number, use, user_id)
 
 
 def limit_of_signal(name: str) -> str:
@@ -195,6 +202,55 @@ class _ShownLimits:
             else f"{limit}: raise limits.memory, or give the guest less"
         )
 
+    def locked(self) -> str:
+        _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if most == resource.RLIM_INFINITY:
+            return self.memory()
+        return (
+            f"a process here may lock {most >> 10} KiB of memory (RLIMIT_MEMLOCK, `ulimit -l`): lift that limit "
+            "(LimitMEMLOCK=infinity of the container runtime's service, `--ulimit memlock=-1`)"
+        )
+
+    def backing(self) -> str:
+        """Return what has kept mmap(2) from a file of memory: not the RAM in use, as none is taken yet."""
+        if _rlimit(resource.RLIMIT_AS) is not None or self._sysctl("vm/overcommit_memory") == "2":
+            return self.memory()
+        info = read_text(PurePosixPath(self.roots.proc / "meminfo"))
+        free = re.search(r"^HugePages_Free: *([0-9]+)", info, re.MULTILINE)
+        return (
+            f"huge pages are short, if the guest has them (HugePages_Free is {'unknown' if free is None else free[1]}): raise "
+            "vm.nr_hugepages on the node, or give the guest less"
+        )
+
+    def requests(self) -> str:
+        used, most = (self._sysctl(f"fs/{name}") for name in ("aio-nr", "aio-max-nr"))
+        return (
+            f"all programs of the machine may have {most} requests of native AIO, and have {used}: raise fs.aio-max-nr, or set the "
+            'disk\'s aio = "threads"'
+        )
+
+    def rings(self) -> str:
+        switch = self._sysctl("kernel/io_uring_disabled")
+        return (
+            f"io_uring is not allowed here (kernel.io_uring_disabled is {switch}, and the container's seccomp profile has a say): set "
+            'the disk\'s aio = "threads"'
+        )
+
+    def mappings(self) -> str:
+        parameter = self.roots.sys / "module/vfio_iommu_type1/parameters/dma_entry_limit"
+        most = read_text(PurePosixPath(parameter)).strip() or "some"
+        return f"VFIO takes {most} mappings of a guest's memory: raise dma_entry_limit of the module vfio_iommu_type1, or use iommufd"
+
+    def namespaces(self) -> str:
+        most = self._sysctl("user/max_user_namespaces")
+        return f"a user may make {most} user namespaces here: raise user.max_user_namespaces on the node"
+
+    def no_namespaces(self) -> str:
+        return (
+            "a user namespace is not allowed here, by the container's seccomp profile or by the node "
+            "(kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)"
+        )
+
     def _sysctl(self, path: str) -> str:
         return read_text(PurePosixPath(self.roots.proc / "sys" / path)).strip() or "some"
 
@@ -212,6 +268,15 @@ _BEHIND: dict[tuple[int, Use | None], Callable[[_ShownLimits], str]] = {
     (errno.EAGAIN, "process"): _ShownLimits.processes,
     (errno.EPERM, "process"): _ShownLimits.filter,
     (errno.ENOMEM, None): _ShownLimits.memory,
+    (errno.ENOMEM, "lock"): _ShownLimits.locked,
+    (errno.ENOMEM, "mapping"): _ShownLimits.locked,
+    (errno.ENOMEM, "ring"): _ShownLimits.locked,
+    (errno.ENOMEM, "backing"): _ShownLimits.backing,
+    (errno.EAGAIN, "aio"): _ShownLimits.requests,
+    (errno.EPERM, "ring"): _ShownLimits.rings,
+    (errno.ENOSPC, "mapping"): _ShownLimits.mappings,
+    (errno.ENOSPC, "namespace"): _ShownLimits.namespaces,
+    (errno.EPERM, "namespace"): _ShownLimits.no_namespaces,
     (errno.ESRCH, None): _ShownLimits.gone,
 }
 """What is behind an ``errno`` of a call for a use, or for any (``None``)."""

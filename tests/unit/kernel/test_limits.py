@@ -193,14 +193,41 @@ def test_without_a_limit_of_files_the_file_system_is_it(tmp_path: Path) -> None:
         ("Failed to create child process: Resource temporarily unavailable (os error 11)", "processes"),
         ("dnsmasq: failed to create inotify: Too many open files", "inotify"),
         ("qemu-system-x86_64: Could not open '/x': Too many open files", "files open"),
-        ("qemu-system-x86_64: unable to map backing store for guest RAM: Cannot allocate memory", "memory"),
+        (
+            "qemu-system-x86_64: unable to map backing store for guest RAM: Cannot allocate memory",
+            "huge pages are short",
+        ),
+        ("qemu-system-x86_64: cannot set up guest memory 'pc.ram': Cannot allocate memory", "short of memory"),
+        ("qemu-system-x86_64: mlockall: Cannot allocate memory", "RLIMIT_MEMLOCK"),
+        (
+            "memory listener initialization failed: Region pc.ram: vfio_dma_map(0x5, 0x0, 0x8000, 0x7) = -12 (Cannot allocate memory)",
+            "RLIMIT_MEMLOCK",
+        ),
+        ("vfio_container_dma_map(0x5, 0x0, 0xa0000, 0x7) = -28 (No space left on device)", "dma_entry_limit"),
+        (
+            "Unable to use native AIO: failed to create linux AIO context: Resource temporarily unavailable",
+            "fs.aio-max-nr",
+        ),
+        ("Unable to use io_uring: failed to init linux io_uring ring: Cannot allocate memory", "RLIMIT_MEMLOCK"),
+        (
+            "Unable to use io_uring: failed to init linux io_uring ring: Operation not permitted",
+            "kernel.io_uring_disabled",
+        ),
+        ("Couldn't create user namespace: No space left on device", "user.max_user_namespaces"),
+        ("Couldn't create user namespace: Operation not permitted", "a user namespace is not allowed"),
+        ("unshare(CLONE_NEWUSER): Cannot allocate memory", "short of memory"),
+        ("qemu_thread_create: No space left on device", ""),
         ("write: Resource temporarily unavailable", ""),
         ("qemu-system-x86_64: Could not open '/x': Operation not permitted", ""),
         ("Could not write: No space left on device", ""),
         ("all is well", ""),
     ],
 )
-def test_the_last_words_of_a_child_name_a_limit(text: str, limit: str) -> None:
+def test_the_last_words_of_a_child_name_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, limit: str) -> None:
+    getrlimit = resource.getrlimit
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (0, 0) if kind == resource.RLIMIT_MEMLOCK else getrlimit(kind)
+    )
     found = limit_in_words(text, USER)
     assert limit in found
     assert bool(found) == bool(limit)
