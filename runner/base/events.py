@@ -78,6 +78,7 @@ class InstanceEvent:
     GUEST_NO_LONGER_SILENT = Event("the guest shows a sign of life")
     GUEST_CONSOLE_MUTE = Event("the guest does not use its console, or does not boot: %s")
     GUEST_CONSOLE_USED = Event("the guest has begun to use its console")
+    GUEST_WITHOUT_ADDRESS = Event("the guest is not ready%s: %s")
     GUEST_HALTED = Event("the guest does not run%s: %s")
     GUEST_RUNS_AGAIN = Event("the guest runs again%s")
     QEMU_SILENT = Event("nothing is known of the guest%s: %s")

@@ -209,13 +209,15 @@ class GuestState:
     """How its kernel has said that it has panicked since it was reset, such as a line of its console; empty if it has not."""
     halted: str = ""
     """Why a guest that has not ended executes nothing, such as that it is suspended; empty if it runs."""
+    no_address: dict[str, str] = attrs.field(factory=dict)
+    """Why the guest does not get the address of a network that it has asked for, by the network's bridge."""
     qemu_silent: str = ""
     """Why nothing is known of a guest whose QEMU does not answer; empty if it does."""
     resets: deque[float] = attrs.field(factory=lambda: deque(maxlen=1000))
     """When it was reset in the last minute, on trio's clock; see :meth:`resets_lately`."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
     changed: Callable[[], None] = lambda: None
-    """Called when :attr:`cpus_lost` or :attr:`offline` has changed."""
+    """Called when :attr:`cpus_lost`, :attr:`offline` or :attr:`no_address` has changed."""
     ask_qemu: Callable[[], None] = lambda: None
     """Asks QEMU whether it answers, without waiting for it: only where a client asks for the guest's state, so that an idle
     PID 1 stays asleep."""
@@ -230,6 +232,12 @@ class GuestState:
         """Set :attr:`offline`."""
         if offline != self.offline:
             self.offline = offline
+            self.changed()
+
+    def set_no_address(self, bridge: str, reason: str) -> None:
+        """Set :attr:`no_address` of the network with *bridge*; with an empty *reason* it has the address."""
+        if reason != self.no_address.get(bridge, ""):
+            self.no_address[bridge] = reason
             self.changed()
 
     def resets_lately(self) -> int:
@@ -261,6 +269,7 @@ class GuestState:
         yield "resets", again if resets >= RESETS_OF_A_LOOP else ""
         silence = self.signs_of_life.silence
         yield "silent", "" if silence is None else f"the guest is silent: {silence}"
+        yield "no_address", next(filter(None, self.no_address.values()), "")
         yield "awaits_sign", self.waits_for
 
     @contextmanager

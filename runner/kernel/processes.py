@@ -91,6 +91,8 @@ class Command:
     """The level at which its output is logged."""
     up: str = ""
     """What it prints once it serves; empty for a program that prints nothing then."""
+    on_line: Callable[[str], None] | None = None
+    """Called with each line of its output that is logged."""
 
     def of_user(self, user_id: int, group_id: int, groups: tuple[int, ...]) -> Command:
         """Return it for this user, who has no capabilities (capabilities(7)); for root, as it is."""
@@ -138,6 +140,8 @@ class Process:
         self._allowed_until = -math.inf
         self._dropped = 0
         self._ended = trio.Event()
+        self.on_line: Callable[[str], None] | None = None
+        """As :attr:`Command.on_line`."""
         self._up = up
         self._up_or_ended = trio.Event()
 
@@ -254,6 +258,8 @@ class Process:
     def _log_line(self, line: bytes) -> None:
         if text := _text(line):
             log.log(self._level, InstanceEvent.CHILD_OUTPUT, self.role, text)
+            if self.on_line is not None:
+                self.on_line(text)
             if self._up and self._up in text:
                 self._up_or_ended.set()  # and no line that could say why it ends
             else:
@@ -380,7 +386,7 @@ class Processes:
                 sentence, error, "process", os.geteuid() if command.user_id is None else command.user_id
             ) from error
         self.begun += 1
-        process.user_id = command.user_id or 0
+        process.user_id, process.on_line = command.user_id or 0, command.on_line
         self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 

@@ -32,6 +32,7 @@ UNREADY = (
     "panicked",
     "resets",
     "silent",
+    "no_address",
     "awaits_sign",
 )
 """Why a guest is not ready, first what the others follow from."""

@@ -15,6 +15,7 @@ import pytest
 
 from runner.facts.host import Resolver
 from runner.facts.network import Interface, Route
+from runner.instance.parts.links import AddressWatch
 from runner.plan import dhcp
 from runner.plan.argv.networks import DNSMASQ_UP, dnsmasq_argv
 from runner.plan.instance import InstancePlan
@@ -103,15 +104,22 @@ def link() -> Iterator[None]:
 
 
 @contextmanager
-def serving(argv: list[str]) -> Iterator[None]:
-    """Run dnsmasq once it has said that it serves."""
+def serving(argv: list[str]) -> Iterator[list[str]]:
+    """Run dnsmasq once it has said that it serves; yield a list that has its other lines at the end."""
+    said = list[str]()
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "LC_ALL": "C"}) as dnsmasq:
         assert dnsmasq.stderr is not None
         try:
             assert any(DNSMASQ_UP in line for line in dnsmasq.stderr)
-            yield
+            yield said
         finally:
             dnsmasq.terminate()
+            said += dnsmasq.stderr.read().splitlines()
+
+
+def ask(options: str, *more: str) -> None:
+    asking = ["busybox", "udhcpc", "-i", "eth0", "-q", "-n", "-f", "-T", "1", *options.split(), *more]
+    subprocess.run(["ip", "netns", "exec", "guest", *asking], check=True, capture_output=True)
 
 
 def lease(tmp_path: Path) -> dict[str, str]:
@@ -119,8 +127,7 @@ def lease(tmp_path: Path) -> dict[str, str]:
     script = tmp_path / "lease"
     script.write_text(f'#!/bin/sh\n[ "$1" = bound ] && env >{tmp_path}/found\nexit 0\n')
     script.chmod(0o755)
-    asking = "busybox udhcpc -i eth0 -q -n -f -t 10 -T 1 -O mtu -O staticroutes -O search -O domain -s"
-    subprocess.run(["ip", "netns", "exec", "guest", *asking.split(), script], check=True, capture_output=True)
+    ask("-t 10 -O mtu -O staticroutes -O search -O domain -s", str(script))
     pairs = (line.partition("=") for line in (tmp_path / "found").read_text().splitlines())
     return {name: value for name, _, value in pairs}
 
@@ -138,3 +145,22 @@ def test_a_short_reply_has_room_for_what_the_plan_says(tmp_path: Path, extra: in
     assert (got["ip"], got["router"], got["dns"], got["mtu"]) == ("10.9.0.5", "10.9.0.1", "10.96.0.10", "1450")
     assert len(got["staticroutes"].split()) == 2 * (routes + 1)
     assert ("search" in got) is fits
+
+
+@pytest.mark.usefixtures("link")
+def test_what_dnsmasq_says_of_a_guest_without_an_address() -> None:
+    """Another machine has the address: the guest declines it, and dnsmasq does not offer it again for 10 minutes."""
+    found, reasons = plan(("a.example",), 1), list[str]()
+    network = found.dhcp[0].network
+    watch = AddressWatch(network, lambda bridge, reason: reasons.append(f"{bridge} {reason}"))
+    with serving(dnsmasq_argv(found.dhcp[0])) as said:
+        ask("-t 2 -s /bin/true")
+    for line in said:
+        watch.read(f"dnsmasq: {line}")
+    assert reasons == ["vmbr0 "]
+    for line in (
+        f"dnsmasq-dhcp[7]: DHCPDECLINE(vmbr0) {network.guest.ip} {network.mac} ",  # as dnsmasq 2.90 has said it
+        f"dnsmasq-dhcp[7]: DHCPDISCOVER(vmbr0) {network.mac} no address available",
+    ):
+        watch.read(line)
+        assert "it has declined 10.9.0.5, which another machine of its network answers for" in reasons.pop()

@@ -243,6 +243,37 @@ async def test_a_guest_that_executes_nothing_of_its_own_is_not_ready(
     assert fake_host.logged().count(reason.partition(":")[0]) == 1
 
 
+async def test_a_guest_that_gets_no_address_is_not_ready_until_it_does(fake_host: FakeHost) -> None:
+    mac = "52:54:00:00:00:01"
+    lines = (
+        f"dnsmasq-dhcp[7]: DHCPDISCOVER(vmbr0) {mac[:-1]}2 ignored",
+        f"dnsmasq-dhcp[7]: DHCPACK(vmbr0) 192.168.77.2 {mac} web",
+        f"dnsmasq-dhcp[7]: DHCPDECLINE(vmbr0) 192.168.77.2 {mac}",
+        f"dnsmasq-dhcp[7]: DHCPDISCOVER(vmbr0) {mac[:-1]}2 ignored",  # of a machine within the guest, say
+        f"dnsmasq-dhcp[7]: DHCPDISCOVER(vmbr0) {mac} no address available",
+        f"dnsmasq-dhcp[7]: DHCPACK(vmbr0) 192.168.77.2 {mac} web",
+    )
+    plan = fake_host.plan(
+        f'[[network]]\nmac = "{mac}"\n', qemu={"console": "plays"}, daemon={"dnsmasq": {"says": lines}}
+    )
+
+    async def act(guest: Guest) -> None:
+        [dnsmasq] = (each for each in guest.host.processes if each.role == "dnsmasq")
+
+        async def says(reason: str | None) -> None:
+            before = fake_host.logged().count("dnsmasq-dhcp[7]")
+            dnsmasq.send_signal(signal.SIGUSR1)
+            await wait_for(lambda: fake_host.logged().count("dnsmasq-dhcp[7]") > before)
+            await (guest.is_ready() if reason is None else guest.is_not_ready(reason))
+
+        declined = "it has declined 192.168.77.2, which another machine of its network answers for"
+        await guest.is_ready()
+        for reason in (f"it asks with another MAC address than {mac}", None, declined, declined, declined, None):
+            await says(reason)
+
+    await run(fake_host, plan, act)
+
+
 async def test_a_guest_that_is_reset_again_and_again_is_not_ready_until_it_gets_up(
     fake_host: FakeHost, mock_clock: MockClock
 ) -> None:

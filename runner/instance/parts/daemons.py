@@ -70,6 +70,7 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
 
     def adopt(found: RestartedChildRecord) -> RestartedChild:
         process = supervisor.processes.adopt(found.process)
+        process.on_line = command.on_line
         return RestartedChild(process, command, found.pause, loop_time(found.born), found.down)
 
     child: RestartedChild = held.value(name, start, lambda: child.record(clock), adopt)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from ipaddress import IPv6Interface
 
+import attrs
+
+from runner.base.events import InstanceEvent
 from runner.instance.parts.daemons import restarted_child
 from runner.instance.supervisor import Supervisor
 from runner.kernel import network
@@ -14,6 +18,8 @@ from runner.kernel.processes import Command
 from runner.plan.argv.networks import DNSMASQ_UP, dnsmasq_argv
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan, MacvtapPlan, NetworkPlan
+
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -38,13 +44,51 @@ def _macvtap(supervisor: Supervisor, plan: MacvtapPlan, name: str) -> Iterator[i
             network.remove_macvtap(link)
 
 
+@attrs.define
+class AddressWatch:
+    """Whether the guest gets the address of *network* that it asks for, by what dnsmasq says (``src/rfc2131.c``)."""
+
+    network: BridgedPlan
+    note: Callable[[str, str], None]
+    """Called with the bridge, and why the guest does not get the address; empty if it does."""
+    given: bool = False
+
+    def read(self, line: str) -> None:
+        """Take in a *line* of dnsmasq's output."""
+        network = self.network
+        if f"({network.bridge})" not in line:
+            return
+        own = f" {network.mac}" in line
+        if own and "DHCPACK(" in line:
+            self.given = True
+            self.note(network.bridge, "")
+        elif own and ("DHCPDECLINE(" in line or line.endswith("no address available")):
+            self.note(
+                network.bridge,
+                f"the guest gets no address by DHCP: it has declined {network.guest.ip}, which another machine of its network answers for; "
+                "dnsmasq offers it again after 10 minutes",
+            )
+        elif not own and not self.given and network.pod is None and line.endswith(" ignored"):
+            self.note(
+                network.bridge,
+                f"the guest gets no address by DHCP: it asks with another MAC address than {network.mac}, which alone gets one here",
+            )
+
+
 @asynccontextmanager
 async def bridged(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
     """Hold the bridges of *plan*, whose taps exist already, and a dnsmasq on every one that has one."""
+
+    def note(bridge: str, reason: str) -> None:
+        if reason and (more := supervisor.log_limit.due("no address")) is not None:
+            log.warning(InstanceEvent.GUEST_WITHOUT_ADDRESS, more, reason)
+        supervisor.guest_state.set_no_address(bridge, reason)
+
     with _built(supervisor, [each for each in plan.networks if isinstance(each, BridgedPlan)]):
         async with AsyncExitStack() as held:
             for number, dhcp in enumerate(plan.dhcp):
-                command = Command("dnsmasq", tuple(dnsmasq_argv(dhcp)), up=DNSMASQ_UP)
+                watch = AddressWatch(dhcp.network, note)
+                command = Command("dnsmasq", tuple(dnsmasq_argv(dhcp)), up=DNSMASQ_UP, on_line=watch.read)
                 await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq:{number}"))
             yield
 

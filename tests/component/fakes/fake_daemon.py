@@ -11,6 +11,7 @@ DEFAULTS = {
     "dies_after": None,
     "refuses": None,  # what it prints when it ends at its start
     "silent": False,  # a dnsmasq that never says that it serves
+    "says": (),  # a dnsmasq's lines, the next of which it prints at each SIGUSR1
     "ignores_sigterm": False,
     "version": "virtiofsd 1.13.2",
     "at_load": None,  # of another virtiofsd's state: None | "exit" | "refuse" | "hang"
@@ -62,6 +63,8 @@ if behaviour["refuses"] is not None:
     sys.exit(1)
 if globals()["NAME"] == "dnsmasq" and not behaviour["silent"]:
     print("dnsmasq: started, version 2.90 DNS disabled", file=sys.stderr, flush=True)
+lines = iter(behaviour["says"])
+signal.signal(signal.SIGUSR1, lambda *_: print(next(lines), file=sys.stderr, flush=True))
 if behaviour["ignores_sigterm"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if behaviour["dies_after"] is not None:
