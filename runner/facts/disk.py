@@ -66,6 +66,8 @@ class FileFact:
     """Whether the file has holes: a write into one allocates space."""
     sectors: tuple[int, int] = (512, 512)
     """Bytes of a logical and of a physical block, as the kernel reports them for a block device."""
+    held: bool = attrs.field(default=False, kw_only=True)
+    """Whether the machine itself has the block device: as a mount, swap space, or below a device mapper or a RAID."""
     error_number: int = attrs.field(default=0, kw_only=True)
     """The ``errno`` of ``error``; 0 without one."""
     mounted_read_only: bool = attrs.field(default=False, kw_only=True)

@@ -16,7 +16,7 @@ _BIOS_BOOT = {
 """Types of partitions that hold what the boot code of a disk with a GUID partition table loads."""
 _LEGACY_BOOT = 1 << 2
 """An attribute of such a partition: syslinux' and NetBSD's boot code loads it (UEFI 2.10, 5.3.3: "Legacy BIOS Bootable")."""
-_MBR_ESP = 0xEF
+_MBR_ESP, _MBR_GPT = 0xEF, 0xEE
 _MBR_FAT = {0x01, 0x04, 0x06, 0x0B, 0x0C, 0x0E}
 """Types of partitions with FAT, in which a UEFI firmware looks for a boot loader, too."""
 _MOST_PARTITIONS = 128
@@ -43,6 +43,8 @@ class DiskContent:
     """Whether a UEFI firmware finds a file system that it can read: such a partition, FAT or a CD image."""
     sector: int | None = None
     """Bytes of a sector to the program that made the GUID partition table; ``None`` without one."""
+    end: int = 0
+    """The bytes that the disk must have for all of its partitions to lie on it; 0 without any."""
 
 
 def parse_content(head: bytes, tail: bytes) -> DiskContent:
@@ -52,7 +54,7 @@ def parse_content(head: bytes, tail: bytes) -> DiskContent:
     sector = next((size for size in (512, 4096) if head.startswith(b"EFI PART", size)), None)
     types = set(head[450:512:16]) if signed else set()
     partitions = [] if sector is None else list(_gpt_partitions(head, sector))
-    esp = _MBR_ESP in types if sector is None else any(type_ == _ESP for type_, _ in partitions)
+    esp = _MBR_ESP in types if sector is None else any(type_ == _ESP for type_, _, _ in partitions)
     fat = signed and (head[54:57] == b"FAT" or head[82:85] == b"FAT" or (sector is None and bool(types & _MBR_FAT)))
     return DiskContent(
         format=format_,
@@ -61,18 +63,33 @@ def parse_content(head: bytes, tail: bytes) -> DiskContent:
         bios_partition=sector is None
         or head.startswith(b"CD001", 0x8001)
         or any(each & 0x80 for each in head[446:510:16])
-        or any(type_ in _BIOS_BOOT or attributes & _LEGACY_BOOT for type_, attributes in partitions),
+        or any(type_ in _BIOS_BOOT or attributes & _LEGACY_BOOT for type_, attributes, _ in partitions),
         esp=esp,
         efi=esp or fat or (format_ is not None and format_.name == "ISO 9660"),
         sector=sector,
+        end=_mbr_end(head) if signed and sector is None else max((end for _, _, end in partitions), default=0),
     )
 
 
-def _gpt_partitions(head: bytes, sector: int) -> Iterator[tuple[bytes, int]]:
-    """Yield type and attributes of each partition in a GUID partition table."""
+def _mbr_end(head: bytes) -> int:
+    """Return where the last partition ends that is in the boot sector, in bytes; 0 if it has no table of any (``msdos_partition``)."""
+    entries = [head[at : at + 16] for at in range(446, 510, 16)]
+    if any(entry[0] not in {0, 0x80} for entry in entries):
+        return 0
+    used = (entry for entry in entries if entry[4] not in {0, _MBR_GPT})
+    return max((512 * (_little(entry[8:12]) + _little(entry[12:])) for entry in used), default=0)
+
+
+def _little(value: bytes) -> int:
+    return int.from_bytes(value, "little")
+
+
+def _gpt_partitions(head: bytes, sector: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield type, attributes and end in bytes of each partition in a GUID partition table."""
     header = head[sector : sector + 92]
-    start = int.from_bytes(header[72:80], "little") * sector
-    number, size = (int.from_bytes(header[at : at + 4], "little") for at in (80, 84))
+    start = _little(header[72:80]) * sector
+    number, size = (_little(header[at : at + 4]) for at in (80, 84))
     for index in range(min(number, _MOST_PARTITIONS)):
         entry = head[start + index * size :][:56]
-        yield entry[:16], int.from_bytes(entry[48:56], "little")
+        if any(entry[:16]):
+            yield entry[:16], _little(entry[48:56]), sector * (_little(entry[40:48]) + 1)

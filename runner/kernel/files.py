@@ -22,7 +22,7 @@ from runner.kernel.small_files import read_text
 
 _XFS_IOC_DIOINFO = 0x800C581E
 """``libxfs/xfs_fs.h``: the alignments of direct I/O in memory and in the file, and the most bytes of it."""
-_BLKSSZGET, _BLKPBSZGET = 0x1268, 0x127B  # include/uapi/linux/fs.h
+_BLKSSZGET, _BLKPBSZGET, _BLKROGET = 0x1268, 0x127B, 0x125E  # include/uapi/linux/fs.h
 
 
 def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False) -> FileFact:
@@ -92,7 +92,7 @@ def _probe_image(
 ) -> FileFact:
     from runner.kernel.disk_images import read_image  # here, because it takes 2 ms and only disks need it
 
-    alignment = _direct_alignment(path)
+    alignment, is_block = _direct_alignment(path), fact.kind == "block"
     return FileFact(
         fact.kind,
         fact.size,
@@ -101,7 +101,9 @@ def _probe_image(
         direct=alignment is not None,
         alignment=alignment or 512,
         sparse=fact.kind == "file" and found.st_blocks * 512 < found.st_size,
-        sectors=_sectors(fd) if fact.kind == "block" else (512, 512),
+        sectors=_sectors(fd) if is_block else (512, 512),
+        held=is_block and _is_held(path),
+        error="the device is read-only" if write and is_block and _is_read_only(fd) else None,
     )
 
 
@@ -137,6 +139,20 @@ def _direct_alignment(path: PurePosixPath) -> int | None:
                 os.preadv(fd, [part], 0)
                 return length if length > 1 else 4096
     return None
+
+
+def _is_read_only(device: int) -> bool:
+    """Tell whether the kernel takes no writes to a block device, which it opens for them all the same (``blkdev_write_iter``)."""
+    return bool(struct.unpack("i", fcntl.ioctl(device, _BLKROGET, bytes(4)))[0])
+
+
+def _is_held(device: PurePosixPath) -> bool:
+    """Tell whether the kernel has the block device for itself (open(2), ``O_EXCL``)."""
+    try:
+        os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        return error.errno == errno.EBUSY
+    return False
 
 
 def _sectors(fd: int) -> tuple[int, int]:

@@ -213,6 +213,13 @@ def _judge_content(
     for layer in layers:
         if (image := files.get(layer.path, MISSING).image) is not None:
             remark_lockless(where, layer.path, image, problems)
+        if files.get(layer.path, MISSING).held:
+            problems.remark(
+                where,
+                f"the guest and the machine destroy what the other writes to {str(layer.path)!r}: the machine has it for itself, as a "
+                "mount, as swap space, or below a device mapper or a RAID",
+                "unmount it or take it out there, or name the device that is made of it",
+            )
     found = content_of(layers, files)
     if found is None:
         return
@@ -241,11 +248,24 @@ def _judge_content(
             "name promises",
             "see whether it was made or copied as a whole, and name a raw image .raw or .img",
         )
-    if content.sector is not None and content.sector != files[disk.file].sectors[0]:
+    _judge_partitions(content, name, files[disk.file], where, problems)
+
+
+def _judge_partitions(content: DiskContent, name: str, fact: FileFact, where: str, problems: Problems) -> None:
+    """Remark partitions that the guest does not find on the disk of *fact*, or not whole; *name* is the file with the table."""
+    size = 0 if fact.image is None else fact.image.size
+    if content.end > size:
+        problems.remark(
+            where,
+            f"the guest finds a damaged disk in {where}: the partitions in {name} end at {format_size(content.end)}, and it has "
+            f"{format_size(size)}",
+            "see whether it was copied as a whole",
+        )
+    if content.sector is not None and content.sector != fact.sectors[0]:
         problems.remark(
             where,
             f"the guest finds no partitions in {where}: the partition table in {name} is for sectors of {content.sector} bytes, and the "
-            f"guest sees sectors of {files[disk.file].sectors[0]}",
+            f"guest sees sectors of {fact.sectors[0]}",
             "copy the image to a disk with such sectors, or make its partition table anew",
         )
 

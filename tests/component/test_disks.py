@@ -11,7 +11,7 @@ import subprocess
 import tarfile
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import trio
@@ -414,6 +414,41 @@ def test_partitions_for_other_sectors_are_remarked(tmp_path: Path) -> None:
     [remark] = remarks(DiskSpec(path=PurePosixPath(path)))
     assert remark.startswith("the guest finds no partitions in disk[0]: the partition table in")
     assert "is for sectors of 4096 bytes, and the guest sees sectors of 512" in remark
+
+
+@pytest.mark.parametrize("table", ["label: gpt\n,32M,U\n,,L\n", "label: gpt\n,,L\n", "label: dos\n,32M,ef\n,,L\n"])
+@pytest.mark.parametrize("format_", ["raw", "qcow2"])
+def test_a_disk_that_was_cut_is_remarked(tmp_path: Path, table: str, format_: Literal["raw", "qcow2"]) -> None:
+    """By a download that broke off, or by `qemu-img resize --shrink`: what its partitions hold ends behind it."""
+    whole, disk = tmp_path / "whole", tmp_path / "disk"
+    with whole.open("wb") as file:
+        file.truncate(64 * MIB)
+    sbin = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    subprocess.run(["sfdisk", "-q", whole], input=table.encode(), check=True, env=sbin)
+    for size in (64, 40):
+        with whole.open("r+b") as file:
+            file.truncate(size * MIB)
+        qemu_img("convert", "-f", "raw", "-O", format_, whole, disk)
+        found = [
+            each for each in remarks(DiskSpec(path=PurePosixPath(disk), format=format_)) if "a damaged disk" in each
+        ]
+        assert len(found) == (size == 40)
+        assert all("and it has 40MiB; see whether it was copied as a whole" in each for each in found)
+
+
+@pytest.mark.parametrize("kind", ["FAT", "NTFS", "nothing"])
+def test_a_boot_sector_without_partitions_says_nothing_of_an_end(tmp_path: Path, kind: str) -> None:
+    """Code stands where others have partitions: of mkfs.fat and of Windows it is text."""
+    code = {
+        "FAT": b"This is not a bootable disk.  Please insert a bootable floppy",
+        "NTFS": b"BOOTMGR is missing\xff",
+        "nothing": b"",
+    }
+    path = tmp_path / "disk"
+    path.write_bytes(
+        (b"\xeb\x58\x90".ljust(440, b"\x90") + code[kind][:64].ljust(70, b"\0") + b"\x55\xaa").ljust(MIB, b"\0")
+    )
+    assert content(DiskSpec(path=PurePosixPath(path))).end == 0
 
 
 @pytest.mark.parametrize(

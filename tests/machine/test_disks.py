@@ -10,11 +10,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
+from runner.host.discover import read_disk_facts
+from runner.plan.disks import plan_disk
+from runner.plan.problems import Problems
+from runner.spec.instance import DiskSpec
 from tests.support.program_runs import GuestFiles, ProgramRun, ProgramStarter, until
 
 MIB = 1 << 20
@@ -168,6 +173,63 @@ def on_4kn(tmp_path: Path) -> Iterator[Path]:
     finally:
         subprocess.run(["umount", place], check=False)
         subprocess.run(["losetup", "-d", device], check=True)
+
+
+@pytest.mark.parametrize(("options", "ready"), [(["-r"], False), ([], True)])
+def test_a_block_device_that_takes_no_writes_is_refused_for_a_disk_that_is_written(
+    tmp_path: Path, options: list[str], *, ready: bool
+) -> None:
+    """As QEMU does, which asks the kernel in the same way: an open for writing succeeds."""
+    with loop_device(tmp_path, *options) as device:
+        assert ready is (qemu_opens(device) == "")
+        for read_only in (False, True):
+            problems = Problems()
+            disk = DiskSpec(path=PurePosixPath(device), read_only=read_only)
+            plan_disk("disk0", disk, read_disk_facts(disk, PurePosixPath("/")), "disk[0]", problems)
+            assert [str(each) for each in problems.found] == [
+                f"disk[0].path: cannot open {device!r}: the device is read-only; set read_only = true if the guest shall not write"
+            ] * (not ready and not read_only)
+
+
+def test_a_block_device_that_the_machine_has_for_itself_is_remarked(tmp_path: Path) -> None:
+    place = tmp_path / "mounted"
+    place.mkdir()
+    with loop_device(tmp_path) as device:
+        subprocess.run(["mkfs.ext4", "-q", device], check=True)
+        disk = DiskSpec(path=PurePosixPath(device))
+        for mounted in (False, True):
+            if mounted:
+                subprocess.run(["mount", device, place], check=True)
+            try:
+                problems = Problems()
+                plan_disk("disk0", disk, read_disk_facts(disk, PurePosixPath("/")), "disk[0]", problems)
+            finally:
+                if mounted:
+                    subprocess.run(["umount", place], check=True)
+            destroyed = [each for each in map(str, problems.remarks) if "destroy what the other writes" in each]
+            assert (problems.found, bool(destroyed)) == ([], mounted)
+
+
+@contextmanager
+def loop_device(tmp_path: Path, *options: str) -> Iterator[str]:
+    """Yield the name of a loop device of 64 MiB."""
+    backing = tmp_path / "backing"
+    with backing.open("wb") as file:
+        file.truncate(64 * MIB)
+    add = ["losetup", "-f", "--show", *options, str(backing)]
+    device = subprocess.run(add, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        yield device
+    finally:
+        subprocess.run(["losetup", "-d", device], check=True)
+
+
+def qemu_opens(device: str) -> str:
+    """Return what QEMU says of a disk that is written; nothing if it opens it."""
+    argv = ["qemu-system-x86_64", "-accel", "tcg", "-display", "none", "-nodefaults", "-S", "-monitor", "stdio"]
+    drive = f"if=virtio,format=raw,file={device}"
+    done = subprocess.run([*argv, "-drive", drive], check=False, capture_output=True, text=True, input="quit\n")
+    return done.stderr
 
 
 def test_a_raw_file_that_ends_within_a_sector_is_written_through_the_page_cache(
