@@ -316,6 +316,13 @@ class Procfs:
         except OSError as error:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
 
+    def waits_in(self, pid: int) -> str:
+        """Return the function of the kernel that process *pid* waits in; empty where it has ended or the kernel does not say it."""
+        try:
+            return _read(self.root / str(pid) / "wchan").strip()
+        except OSError:
+            return ""
+
     def memory_nodes(self) -> CpuSet:
         """Return the NUMA nodes that this process may take memory from (its cpuset's)."""
         return CpuSet.parse(self.status()["Mems_allowed_list"])

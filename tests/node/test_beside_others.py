@@ -67,9 +67,10 @@ def test_a_debugger_in_its_pid_namespace_is_not_the_instance(node_fixture: NodeF
     assert "another container's" not in node_fixture.controller.log.read_text()
 
 
-def test_an_instance_whose_container_is_paused_ends(node_fixture: NodeFixture) -> None:
+@pytest.mark.parametrize("cgroupfs", ["ro", "none"])
+def test_an_instance_whose_container_is_paused_ends(node_fixture: NodeFixture, cgroupfs: str) -> None:
     """``docker pause``: the guest runs on, as what is in float is not in the container's cgroup, and SIGTERM ends it."""
-    instance = node_fixture.start(1, "2-3", cgroupfs="ro")
+    instance = node_fixture.start(1, "2-3", cgroupfs=cgroupfs)
     instance.up()
     scope = scope_of(instance)
     scope.write("cgroup.freeze", "1")

@@ -269,7 +269,7 @@ async def registered_cgroups(
     named: CgroupPaths | None = None
 
     async def leave() -> None:
-        if named is None or not is_frozen(named.pod):
+        if named is None or not is_frozen(named.pod, supervisor, anchors):
             await _deregister(supervisor.faults, placement)
 
     with ExitStack() as descriptors:

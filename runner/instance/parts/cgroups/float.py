@@ -57,22 +57,24 @@ async def entered_float(
     finally:
         for anchor in anchors:
             anchor.command = command
-        if is_frozen(named.pod):
+        if is_frozen(named.pod, supervisor, anchors):
             log.warning(InstanceEvent.CONTAINER_FROZEN, named.pod)
         else:
             _return_to_pod(supervisor, active, named)
 
 
-def is_frozen(pod: str) -> bool:
+def is_frozen(pod: str, supervisor: Supervisor, anchors: Sequence[RestartedChild]) -> bool:
     """Tell whether the container's cgroup at the path *pod* is frozen (``podman pause``): a process that enters it stops there.
 
-    What is in float is not, and ends there; the controller removes what is empty then.
+    What is in float is not, and ends there; the controller removes what is empty then. A container without cgroupfs sees it at the
+    *anchors*, which are in that cgroup.
     """
-    try:
+    events = None
+    with contextlib.suppress(HostError):
         events = Cgroup(Roots().cgroup).at(pod).read_if_there("cgroup.events")
-    except HostError:
-        return False
-    return "frozen 1" in (events or "").splitlines()
+    if events is not None:
+        return "frozen 1" in events.splitlines()
+    return any(supervisor.procfs.waits_in(anchor.process.pid) == "do_freezer_trap" for anchor in anchors)
 
 
 def _return_to_pod(supervisor: Supervisor, active: EnteredCgroups[P], named: CgroupPaths) -> None:
