@@ -35,6 +35,13 @@ class ConsoleSign:
     def __str__(self) -> str:
         return f"console:{self.pattern}"
 
+    def compiled(self) -> re.Pattern[str]:
+        """Return what is searched for: a ``$`` at the end of the pattern holds wherever the line has ended for a moment.
+
+        A prompt is often followed by a message of the kernel on the same line, and both may come in one piece.
+        """
+        return re.compile(re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", self.pattern))
+
 
 @frozen
 class PortSign:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from runner.instance.watch.shown import figures_shown
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
 from runner.protocol.guest_agent import GuestAgent
+from runner.spec.readiness import ConsoleSign
 from tests.support.fake_host import FakeHost
 from tests.support.sweep import FAULT_INJECTOR
 
@@ -192,7 +192,7 @@ async def test_a_pattern_that_would_take_for_ever_is_given_up_and_stops_nothing_
         await guest.prints(b"aaa\n")
         await guest.is_not_ready("simplify it")
 
-    await run(fake_host, plan_of(fake_host, "console:^(a+)+$"), act)
+    await run(fake_host, plan_of(fake_host, "console:^(a+)+c"), act)
     assert "the guest cannot become ready: the pattern of guest.ready takes" in fake_host.logged()
 
 
@@ -516,7 +516,7 @@ class Watched:
             lambda: report("found"),
             lambda: report("too slow"),
             search,
-            None if pattern is None else re.compile(pattern),
+            None if pattern is None else ConsoleSign(pattern).compiled(),
         )
 
 
@@ -534,6 +534,25 @@ def test_the_kernels_prefixes_are_known(line: bytes) -> None:
     watched = Watched()
     watched.watch.feed(b"x\n" + line + b"\n")
     assert watched.reports == [line.decode()]
+
+
+@pytest.mark.parametrize("pattern", ["^debian login: $", r"login: \\?$", "^debian"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_prompt_is_found_however_the_output_is_cut(size: int, pattern: str) -> None:
+    """A message of the kernel follows on the same line, and a busy runner reads both at once."""
+    output, watched = b"\r\ndebian login: [   12.345678] random: crng init done\r\n", Watched(pattern)
+    for at in range(0, len(output), size):
+        watched.watch.feed(output[at : at + size])
+    assert watched.reports == ["found"]
+
+
+def test_a_dollar_that_is_a_character_stays_one() -> None:
+    assert [ConsoleSign(each).compiled().pattern for each in (r"cost: \$", r"\\$", "(a|b$)", "$")] == [
+        r"cost: \$",
+        r"\\",
+        "(a|b$)",
+        "",
+    ]
 
 
 def test_a_line_without_end_costs_a_bounded_memory() -> None:

@@ -9,7 +9,6 @@ pvpanic device, whose driver is the kernel's, is what ends an instance by a pani
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -63,7 +62,7 @@ class Readiness:
         self._path = plan.state_directory / READY
         self._sign = plan.machine.guest.ready
         self._accel = plan.machine.accel
-        self._pattern = re.compile(self._sign.pattern) if isinstance(self._sign, ConsoleSign) else None
+        self._pattern = self._sign.compiled() if isinstance(self._sign, ConsoleSign) else None
         if isinstance(self._sign, AgentSign):  # now: later on, files may be short, and a guest runs
             optional_parts.guest_agent()
         search = None if self._pattern is None else optional_parts.console_search()
