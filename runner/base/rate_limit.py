@@ -8,7 +8,7 @@ import attrs
 import trio
 
 from runner.base.events import SharedEvent
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ MOST_PEERS = 64
 _OTHERS = "others"
 
 
-@attrs.define
+@define
 class _Reported:
     at: float
     left_out: int = 0

@@ -16,7 +16,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 from runner.instance.change.gate import Changes, StopRequest
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
@@ -41,7 +41,7 @@ ENDS_WITHIN = 1.0
 """Seconds that a background task may take after it was cancelled; it ends at its next checkpoint."""
 
 
-@attrs.define
+@define
 class Faults:
     """What could not be released; each is logged when it happens, and all of them decide the exit status."""
 
@@ -63,7 +63,7 @@ class Faults:
             self.sentences.append(sentence)
 
 
-@attrs.define
+@define
 class Counters:
     """What has happened since the start; the numbers only grow."""
 
@@ -81,7 +81,7 @@ class Counters:
     """Updates of QEMU that were begun, by :data:`QemuUpdateOutcome`."""
 
 
-@attrs.define
+@define
 class Announcements:
     """Wakes the tasks that wait for what happens again and again: *next* is set by it, and replaced."""
 
@@ -109,7 +109,7 @@ ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 """Has this program continue as a fresh process image after its own fault; returns if that may not be done."""
 
 
-@attrs.define
+@define
 class Renewal:
     """How this program has come to run the instance, and when and how another one may; what it holds is in :class:`Held`."""
 
@@ -182,7 +182,7 @@ class RunningQemu(Protocol):
         """The conversation with it."""
 
 
-@attrs.define
+@define
 class GuestState:
     """The state of the guest, as probes and metrics show it."""
 

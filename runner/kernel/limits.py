@@ -17,7 +17,7 @@ from typing import Literal
 import attrs
 
 from runner.base.errors import HostError
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 from runner.facts.file_errors import remedy_of
 from runner.facts.roots import Roots
 from runner.kernel.small_files import read_text
@@ -321,7 +321,7 @@ def no_kills() -> str:
     return ""
 
 
-@attrs.define
+@define
 class OutOfMemory:
     """What the kernel has killed for want of memory in the cgroup that this process was in when this was made, and in its cgroup now.
 

@@ -29,7 +29,7 @@ import trio
 
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
-from runner.base.values import Fd, frozen
+from runner.base.values import Fd, define, frozen
 from runner.kernel.leases import read_at_once
 from runner.kernel.limits import OutOfMemory, limit_in_words, limit_of_signal, limited, no_kills
 from runner.kernel.lines import LINES_PER_STEP, LineFramer
@@ -322,7 +322,7 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").strip()
 
 
-@attrs.define
+@define
 class Processes:
     """The children of this process; made by :func:`open_processes`."""
 

@@ -22,7 +22,7 @@ import trio
 from runner.base.errors import HostError, explain
 from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.limits import limited
 from runner.kernel.peers import boot_time
@@ -242,7 +242,7 @@ async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list
     return found
 
 
-@attrs.define(eq=False)
+@define
 class WaitingConnections:
     """Connections that were accepted and are not served yet: each peer has one served in its turn.
 

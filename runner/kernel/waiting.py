@@ -20,10 +20,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-import attrs
 import trio
 
 from runner.base.events import SharedEvent
+from runner.base.values import define
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LOGGED_EVERY = 60.0
 """Seconds between two lines of the log."""
 
 
-@attrs.define
+@define
 class Shortages:
     """How often a call has failed because something was short."""
 

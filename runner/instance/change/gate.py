@@ -23,6 +23,7 @@ from runner.base.errors import RefusedError
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.table import duration
+from runner.base.values import define
 
 if TYPE_CHECKING:
     from runner.instance.documents import ChangeDocument
@@ -122,7 +123,7 @@ class StopRequest:
         await self._event.wait()
 
 
-@attrs.define(eq=False)
+@define
 class LiveChange:
     """A change that is in progress, or waits to be."""
 

@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-import attrs
 import trio
 
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import first_of
+from runner.base.values import define
 from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
 from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
@@ -53,7 +53,7 @@ RENEWED = b"\r\n[the runner is renewed: attach again; the guest runs on]\r\n"
 STOLEN = b"\r\n[another console writes now, this one only reads]\r\n"
 
 
-@attrs.define(eq=False)
+@define
 class ConsoleClient:
     """A client that is attached."""
 

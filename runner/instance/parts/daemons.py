@@ -14,6 +14,7 @@ import trio
 from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
+from runner.base.values import define
 from runner.instance.change.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, ProcessRecord, stop_bound
@@ -38,7 +39,7 @@ class RestartedChildRecord(NamedTuple):
     down: bool
 
 
-@attrs.define
+@define
 class RestartedChild:
     """A child that is started again whenever it ends."""
 

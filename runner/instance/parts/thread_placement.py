@@ -10,7 +10,7 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 from runner.facts.threads import ThreadStatus
 from runner.kernel.processes import Process, Processes
 from runner.kernel.procfs import Procfs
@@ -122,7 +122,7 @@ def _threads(processes: Processes, reader: ThreadReader, qemu: QemuThreads) -> I
                 yield ObservedThread(role, None, thread)
 
 
-@attrs.define(eq=False)
+@define
 class ThreadReader:
     """Reads threads of this container, most of them by what the kernel says of a whole cgroup.
 

@@ -6,9 +6,8 @@ import re
 import time
 from collections.abc import Callable
 
-import attrs
-
 from runner.base.errors import escaped
+from runner.base.values import define
 
 LONGEST = 4 << 10
 """Bytes of a line that are looked at; the rest of a longer one is not."""
@@ -35,7 +34,7 @@ Search = Callable[[re.Pattern[str], list[bytes], float], bool | None]
 """Tells whether the pattern is in one of some lines; ``None`` if that takes more than so many seconds of CPU time."""
 
 
-@attrs.define(eq=False)
+@define
 class ConsoleWatch:
     """Watches the bytes that the console passes on; it reads nothing itself, and holds one line of at most :data:`LONGEST` bytes."""
 

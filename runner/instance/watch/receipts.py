@@ -17,6 +17,7 @@ from runner.base.errors import HostError, PlacementError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.table import aligned
 from runner.base.tasks import first_of
+from runner.base.values import define
 from runner.instance.parts.qemu import Qemu, started_within
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, RECEIPT
 from runner.instance.parts.thread_placement import QemuThreads, place_threads, read_back, read_threads, verified
@@ -81,7 +82,7 @@ class PlacedThreads(NamedTuple):
     """Whether the guest has released a vCPU."""
 
 
-@attrs.define
+@define
 class Receipts:
     """The receipt of a running QEMU, kept up to date."""
 

@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from runner.base.events import InstanceEvent
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Silence:
         )
 
 
-@attrs.define
+@define
 class SignsOfLife:
     """What a guest that runs has shown so far."""
 

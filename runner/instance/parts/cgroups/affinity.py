@@ -14,13 +14,14 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError
+from runner.base.values import define
 from runner.instance.parts.daemons import RestartedChild
 from runner.instance.supervisor import Supervisor
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import AffinityPlacement, Placement
 
 
-@attrs.define
+@define
 class FloatMask:
     """Float without cgroups: there is nothing to move a thread into, and a child inherits the mask of this process."""
 
