@@ -13,7 +13,10 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
@@ -376,6 +379,14 @@ async def test_a_peer_that_fills_the_queue_of_connections_costs_others_no_time(
     assert service.admitted.index(os.getpid()) < 8, "it was the last of 301"
     assert answered + left == len(service.admitted) - 1 <= 24
     assert closed == 300 - answered - left
+
+
+def test_a_few_connections_of_each_peer_wait_and_one_of_each_of_1024() -> None:
+    queue, closed = WaitingConnections(256, 16), list[object]()
+    for key in (*["greedy"] * 20, *range(2000)):
+        connection: Any = SimpleNamespace(close=partial(closed.append, key))
+        queue._add(key, (connection, 0))
+    assert closed == ["greedy"] * 4 + list(range(1023, 2000))
 
 
 async def test_refused_clients_of_one_peer_keep_no_other_peer_out(tmp_path: Path) -> None:

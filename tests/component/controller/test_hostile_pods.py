@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -461,6 +462,15 @@ async def test_what_the_kernel_ends_for_want_of_memory_is_told(node: Node, caplo
         assert status["oom_kills"] == {}
     async with controlled(node) as controller:
         assert controller.loop.counters.oom_kills == 0, "it was told"
+
+
+async def test_the_metrics_are_made_ten_times_a_second_however_many_ask(node: Node) -> None:
+    async with controlled(node) as controller:
+        endpoints, asked_at, made = controller.endpoints(), time.monotonic(), list[object]()
+        while len(made) < 4:
+            page = await endpoints.respond("/metrics")
+            made += [] if made and made[-1] is page else [page]
+        assert time.monotonic() - asked_at >= 0.3
 
 
 async def test_a_float_that_cannot_be_shrunk_keeps_its_cpus_from_others_and_blocks_no_one_else(
