@@ -130,6 +130,25 @@ for line in sys.stdin:
                 socket.send_fds(connection, [b"x"], fds)
         elif do == "take":
             fds += socket.recv_fds(listener.accept()[0], 1, 8)[1]
+        elif do == "read":
+            result = os.pread(fds[arguments[0]], 1 << 16, 0).decode().split()
+        elif do == "forget":
+            for fd in fds:
+                os.close(fd)
+            fds = []
+        elif do == "leave":  # memory that is taken here, in a memfd that another process has afterwards
+            path, mebibytes = arguments
+            child = os.fork()
+            if child == 0:
+                open("/proc/self/oom_score_adj", "w").write("1000")
+                taken = os.memfd_create("left")
+                for _ in range(mebibytes):
+                    os.write(taken, bytes(1 << 20))
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(path)
+                    socket.send_fds(connection, [b"x"], [taken])
+                os._exit(0)
+            result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         elif do == "push":
             def push(fd, tid):
                 while True:

@@ -5,7 +5,11 @@ Runs on any machine with root, cgroup v2 with cpuset and four CPUs.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import select
+import signal
 import socket
 import stat
 import threading
@@ -85,6 +89,26 @@ def test_what_was_done_with_descriptors_of_another_pod_ends_with_that_pod(machin
         c = machine.pod(C, machine.a)
         registered(machine, c)
         assert machine.instance(C).effective_cpus() == machine.a
+
+
+def test_what_one_instance_can_do_with_descriptors_of_another(machine: Machine, tmp_path: Path) -> None:
+    """B, which is registered as well, got A's: neither its threads nor a process that it cannot name goes where A's are."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller():
+        registered(machine, a)
+        registered(machine, b)
+        b.execute("forget")
+        path = str(tmp_path / "passed")
+        b.execute("listen", path)
+        a.execute("give", path)
+        b.execute("take")
+        procs_of_float, threads_of_vcpus, _, threads_of_float, _ = range(5)
+        assert b.execute("write", threads_of_vcpus, b.execute("thread")) == os.strerror(errno.EOPNOTSUPP)
+        assert machine.bystander is not None
+        assert b.execute("write", procs_of_float, machine.bystander.process.pid) == os.strerror(errno.ESRCH)
+        assert b.execute("read", threads_of_float) == ["0"], "A's only thread there, without a number"
+        assert not machine.instance(A).threads()
+        assert cgroup_of(b.pid) == f"/{machine.root.name}/instance-{B}/float"
 
 
 def test_an_instance_is_emptied_when_its_pods_cgroup_is_removed(machine: Machine, tmp_path: Path) -> None:
@@ -200,6 +224,40 @@ def test_a_hoarder_is_ended_by_the_kernel_and_no_other_pod_notices(
         assert not any(machine.counters(A).values())
 
 
+def test_memory_that_was_left_behind_stays_charged_to_the_pod_that_took_it(machine: Machine, tmp_path: Path) -> None:
+    """A takes a memfd in float, leaves it with B, and registers anew: again and again, until its own domain is full."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    path = str(tmp_path / "left")
+    with machine.controller("--memory-max=384M", "--pod-memory=96M"):  # of which B and the bystander have as much
+        registered(machine, b)
+        b.execute("listen", path)
+        for times in (1, 2):
+            registered(machine, a)
+            assert a.execute("leave", path, 36) == 0
+            b.execute("take")
+            assert a.execute("write", 2, 0) == 2, "back to its own cgroup"
+            assert result(a.call(machine.socket, "deregisterCgroup", uuid=A)) == {"removed": True}
+            a.execute("forget")
+            assert machine.domain(A).children() == (), "it stays without groups"
+            assert int(machine.domain(A).read("memory.current")) >= times * 36 << 20
+            assert int(machine.domain(A).read("memory.max")) < 96 << 20, "it may have no more than that"
+        registered(machine, a)
+        assert a.execute("leave", path, 36) == -signal.SIGKILL
+        assert not any(machine.counters(B).values())
+        assert "oom 0" in machine.root.read("memory.events.local").splitlines(), (
+            "the account of all together is not full"
+        )
+
+        a.end()
+        machine.pods.remove(a)
+        machine.put_state({B: machine.b})
+        until(lambda: "MiB are charged to it that another program holds" in str(machine.ask("getStatus")["faults"]))
+        assert machine.domain(A).children() == ()
+        b.execute("forget")
+        machine.put_state({B: machine.b})
+        until(lambda: not machine.domain(A).exists())
+
+
 def test_a_pod_that_takes_all_epoll_watches_keeps_the_controller_from_nothing(machine: Machine) -> None:
     """As user 0 of a container without a user namespace of its own: epoll_ctl(2) is ENOSPC for every program of root's."""
     limit = Path("/proc/sys/fs/epoll/max_user_watches")
@@ -213,6 +271,11 @@ def test_a_pod_that_takes_all_epoll_watches_keeps_the_controller_from_nothing(ma
             assert {each["uuid"] for each in machine.ask("listInstances")["instances"]} == {A, B}
             with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
                 assert b"instance_cgroup_controller_instances 2.0" in page.read()
+            with socket.socket(socket.AF_UNIX) as slow:  # what has come already takes no watch
+                slow.connect(str(machine.socket))
+                assert not select.select([slow], [], [], 1)[0], "it is waited for, and not hung up on"
+                slow.sendall(b'{"jsonrpc": "2.0", "method": "getStatus", "id": 1}\n')
+                assert slow.recv(1 << 16)
             shared = machine.put_state({A: machine.a, B: machine.b, C: machine.shared & CpuSet([min(machine.shared)])})
             until(lambda: machine.float_cgroup.effective_cpus() == shared)
         finally:
@@ -294,6 +357,13 @@ def test_a_pod_without_seccomp_writes_the_cpus_of_its_instance_and_is_named(mach
         assert refused[0] != 0
         assert "Operation not permitted" in refused[1]
         assert machine.instance(B).cpus() == machine.b
+        namespaces = Path("/proc/sys/user/max_user_namespaces")
+        before = namespaces.read_text()
+        try:
+            namespaces.write_text("0")
+            assert take_cpus(machine, a, tmp_path / "a") == [1, ANY]
+        finally:
+            namespaces.write_text(before)
         assert machine.log.read_text().count("cpuset changed by others") == 1
 
 
