@@ -6,57 +6,42 @@ not become this program by exec.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import time
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from runner.base.errors import RefusedError, explain
 from runner.base.events import InstanceEvent
 from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
-from runner.instance.renewal.upgrade import committed_after, state_of, taken_over
+from runner.instance.renewal.first_stage import FirstStage
+from runner.instance.renewal.upgrade import state_of, taken_over
 from runner.instance.supervisor import Renewal
 from runner.kernel.execution import claim_inherited
-from runner.kernel.program_directory import check_program
 
 log = logging.getLogger("runner")
 
 
-class ExecutedStage(Protocol):
-    """The first stage, which may be that of another version: these names are its interface."""
-
-    fd: int
-    document: dict[str, Any]
-    index: int
-    reason: str
-
-    def commit(self) -> None:
-        """Give up the way back."""
-
-    def fall_back(self, error: BaseException) -> None:
-        """Execute the program before; return if there is none."""
-
-
-def rehearse(stage: ExecutedStage) -> None:
-    """Show that this program could go on; the one that runs now checks the other one's directory first.
+def rehearse(stage: FirstStage) -> None:
+    """Show that this program could go on; the one that runs now makes the other one's archive first.
 
     Raises :exc:`~runner.base.errors.RunnerError`.
     """
     document = stage.document
     if stage.index:
+        from runner.kernel.program_archive import write_archive  # here, because this child alone writes one
+
         try:
-            manifest = check_program(PurePosixPath(document["directory"]), document["programs"][0]["digest"])
-            with open(document["manifest"], "w", closefd=False) as file:
-                file.write(manifest)
+            write_archive(PurePosixPath(document["directory"]), document["programs"][0]["digest"], document["archive"])
         except RefusedError as error:  # the first stage prints no causes
             raise RefusedError(explain(error)) from None
     state_of(document)
 
 
-def resume(stage: ExecutedStage) -> int:
+def resume(stage: FirstStage) -> int:
     """Go on with the instance and return its exit status."""
     document = stage.document
     renewal = taken_over(document, stage.index, stage.reason)
@@ -66,20 +51,14 @@ def resume(stage: ExecutedStage) -> int:
     held = renewal.held
     held.fall_back = stage.fall_back
     held.at_commit(stage.commit)
-    held.at_commit(partial(_close, stage.fd))
     assert held.found is not None  # noqa: S101 - all of it
     with Outputs(held, held.found["log level"], held.found["log format"]) as outputs:
         held.at_commit(partial(_log, renewal, document))
         return outputs.reported(partial(resume_as_init, outputs.streams(held), renewal), renewal)
 
 
-def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):  # there is no way back from here on
-        os.close(fd)
-
-
 def _log(renewal: Renewal, document: dict[str, Any]) -> None:
-    pause = committed_after(document)
+    pause = time.monotonic() - document["left_at"]  # for so long the runner has not done its duties
     program, generation = renewal.digest or "the image's", renewal.generation
     match renewal.outcome:
         case "renewed":
@@ -87,5 +66,4 @@ def _log(renewal: Renewal, document: dict[str, Any]) -> None:
         case "fell_back":
             log.error(InstanceEvent.RUNNER_NOT_RENEWED, renewal.reason)
         case _:
-            reason = renewal.reason
-            log.error(InstanceEvent.RUNNER_RESUMED, generation, pause, reason)
+            log.error(InstanceEvent.RUNNER_RESUMED, generation, pause, renewal.reason)

@@ -132,8 +132,6 @@ class Renewal:
     """Why the program before continues, or this one has become a fresh image."""
     digest: str = ""
     """Of this program; empty for the one that was started first."""
-    manifest: str = ""
-    """The digests of its files, by which each is checked that is read."""
     strict: bool = False
     """Whether a thread that is not in its place is a reason to execute the program before."""
     own_faults: list[float] = attrs.field(factory=list)

@@ -9,26 +9,22 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 from runner.base.errors import HostError
 from runner.kernel.files import closing
 from runner.kernel.limits import limited
 
-STATE_NAME: Final = "instance-runner-state"
-STAGE_NAME: Final = "instance-runner-stage"
-MANIFEST_NAME: Final = "instance-runner-files"
-
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 @contextmanager
 def memory(name: str) -> Iterator[int]:
     """Hold a descriptor of an empty file in memory (memfd_create(2))."""
     try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(f"instance-runner-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise limited(f"cannot make memory for {name}", error) from error
+        raise limited(f"cannot make memory for the {name}", error) from error
     with closing(fd):
         yield fd
 
@@ -41,10 +37,15 @@ def sealed_memory(name: str, content: bytes) -> Iterator[int]:
             rest = memoryview(content)
             while rest:
                 rest = rest[os.write(fd, rest) :]
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            seal(fd)
         except OSError as error:
-            raise HostError(f"cannot write {name}") from error
+            raise HostError(f"cannot write the {name}") from error
         yield fd
+
+
+def seal(fd: int) -> None:
+    """Let no process change the file in memory *fd* any more. Raises ``OSError``."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def identity(number: int) -> list[int]:
@@ -67,8 +68,11 @@ def claim_inherited(expected: Mapping[str, list[int]]) -> None:
             raise HostError(f"cannot take over descriptor {number}") from error
 
 
-def execute(argv: Sequence[str], environment: Mapping[str, str], descriptors: Iterable[int]) -> HostError:
-    """Become the program *argv*, which inherits *descriptors* and no others; return why that failed."""
+def execute(argv: Sequence[str], environment: Mapping[str, str], descriptors: Iterable[int]) -> NoReturn:
+    """Become the program *argv*, which inherits *descriptors*, and those that are inheritable already.
+
+    Raises :exc:`~runner.base.errors.HostError`, and nothing has changed then.
+    """
     numbers = list(descriptors)
     try:
         for number in numbers:
@@ -77,6 +81,4 @@ def execute(argv: Sequence[str], environment: Mapping[str, str], descriptors: It
     except OSError as error:
         for number in numbers:
             os.set_inheritable(number, False)
-        failure = HostError(f"cannot execute {argv[0]!r}")
-        failure.__cause__ = error
-        return failure
+        raise HostError(f"cannot execute {argv[0]!r}") from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -23,21 +23,10 @@ from runner.base.errors import RefusedError
 from runner.kernel.files import closing
 
 PREFIX: Final = "sha256:"
+MOST_BYTES: Final = 64 << 20
+"""Of all files of a program: those of the image have 30 MB."""
 _READ = 1 << 20
 """Bytes that are read at once."""
-
-
-def check_program(directory: PurePosixPath, digest: str) -> str:
-    """Return the manifest of *directory*, if it has this *digest* and only root may change it.
-
-    Raise :exc:`~runner.base.errors.RefusedError` if not.
-
-    Symbolic links and special files are refused: a digest says nothing of them.
-    """
-    check_owners(directory)
-    manifest = manifest_of(directory)
-    _require(digest_of(manifest), digest, directory)
-    return manifest
 
 
 async def check_file(path: PurePosixPath, digest: str | None) -> None:
@@ -56,10 +45,11 @@ async def check_file(path: PurePosixPath, digest: str | None) -> None:
                 await trio.lowlevel.checkpoint()
     except OSError as error:
         raise RefusedError(f"cannot read {str(path)!r}") from error
-    _require(PREFIX + content.hexdigest(), digest, path)
+    require_digest(PREFIX + content.hexdigest(), digest, path)
 
 
-def _require(found: str, digest: str, path: PurePosixPath) -> None:
+def require_digest(found: str, digest: str, path: PurePosixPath) -> None:
+    """Raise :exc:`~runner.base.errors.RefusedError` unless the digest that was *found* of *path* is *digest*."""
     if found != digest:
         raise RefusedError(f"cannot use {str(path)!r}: its digest is {found}, not {digest}")
 
@@ -75,22 +65,30 @@ def check_owners(path: PurePosixPath) -> None:
     _check_owner(str(path))
 
 
-def digest_of(manifest: str) -> str:
-    """Return the digest of the directory that has this *manifest*."""
-    return PREFIX + hashlib.sha256(manifest.encode()).hexdigest()
+def digest_of(files: Iterable[tuple[str, bytes]]) -> str:
+    """Return the digest of a directory that has these *files*; see :func:`files_of`."""
+    lines = hashlib.sha256()
+    for name, content in files:
+        lines.update(os.fsencode(f"{hashlib.sha256(content).hexdigest()}  ./{name}\n"))
+    return PREFIX + lines.hexdigest()
 
 
-def manifest_of(directory: PurePosixPath) -> str:
-    """Return a line for each file in *directory*, as ``sha256sum`` prints it. Raises :exc:`~runner.base.errors.RefusedError`."""
-    lines = []
+def files_of(directory: PurePosixPath) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of each file in *directory*, in the order of its digest.
+
+    Raises :exc:`~runner.base.errors.RefusedError`, also for symbolic links and special files: a digest says nothing of them.
+    """
+    left = MOST_BYTES
     try:
         for path in sorted(_files(str(directory)), key=os.fsencode):
             with open(path, "rb") as file:  # noqa: PTH123 - a text, of which there may be thousands
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            lines.append(f"{content}  ./{os.path.relpath(path, directory)}\n")
+                content = file.read(left + 1)
+            left -= len(content)
+            if left < 0:
+                raise RefusedError(f"cannot use {str(directory)!r}: it has more than {MOST_BYTES >> 20} MiB")
+            yield os.path.relpath(path, directory), content
     except OSError as error:
         raise RefusedError(f"cannot read {str(error.filename or directory)!r}") from error
-    return "".join(lines)
 
 
 def _files(directory: str) -> Iterator[str]:

@@ -58,7 +58,7 @@ def inheritable() -> list[int]:
 async def test_what_is_held_is_written_and_read(fake_host: FakeHost) -> None:
     async def act(supervisor: Supervisor) -> None:
         await trio.lowlevel.checkpoint()
-        document = json.loads(json.dumps(_document(supervisor, [running_program("", "")], "upgrade")))
+        document = json.loads(json.dumps(_document(supervisor, [running_program("")], "upgrade")))
         found, held = state_of(document), {name: read() for name, read in supervisor.held.read.items()}
         live = {"termination log", "silence"}
         assert found.keys() == held.keys()
@@ -92,7 +92,7 @@ async def test_an_exec_that_fails_changes_nothing(fake_host: FakeHost, monkeypat
         before = inheritable()
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(HostError) as caught:
-            await _become(supervisor, [running_program("", "")], "upgrade", 5)
+            await _become(supervisor, [running_program("")], "upgrade", 5)
         assert explain(caught.value) == "cannot execute '/nowhere/python': No such file or directory"
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
         assert inheritable() == before
@@ -132,7 +132,7 @@ def test_the_bytecode_of_the_program_that_runs_is_where_it_was(monkeypatch: pyte
     monkeypatch.setattr(first_stage, "import_module", lambda name: (name, sys.pycache_prefix))
     for prefix in ("/elsewhere", None):
         monkeypatch.setattr(sys, "pycache_prefix", prefix)
-        document = {"programs": [running_program("", "")], "entry": "runner.elsewhere"}
+        document = {"programs": [running_program("")], "entry": "runner.elsewhere"}
         monkeypatch.setattr(sys, "pycache_prefix", "/another")
         assert FirstStage(0, document, 0, "").import_program() == ("runner.elsewhere", prefix)
 

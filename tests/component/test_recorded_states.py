@@ -92,7 +92,7 @@ async def test_the_nest_asks_for_what_was_recorded(fake_host: FakeHost) -> None:
         await ask_instance(plan.state_directory, "qemu.update", {})
         disk = {"path": str(fake_host.root / "late.img"), "format": "raw"}
         await ask_instance(plan.state_directory, "disk.attach", disk)
-        held.update(_document(supervisor, [running_program("", "")], "upgrade"))
+        held.update(_document(supervisor, [running_program("")], "upgrade"))
 
     ended = await run(fake_host, plan, act)
     assert isinstance(ended, GuestEnd)

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from runner.kernel.program_directory import digest_of, manifest_of
+from runner.kernel.program_directory import digest_of, files_of
 from tests.support.fake_host import FAKES
 from tests.support.fake_kernel import FAKE_FIRMWARE
 from tests.support.json_schemas import fitting
@@ -40,7 +40,7 @@ class ProgramDirectory:
 
     @property
     def digest(self) -> str:
-        return digest_of(manifest_of(PurePosixPath(self.path)))
+        return digest_of(files_of(PurePosixPath(self.path)))
 
     def patch(self, module: str, *changes: tuple[str, str]) -> None:
         """Replace texts of *module*, each of which is there once."""

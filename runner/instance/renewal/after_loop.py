@@ -61,7 +61,6 @@ def _for_another_loop(renewal: Renewal, error: Exception) -> Renewal:
         outcome=renewal.outcome,
         reason=renewal.reason,
         digest=renewal.digest,
-        manifest=renewal.manifest,
         own_faults=renewal.own_faults,
         entry=renewal.entry,
         loop_ended_by=error,

@@ -30,11 +30,9 @@ def try_again() -> None:
 
 try:
     import contextlib
-    import hashlib
     import json
     import signal
     from importlib import import_module
-    from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
     from typing import Any
 except BaseException:
     try_again()
@@ -50,42 +48,6 @@ FLAGS = ("-I", "-S", "-B")
 """Of the interpreter: neither environment nor site-packages nor new bytecode files change what is executed."""
 
 
-_expected: dict[str, str] = {}
-"""The SHA-256 of each file of a program that came by ``ctl upgrade``, by its path."""
-
-
-class VerifyingLoader(SourceFileLoader):
-    """Reads the files of a program, also much later, only as they were when its digest was checked."""
-
-    def get_data(self, path: Any) -> bytes:
-        """Return the content of *path*, source or bytecode.
-
-        Raises ``FileNotFoundError`` for a file that was not there then, such as bytecode, and ``ImportError`` for one that was
-        changed.
-        """
-        expected = _expected.get(path)
-        if expected is None:
-            raise FileNotFoundError(f"{path!r} is none of the program's files")
-        content = super().get_data(path)
-        if hashlib.sha256(content).hexdigest() != expected:
-            raise ImportError(f"{path!r} has been changed since its digest was checked")
-        return content
-
-
-def verify_imports(directory: str, manifest: str) -> None:
-    """Import from *directory* only what its *manifest* says, which has lines as ``sha256sum`` prints them."""
-    for line in filter(None, manifest.split("\n")):  # a name may have other line ends
-        digest, _, name = line.partition("  ./")
-        _expected[f"{directory}/{name}"] = digest
-
-    def finder(path: str) -> FileFinder:
-        if path != directory and not path.startswith(f"{directory}/"):
-            raise ImportError  # which leaves it to the next hook
-        return FileFinder(path, (VerifyingLoader, SOURCE_SUFFIXES))
-
-    sys.path_hooks.insert(0, finder)
-
-
 def stage_argv(stage: dict[str, Any], mode: str, fd: int, index: int, reason: str) -> list[str]:
     """Return the command line by which *stage*, an interpreter and a copy of this file, becomes the program *index*."""
     words = [stage["interpreter"], *FLAGS, stage["file"], mode, str(fd), str(index), reason]
@@ -93,7 +55,10 @@ def stage_argv(stage: dict[str, Any], mode: str, fd: int, index: int, reason: st
 
 
 class FirstStage:
-    """The way to the program *index* of the list in *document*, and back to the one after it in that list."""
+    """The way to the program *index* of the list in *document*, and back to the one after it in that list.
+
+    That program may be of another version: the attributes that are set here, :meth:`commit` and :meth:`fall_back` are its interface.
+    """
 
     def __init__(self, fd: int, document: dict[str, Any], index: int, reason: str) -> None:
         self.fd = fd
@@ -110,8 +75,6 @@ class FirstStage:
 
     def import_program(self) -> Any:
         """Return the module of the program that goes on."""
-        if manifest := self.program.get("manifest"):
-            verify_imports(self.program["path"][0], manifest)
         sys.path[:0] = self.program["path"]
         sys.pycache_prefix = self.program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
         return import_module(self.document["entry"])  # the path says which runner that is
@@ -120,9 +83,11 @@ class FirstStage:
         """Give up the way back: everything has been taken over."""
         signal.alarm(0)
         self.committed = True
-        if (own := self.document["stage"].get("fd")) is not None:
+        others = {each["path"][0] for each in self.document["programs"]} - {self.program["path"][0]}
+        archives = [int(name) for folder, name in map(os.path.split, others) if folder == f"/proc/{os.getpid()}/fd"]
+        for number in (*archives, self.document["stage"]["fd"], self.fd):
             with contextlib.suppress(OSError):
-                os.close(own)
+                os.close(number)
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # noqa: PTH123 - one word
             comm.write(NAME)
 
@@ -133,7 +98,7 @@ class FirstStage:
         signal.alarm(0)
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON].encode("utf-8", "replace").decode()
         stage = self.document["stage"]
-        for number in (self.fd, *filter(None, [stage.get("fd")]), *map(int, self.document["descriptors"])):
+        for number in (self.fd, stage["fd"], *map(int, self.document["descriptors"])):
             os.set_inheritable(number, True)
         argv = stage_argv(stage, "resume", self.fd, self.index + 1, reason)
         os.execve(argv[0], argv, os.environ)

@@ -2,7 +2,7 @@
 
 1. The program is checked: its owner, its digest; then that it can be imported and understands what is carried over, by a child
    that does nothing else; and the same of the program that runs now, which is the way back. Until here nothing was touched.
-   From here on each file of it that is read, also much later, must be as it was then.
+   What is imported of it, also much later, is in a sealed archive in memory, as it was when its digest was taken.
 2. This process waits for a moment at which nothing is half done, blocks the signals, and lets those be handled that came before.
    The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death (execve(2)).
 3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec follows.
@@ -36,7 +36,7 @@ from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.first_stage import stage_argv
 from runner.instance.renewal.names import FORMAT, OLDEST, name_of
 from runner.instance.supervisor import Renewal, Supervisor
-from runner.kernel.execution import MANIFEST_NAME, STAGE_NAME, STATE_NAME, execute, identity, memory, sealed_memory
+from runner.kernel.execution import execute, identity, memory, sealed_memory
 from runner.kernel.processes import Command
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 """Signals that the program that goes on receives."""
 
 
-def running_program(digest: str, manifest: str) -> dict[str, Any]:
-    """Return this program as the first stage takes it: where it is imported from, its bytecode, *digest* and *manifest*."""
+def running_program(digest: str) -> dict[str, Any]:
+    """Return this program as the first stage takes it: where it is imported from, its bytecode and *digest*."""
     own = str(Path(first_stage.__file__).parents[3])
     path = [own, *(each for each in sys.path if each.startswith("/") and each != own)]
-    return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest, "manifest": manifest}
+    return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest}
 
 
 async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str) -> NoReturn:
@@ -74,19 +74,19 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
 
     Raises :exc:`~runner.base.errors.RunnerError`, and nothing has changed then.
     """
-    renewal = supervisor.renewal
-    programs: list[dict[str, Any]] = [
-        {"path": [str(directory)], "digest": digest},
-        running_program(renewal.digest, renewal.manifest),
-    ]
-    document = {"directory": str(directory), **_document(supervisor, programs, "upgrade")}
-    with memory(MANIFEST_NAME) as manifest:
-        await _rehearse(supervisor, {**document, "manifest": manifest}, 1, "this program", (manifest,))
-        programs[0]["manifest"] = os.pread(manifest, os.fstat(manifest).st_size, 0).decode()
-    begun = trio.current_time()
-    await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
-    programs[0]["within"] = max(first_stage.COMMITTED_WITHIN, math.ceil(MARGIN * (trio.current_time() - begun)))
-    await _become(supervisor, programs, "upgrade", QUIET_WITHIN)
+    with memory("program") as archive:
+        programs = [
+            {"path": [f"/proc/{os.getpid()}/fd/{archive}"], "digest": digest},
+            running_program(supervisor.renewal.digest),
+        ]
+        document = _document(supervisor, programs, "upgrade")
+        made = {**document, "directory": str(directory), "archive": archive}
+        await _rehearse(supervisor, made, 1, "this program", (archive,))
+        begun = trio.current_time()
+        await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
+        programs[0]["within"] = max(first_stage.COMMITTED_WITHIN, math.ceil(MARGIN * (trio.current_time() - begun)))
+        os.set_inheritable(archive, True)  # for good: a child of this or the next program gets what it is given by name
+        await _become(supervisor, programs, "upgrade", QUIET_WITHIN)
 
 
 async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
@@ -104,10 +104,9 @@ def execute_again(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program at once, whatever is half done; return if that may not be, or fails."""
     if _is_survivable(supervisor.renewal):
         try:
-            failure = _execute(supervisor, _again(supervisor.renewal), "fault", _reason(error))
-        except HostError as raised:
-            failure = raised
-        log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))
+            _execute(supervisor, _again(supervisor.renewal), "fault", _reason(error))
+        except HostError as failure:
+            log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400 - the log is for operators
 
 
 def _is_survivable(renewal: Renewal) -> bool:
@@ -123,7 +122,7 @@ def _is_survivable(renewal: Renewal) -> bool:
 
 def _again(renewal: Renewal) -> list[dict[str, Any]]:
     """Return this program twice: where something fails while it takes over, it is tried once more."""
-    return [running_program(renewal.digest, renewal.manifest)] * 2
+    return [running_program(renewal.digest)] * 2
 
 
 def _reason(error: Exception) -> str:
@@ -170,14 +169,14 @@ def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tu
 
     Yield the command line by its mode and the index of the program, and the two descriptors.
     """
-    loader: Any = first_stage.__loader__  # it reads the file as it was checked, if this program came by `ctl upgrade`
+    loader: Any = first_stage.__loader__  # from the archive it is bytecode, which the interpreter executes as well
     try:
         source = loader.get_data(first_stage.__file__)
     except (ImportError, OSError) as error:
         raise HostError("cannot read the first stage of the program that runs") from error
-    with sealed_memory(STAGE_NAME, source) as stage:
+    with sealed_memory("stage", source) as stage:
         document["stage"] = {"interpreter": sys.executable, "file": f"/proc/self/fd/{stage}", "fd": stage}
-        with sealed_memory(STATE_NAME, json.dumps(document).encode()) as fd:
+        with sealed_memory("state", json.dumps(document).encode()) as fd:
             yield lambda mode, index: stage_argv(document["stage"], mode, fd, index, ""), (stage, fd)
 
 
@@ -199,7 +198,7 @@ async def _become(
                             if begun != supervisor.processes.begun:
                                 unfinished = "a child is being started"  # which takes signals meanwhile
                             elif not (unfinished := _unfinished(supervisor)):
-                                raise _execute(supervisor, programs, cause, reason)
+                                _execute(supervisor, programs, cause, reason)
                         finally:
                             signal.pthread_sigmask(signal.SIG_SETMASK, ())
                     await trio.sleep(LOOKED_AGAIN)
@@ -225,24 +224,20 @@ async def _signals_handled() -> None:
         await trio.lowlevel.checkpoint()
 
 
-def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str) -> HostError:
-    """Carry everything over to the first of *programs*; return why that failed, and nothing has changed then."""
+def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str) -> NoReturn:
+    """Carry everything over to the first of *programs*.
+
+    Raises :exc:`~runner.base.errors.HostError`, and nothing has changed then.
+    """
     supervisor.log_limit.log_left_out()
     try:
         document = _document(supervisor, programs, cause, reason)
     except OSError as error:
-        failure = HostError("cannot carry over what this process holds")
-        failure.__cause__ = error
-        return failure
+        raise HostError("cannot carry over what this process holds") from error
     for leave in supervisor.renewal.leaving:
         leave()
     with _staged(document) as (argv, own):
-        return execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
-
-
-def committed_after(document: Any) -> float:
-    """Return the seconds for which the runner has not done its duties, on the kernel's clock."""
-    return time.monotonic() - float(document["left_at"])
+        execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
 
 
 def state_of(document: Any) -> dict[str, Any]:
@@ -267,7 +262,6 @@ def taken_over(document: Any, index: int, reason: str) -> Renewal:
         outcome=outcome,
         reason=reason or document["reason"],
         digest=document["programs"][index]["digest"],
-        manifest=document["programs"][index].get("manifest", ""),
         strict=upgraded,
         own_faults=list(document["own_faults"]),
     )
