@@ -23,6 +23,7 @@ from runner.base.version import VERSION
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
+from runner.controller.serve.host_tuning import HostTuning
 from runner.controller.serve.methods import controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import Registrations
@@ -138,7 +139,9 @@ def _run(options: Options, output: NonBlockingWriter) -> int:
     try:
         rules = None if options.no_device_filter else options.allow_device
         macvtaps, partitions = options.allow_macvtap, options.partitions != "off"
-        privileged = start_privileged(options.root, options.procfs, rules, macvtaps=macvtaps, partitions=partitions)
+        privileged = start_privileged(
+            options.root, options.procfs, rules, _host_tuner(options), macvtaps=macvtaps, partitions=partitions
+        )
         raise_limits()  # files: some 20 for each instance (runner/controller/tree/held_files.py)
         trio.run(control, options, privileged, output)
     except RunnerError as error:
@@ -169,14 +172,18 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         limits=choose_limits(options, pods, read_huge_pools(options.sysfs.parent)),
         pods=pods,
     )
-    callers, timeouts = Callers(Peers(options.procfs), pods, loop.tree), Timeouts(handover=options.handover)
-    device_filter, reports, tuner = privileged.device_filter, Reports(), _host_tuner(options, loop)
+    peers, timeouts = (
+        Peers(options.procfs, look_up=privileged.namespace_reader.look_up),
+        Timeouts(handover=options.handover),
+    )
+    callers, device_filter, reports = Callers(peers, pods, loop.tree), privileged.device_filter, Reports()
+    tuning, processes = HostTuning(loop, privileged.tuner), privileged.processes
     seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, options.require_seccomp)
     seals = Seals(callers, loop, timeouts, options.partitions == "required")
     registrations = Registrations(
         callers, loop, device_filter, seccomp, timeouts, options.cpus or CpuSet(), seals.required
     )
-    status = NodeStatus(callers, loop, device_filter, seals, seccomp, reports, tuner)
+    status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning)
     if trusting:
         log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -190,16 +197,16 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 report_server = UnixServer(report_methods(callers, loop, reports), LIMITS)
                 tasks: dict[str, Callable[[], Awaitable[None]]] = {
                     "log": output.drain,
-                    "tuner": tuner.follow,
+                    "tuner": tuning.follow,
                     "socket": partial(server.accept, listener),
                     "reports": partial(report_server.accept, report_listener),
                 }
                 if options.metrics is not None:
                     http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
-                    tasks["endpoints"] = partial(
-                        serve_http, http, HttpEndpoints(loop, device_filter, reports, seccomp).respond
-                    )
+                    endpoints = HttpEndpoints(loop, device_filter, processes, reports, seccomp)
+                    tasks["endpoints"] = partial(serve_http, http, endpoints.respond)
                 async with trio.open_nursery() as nursery:
+                    nursery.start_soon(privileged.namespace_reader.until_its_end)
                     for name, task in tasks.items():
                         nursery.start_soon(restarted, name, task, loop.counters)
                     log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen(), VERSION)
@@ -208,11 +215,11 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                     nursery.cancel_scope.cancel()
 
 
-def _host_tuner(options: Options, loop: ReconcileLoop) -> HostTuner:
+def _host_tuner(options: Options) -> HostTuner:
     root = options.procfs / "1/root"  # the node's, whose /proc and /sys are mounted for writing
     return HostTuner(
-        loop=loop,
-        procfs=loop.pods.procfs,
+        procfs=Procfs(options.procfs),
+        sys=options.sysfs,
         host=HostSettings(root),
         caches=CacheTuner(root, Resctrl(root / RESCTRL)),
         store=PurePosixPath(options.state_dir / RECORDS),
@@ -264,7 +271,7 @@ def command_line() -> argparse.ArgumentParser:
         prog="instance-cgroup-controller",
         description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
         epilog="It needs the node's PID namespace, the cgroup v2 hierarchy writable, the kubelet's directory readable, and\n"
-        "SYS_ADMIN at its start, which it gives away. SIGTERM ends it; instances do not notice.\n\n"
+        "SYS_ADMIN and SYS_PTRACE at its start, which it gives away. SIGTERM ends it; instances do not notice.\n\n"
         "examples:\n"
         "  instance-cgroup-controller --metrics :9440\n"
         "  instance-cgroup-controller --cpus 4-15    on a machine without a kubelet",

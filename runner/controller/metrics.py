@@ -13,7 +13,7 @@ from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.controller.serve.handover import Handover
 from runner.controller.tree.reconcile import ISOLATED, Observed
-from runner.controller.tune.disturbances import KINDS, SettingKind
+from runner.controller.tune.disturbances import KINDS
 from runner.kernel.small_files import read_image_digest
 from runner.kernel.waiting import shortages
 from runner.protocol.exposition import counter, gauge
@@ -39,7 +39,7 @@ class ControllerCounters:
     """Processes that the kernel has ended because the domain of their instance was out of memory."""
     task_failures: Counter[str] = attrs.field(factory=Counter)
     """Failures of tasks that were begun again, by task."""
-    disturbances: Counter[SettingKind] = attrs.field(factory=Counter)
+    disturbances: Counter[str] = attrs.field(factory=Counter)
     """Settings of the machine that could not be kept off instances' CPUs in the last pass, by kind."""
 
 

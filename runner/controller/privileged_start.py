@@ -12,13 +12,16 @@ from pathlib import Path
 from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
 from runner.base.values import frozen
+from runner.controller.privileged_process import PrivilegedProcess
+from runner.controller.serve.namespaces import NamespaceReader, start_namespace_reader
 from runner.controller.tree.partition_writer import PartitionWriter, start_partition_writer
+from runner.controller.tune.host_tuner import HostTuner
+from runner.controller.tune.tuner_process import TunerProcess, start_tuner
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.device_filter import DEFAULT_RULES, DeviceRule, attach_device_filter, cgroup_id, macvtap_rules
 from runner.kernel.privileges import (
     CAP_DAC_OVERRIDE,
     CAP_SYS_NICE,
-    CAP_SYS_PTRACE,
     CAP_SYS_RESOURCE,
     enter_cgroup_namespace,
     keep_capabilities,
@@ -28,7 +31,6 @@ log = logging.getLogger(__name__)
 
 KEPT_CAPABILITIES = (
     CAP_DAC_OVERRIDE,  # to write in the hierarchy's root
-    CAP_SYS_PTRACE,  # to read the namespaces and the descriptors of other processes
     CAP_SYS_NICE,  # to move threads that have more capabilities, as the kernel's (cpuset_can_attach, cap_safe_nice)
     CAP_SYS_RESOURCE,  # to send descriptors however many root's other processes have sent (net/unix/scm.c, too_many_unix_fds)
 )
@@ -62,22 +64,32 @@ class PrivilegedParts:
     """What was made with the rights that are given away."""
 
     device_filter: DeviceFilter
+    namespace_reader: NamespaceReader
+    tuner: TunerProcess
     partition_writer: PartitionWriter | None
+
+    @property
+    def processes(self) -> tuple[PrivilegedProcess, ...]:
+        """Return the processes that keep a right."""
+        writer = () if self.partition_writer is None else (self.partition_writer,)
+        return (self.namespace_reader, self.tuner, *writer)
 
 
 def start_privileged(
-    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, *, macvtaps: bool, partitions: bool
+    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, tuner: HostTuner, *, macvtaps: bool, partitions: bool
 ) -> PrivilegedParts:
     """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
 
     *rules* are added to the default ones, with *macvtaps* one for all macvtaps of the node, of whatever pod they are: which
     of them is whose, a device filter cannot know (``tap_open`` of ``drivers/net/tap.c`` asks for no network namespace).
     ``None``: there is to be no filter. An error in attaching it is part of the result, because the instances that run are
-    served all the same. With *partitions* a process is started that keeps the right to make them. Raises
-    :class:`~runner.base.errors.HostError`, also if another controller has the tree *root*: then nothing of it has been changed.
+    served all the same. Processes are started that keep the right to read namespaces, that of *tuner* to change the machine's
+    settings, and with *partitions* that to make them. Raises :class:`~runner.base.errors.HostError`, also if another controller has
+    the tree *root*: then nothing of it has been changed.
     """
     enter_cgroup_namespace(procfs / "1")
     # Before the lock, which a process that is forked after it would hold for a moment longer than this one lives.
+    reader, tuner_process = start_namespace_reader(procfs), start_tuner(tuner, procfs)
     writer = start_partition_writer(root, procfs) if partitions else None
     if rules is not None:
         with contextlib.suppress(HostError):  # attaching the filter reports it
@@ -89,7 +101,7 @@ def start_privileged(
     else:
         found = _attached(root, rules, procfs if macvtaps else None)
     keep_capabilities(KEPT_CAPABILITIES)
-    return PrivilegedParts(found, writer)
+    return PrivilegedParts(found, reader, tuner_process, writer)
 
 
 def _claim(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_SYS_NICE, CAP_SYS_RESOURCE 
 """``include/uapi/linux/capability.h``."""
 _CAPABILITY_VERSION_3 = 0x20080522
 _CLONE_NEWCGROUP = 0x02000000
-_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 class _Header(ctypes.Structure):
@@ -64,6 +65,19 @@ def keep_capabilities(kept: Iterable[int]) -> None:
         _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     except OSError as error:
         raise HostError("cannot give capabilities away") from error
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread of *parent* that has forked it ends (``PR_SET_PDEATHSIG``).
+
+    Raises :class:`~runner.base.errors.HostError`, also if that has ended already.
+    """
+    try:
+        _checked(_libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    except OSError as error:
+        raise HostError("cannot end with the parent") from error
+    if os.getppid() != parent:
+        raise HostError("the parent has ended")
 
 
 def _libc() -> ctypes.CDLL:

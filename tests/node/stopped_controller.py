@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from runner.controller.privileged_process import PrivilegedProcess
+from runner.controller.tree.partition_writer import PartitionWriter
 from tests.node.minimal_pods import children
 
 PARTITION_FILES = ("cpuset.cpus.exclusive", "cpuset.cpus.partition")
@@ -16,7 +18,7 @@ CODE = """
 import os, signal
 from pathlib import Path
 left, files, write = Path({left!r}), {files!r}, os.write
-def stopping(fd, data):  # in the partition writer, too, which is forked from this process
+def stopping(fd, data):  # in the processes that keep a right, too, which are forked from this one
     if left.exists() and os.path.basename(os.readlink(f"/proc/self/fd/{{fd}}")) in files:
         if number := int(left.read_text()):
             left.write_text(str(number - 1))
@@ -29,7 +31,7 @@ os.write = stopping
 
 
 class Stop:
-    """The write to one of *files* before which the controller, or its partition writer, stops; *directory* is the test's."""
+    """The write to one of *files* before which the controller, or one of its processes, stops; *directory* is the test's."""
 
     def __init__(self, directory: Path, files: Iterable[str]) -> None:
         self.left = directory / "writes-left"
@@ -50,10 +52,15 @@ class Stop:
         return False
 
 
+def child_of(controller: int, kind: type[PrivilegedProcess]) -> int:
+    """Return the process of *kind* that process *controller* has started."""
+    [found] = [pid for pid in children(controller) if Path(f"/proc/{pid}/comm").read_text() == f"{kind.comm}\n"]
+    return found
+
+
 def writer_of(controller: int) -> int:
     """Return the partition writer of process *controller*."""
-    [writer] = children(controller)
-    return writer
+    return child_of(controller, PartitionWriter)
 
 
 def stopped(*pids: int) -> bool:

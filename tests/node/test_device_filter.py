@@ -192,7 +192,7 @@ def test_the_capabilities_of_the_daemon_set_suffice_and_are_given_away(
         assert controller.process is not None
         process = Path(f"/proc/{controller.process.pid}")
         kept = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
-        left = f"{1 << 1 | 1 << 19 | 1 << 23 | 1 << 24:016x}"
+        left = f"{1 << 1 | 1 << 23 | 1 << 24:016x}"
         assert (kept["CapEff"], kept["CapPrm"], kept["CapInh"]) == (left, left, f"{0:016x}")
         assert kept["NoNewPrivs"] == "1"
         assert os.readlink(process / "ns" / "cgroup") == os.readlink("/proc/1/ns/cgroup")  # noqa: PTH115 - magic links

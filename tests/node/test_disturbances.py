@@ -19,6 +19,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS
+from runner.controller.tune.tuner_process import TunerProcess
 from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.render import report_lines
@@ -38,7 +39,7 @@ from tests.node.host_settings import (
 )
 from tests.node.instances import TREE, NodeFixture
 from tests.node.minimal_pods import TIMEOUT, A, B, Machine, Pod, missing, result, until
-from tests.node.stopped_controller import SETTING_FILES, Stop, stopped
+from tests.node.stopped_controller import SETTING_FILES, Stop, child_of, stopped
 from tests.support.soak import some, times
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
@@ -164,18 +165,19 @@ def test_everything_killed_at_any_step_of_the_settings_leaves_nothing(
 def killed_before_write(machine: Machine, process: Process, stop: Stop, number: int) -> None:
     """Let an instance come and go; kill it and its controller *process* before the write *number* of these."""
     machine.put_state({A: machine.a})
+    tuner = child_of(process.pid, TunerProcess)
     stop.choose(number)
     with ThreadPoolExecutor(1) as pool:
         pod = machine.pod(A, machine.a)
         arrival = pool.submit(arrive, machine, pod)
         try:
-            until(lambda: stopped(process.pid) or arrival.done())
-            if not stopped(process.pid):
+            until(lambda: stopped(tuner) or arrival.done())
+            if not stopped(tuner):
                 arrival.result()
-                until(lambda: stopped(process.pid) or kept_off(machine.a))
-            if not stopped(process.pid):
+                until(lambda: stopped(tuner) or kept_off(machine.a))
+            if not stopped(tuner):
                 end(machine, pod)
-                until(lambda: stopped(process.pid))
+                until(lambda: stopped(tuner))
         finally:
             kill(process)  # with which the pod's request ends, for which the block waits
     if pod in machine.pods:

@@ -409,7 +409,7 @@ def test_without_its_writer_the_controller_goes_on(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
     with machine.controller("--metrics", "127.0.0.1:9440") as process:
         assert sealed(machine, a) == "enforced"
-        [writer] = minimal_pods.children(process.pid)
+        writer = writer_of(process.pid)
         status = dict(line.split(":", 1) for line in Path(f"/proc/{writer}/status").read_text().splitlines())
         assert int(status["CapPrm"], 16) == 1 << 21, "CAP_SYS_ADMIN and no other"
         status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
@@ -423,7 +423,7 @@ def test_without_its_writer_the_controller_goes_on(machine: Machine) -> None:
         process.kill()
         until(lambda: not Path(f"/proc/{writer}").exists(), "the writer to be reaped")
     with machine.controller() as process:
-        [writer] = minimal_pods.children(process.pid)
+        writer = writer_of(process.pid)
         assert sealed(machine, b) == "enforced"
         process.kill()
         until(lambda: not Path(f"/proc/{writer}").exists(), "the writer to end with its controller")

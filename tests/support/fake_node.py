@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +18,11 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS, LimitOptions, choose_limits
+from runner.controller.privileged_process import PrivilegedProcess, serve
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
+from runner.controller.serve.host_tuning import HostTuning
 from runner.controller.serve.methods import RpcMethods, controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import MOST_WAITING, Registrations
@@ -35,6 +39,7 @@ from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
+from runner.controller.tune.tuner_process import TunerProcess, obey
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_huge_pools
@@ -325,10 +330,12 @@ class Controller:
     methods: RpcMethods
     status: NodeStatus
     """All parts of the controller."""
+    host_tuner: HostTuner
+    """What is in a process of its own, and here in a thread."""
 
     @property
-    def tuner(self) -> HostTuner:
-        return self.status.tuner
+    def tuning(self) -> HostTuning:
+        return self.status.tuning
 
     @property
     def seccomp(self) -> SeccompCheck:
@@ -341,7 +348,9 @@ class Controller:
 
     def endpoints(self, device_filter: DeviceFilter | None = None) -> HttpEndpoints:
         """Return what the port for metrics shows, which nothing has asked for yet."""
-        return HttpEndpoints(self.loop, device_filter or self.device_filter, self.reports, self.seccomp)
+        return HttpEndpoints(
+            self.loop, device_filter or self.device_filter, self.status.processes, self.reports, self.seccomp
+        )
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -359,6 +368,25 @@ class Controller:
 
 QUICK = Timeouts(agreement=0.4, emptying=0.4)
 """For tests in which what is waited for never comes."""
+
+
+@contextlib.contextmanager
+def in_a_thread(obey: Callable[[bytes], bytes]) -> Iterator[socket.socket]:
+    """Give the controller's end of a connection to what obeys in a process of its own, and here in a thread."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.settimeout(10)
+
+    def serve_until_the_end() -> None:
+        with its, contextlib.suppress(OSError):
+            serve(its, obey)
+
+    thread = threading.Thread(target=serve_until_the_end)
+    thread.start()
+    try:
+        with ours:
+            yield ours
+    finally:
+        thread.join()
 
 
 @contextlib.asynccontextmanager
@@ -397,14 +425,13 @@ async def controlled(
         limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),
         pods=pods,
     )
-    tuner = HostTuner(
-        loop=loop,
+    host_tuner = HostTuner(
         procfs=Procfs(node.proc),
+        sys=node.path / "sys",
         host=node.host,
         caches=CacheTuner(node.host.root, FakeResctrl(node.host.root / RESCTRL)),
         store=PurePosixPath(node.path / RECORDS),
         options=tuning or TuningOptions(),
-        least=tuned_every,
     )
     callers = Callers(Peers(node.proc, NO_PIDFD), pods, loop.tree)  # /proc/self/fdinfo is the machine's
     seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, require_seccomp)
@@ -414,19 +441,23 @@ async def controlled(
         callers, loop, device_filter, seccomp, timeouts, cpus, partitions_required, most_waiting
     )
     reports = Reports(report_intervals or ReportIntervals())
-    status = NodeStatus(callers, loop, device_filter, seals, seccomp, reports, tuner)
-    methods = controller_methods(registrations, seals, status)
-    server = UnixServer(methods, limits or SocketLimits())
     report_server = UnixServer(report_methods(callers, loop, reports), report_limits)
-    with trio.fail_after(limit):
+    with trio.fail_after(limit), in_a_thread(partial(obey, host_tuner)) as connection:
+        host_tuning = HostTuning(loop, TunerProcess(connection), least=tuned_every)
+        processes: tuple[PrivilegedProcess, ...] = (host_tuning.process,)
+        if partition_writer is not None:
+            processes += (partition_writer,)
+        status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, host_tuning)
+        methods = controller_methods(registrations, seals, status)
+        server = UnixServer(methods, limits or SocketLimits())
         async with running_loop(loop):
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
-                    nursery.start_soon(tuner.follow)
+                    nursery.start_soon(host_tuning.follow)
                     nursery.start_soon(server.accept, listener)
                     nursery.start_soon(report_server.accept, for_reports)
                     try:
-                        yield Controller(node, loop, server, device_filter, methods, status)
+                        yield Controller(node, loop, server, device_filter, methods, status, host_tuner)
                     finally:
                         nursery.cancel_scope.cancel()

@@ -30,6 +30,9 @@ LAW: dict[str, set[str]] = {
 }
 """Room → the rooms that it may import, with what these may; those of :data:`EVERYTHING` may import everything."""
 
+TUNING_DOORS = {"tuning", "disturbances", "tuner_process"}
+"""Of ``controller.tune`` what the rest of the controller may know: values, and the process."""
+
 EVERYTHING = {"__main__", "cli", "entry"}
 """Rooms that nothing imports."""
 
@@ -146,6 +149,17 @@ def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
     by_name = {found for found in imports_by_name(path) if is_module(found)}
     ours = {found.removeprefix("runner.") for found in {*imports(path), *by_name} if found.startswith("runner.")}
     assert {found for found in ours if not within(found, allowed(room))} == set()
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if name.startswith("controller.")])
+def test_the_host_tuner_knows_nothing_of_what_pods_send(name: str, path: Path) -> None:
+    """It has a process of its own, with which the rest of the controller speaks through a door."""
+    found = {each.removeprefix("runner.") for each in imports(path)}
+    if within(name, {"controller.tune"}):
+        assert not {each for each in found if within(each, {"controller.serve", "controller.tree", "protocol"})}
+    elif name not in {"controller.main", "controller.privileged_start"}:
+        doors = {f"controller.tune.{door}" for door in TUNING_DOORS}
+        assert {each for each in found if within(each, {"controller.tune"})} <= doors
 
 
 def test_no_two_files_import_each_other() -> None:

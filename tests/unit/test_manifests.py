@@ -15,8 +15,17 @@ import yaml
 
 from runner.controller.main import command_line
 from runner.controller.privileged_start import KEPT_CAPABILITIES
+from runner.controller.serve.namespaces import NamespaceReader
+from runner.controller.tree.partition_writer import PartitionWriter
+from runner.controller.tune.tuner_process import TunerProcess
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
-from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_SYS_NICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE
+from runner.kernel.privileges import (
+    CAP_DAC_OVERRIDE,
+    CAP_SYS_ADMIN,
+    CAP_SYS_NICE,
+    CAP_SYS_PTRACE,
+    CAP_SYS_RESOURCE,
+)
 from runner.kubelet.pod import parse_quantity
 from runner.node_plan.quirks import NEWEST_MINOR, OLDEST_MINOR
 from runner.plan.instance import DEVICES_BACK, share_grace
@@ -220,19 +229,22 @@ def test_the_controller_asks_for_no_cpu() -> None:
 
 
 def test_the_controller_gets_what_it_keeps_and_what_it_starts_with() -> None:
-    """The image's entry point enters the cgroup namespace, attaches the device filter, and gives SYS_ADMIN away."""
+    """The image's entry point enters the cgroup namespace, attaches the device filter, and gives the rights for it to its processes."""
     [pod] = pod_specs(resources("controller"))
     [container] = pod["containers"]
     assert "command" not in container
     names = {
         CAP_DAC_OVERRIDE: "DAC_OVERRIDE",
+        CAP_SYS_ADMIN: "SYS_ADMIN",
         CAP_SYS_NICE: "SYS_NICE",
         CAP_SYS_PTRACE: "SYS_PTRACE",
         CAP_SYS_RESOURCE: "SYS_RESOURCE",
     }
+    given = {number for kind in (NamespaceReader, TunerProcess, PartitionWriter) for number in kind.keeps}
     context: dict[str, Any] = container["securityContext"]
     assert context["capabilities"]["drop"] == ["ALL"]
-    assert set(context["capabilities"]["add"]) == {"SYS_ADMIN", *(names[number] for number in KEPT_CAPABILITIES)}
+    assert set(context["capabilities"]["add"]) == {names[number] for number in (*KEPT_CAPABILITIES, *given)}
+    assert {CAP_SYS_ADMIN, CAP_SYS_PTRACE}.isdisjoint(KEPT_CAPABILITIES)
     assert "privileged" not in context
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}, "which allows bpf(2) and setns(2) with SYS_ADMIN"
     assert pod["hostPID"], "its /proc/1 is the node's"

@@ -3,11 +3,11 @@
 ========== ============================================================================
 /metrics   text exposition format 0.0.4
 /healthz   200 while the controller works; the text says whether its decisions are frozen
-/readyz    503 while its decisions are frozen, after a pass that failed, and without the
-           device filter
+/readyz    503 while its decisions are frozen, after a pass that failed, without the
+           device filter, and after the end of a process that keeps a right
 ========== ============================================================================
 
-A device filter or a partition writer that is lost comes back with the next start of this program, which the kubelet makes when
+A device filter or a process that is lost comes back with the next start of this program, which the kubelet makes when
 ``/healthz`` fails. An endpoint for which the host cannot be read is unavailable.
 """
 
@@ -21,6 +21,7 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.controller.metrics import LoopStatus, controller_metrics
+from runner.controller.privileged_process import PrivilegedProcess
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.handover import handovers
 from runner.controller.serve.reports import Reports
@@ -35,10 +36,11 @@ _METRICS_FOR = 0.1
 
 @attrs.define(eq=False)
 class HttpEndpoints:
-    """The endpoints about the present state of *loop* and *device_filter*, and what the instances report."""
+    """The endpoints about the present state of *loop*, *device_filter* and *processes*, and what the instances report."""
 
     loop: ReconcileLoop
     device_filter: DeviceFilter
+    processes: tuple[PrivilegedProcess, ...]
     reports: Reports
     seccomp: SeccompCheck
     _turn: trio.Lock = attrs.field(factory=trio.Lock)
@@ -89,16 +91,18 @@ class HttpEndpoints:
         return "".join(texts)
 
     def _health(self) -> HttpResponse:
-        writer = self.loop.tree.partition_writer
-        if writer is not None and writer.lost:
-            return unavailable(writer.missing)
-        if self.device_filter.lost:
-            return unavailable(self.device_filter.missing)
+        if lost := self._lost():
+            return unavailable(lost)
         return ok(f"frozen: {frozen}" if (frozen := self.loop.frozen()) else "ok")
 
+    def _lost(self) -> str:
+        """Return what the next start of this program brings back; empty if nothing is lost."""
+        filters = [self.device_filter.missing] if self.device_filter.lost else []
+        return next(iter([*(each.missing for each in self.processes if each.lost), *filters]), "")
+
     def _readiness(self) -> HttpResponse:
-        if self.device_filter.missing:
-            return unavailable(self.device_filter.missing)
+        if missing := self.device_filter.missing or self._lost():
+            return unavailable(missing)
         if frozen := self.loop.frozen():
             return unavailable(f"frozen: {frozen}")
         return unavailable(f"the last pass failed: {self.loop.error}") if self.loop.error else ok()

@@ -46,13 +46,13 @@ from runner.controller.metrics import ControllerCounters
 from runner.controller.serve import identity
 from runner.controller.serve.callers import Callers, RpcRequest, busy_error
 from runner.controller.serve.handover import HandoverPendingError
+from runner.controller.serve.host_tuning import TUNING, HostTuning
 from runner.controller.serve.identity import RequestRefusedError
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.parameters import checked, parse_arguments, parse_pod_uid
 from runner.controller.serve.registrations import Registrations
 from runner.controller.serve.seals import Seals
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tune.host_tuner import TUNING, HostTuner
 from runner.controller.tune.tuning import Tuning
 from runner.kernel.peers import PeerError, Peers
 from runner.protocol.controller_client import BUSY
@@ -168,14 +168,14 @@ def controller_methods(registrations: Registrations, seals: Seals, status: NodeS
             "deregisterCgroup": Method(registrations.deregister, ("uuid",)),
             "sealCgroup": Method(seals.seal, ("uuid",)),
             "unsealCgroup": Method(seals.unseal, ("uuid",)),
-            "tuneInstance": Method(partial(_tune, callers, loop, status.tuner), ("uuid", "tuning")),
+            "tuneInstance": Method(partial(_tune, callers, loop, status.tuning), ("uuid", "tuning")),
             "listInstances": Method(status.list_instances),
             "getStatus": Method(status.get_status),
         },
     )
 
 
-async def _tune(callers: Callers, loop: ReconcileLoop, tuner: HostTuner, request: RpcRequest) -> RpcResult:
+async def _tune(callers: Callers, loop: ReconcileLoop, host: HostTuning, request: RpcRequest) -> RpcResult:
     pod_uid = request.pod_uid
     with checked("tuning"):
         tuning = Tuning.parse(request.arguments["tuning"])
@@ -183,7 +183,7 @@ async def _tune(callers: Callers, loop: ReconcileLoop, tuner: HostTuner, request
     callers.check_registered("tune", pod_uid)
     loop.tree.domain(pod_uid).set_attribute(TUNING, tuning.to_json())
     loop.observe()
-    missing = await tuner.tune_instance(pod_uid)
+    missing = await host.tune_instance(pod_uid)
     if (more := loop.log_limit.due("tuned", pod_uid)) is not None:
         log.info(ControllerEvent.INSTANCE_TUNED, more, pod_uid, tuning.to_json())
     return RpcResult({"missing": list(missing)})

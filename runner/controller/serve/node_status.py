@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import trio
 
 from runner.base.values import frozen
+from runner.controller.privileged_process import PrivilegedProcess
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers, RpcRequest
 from runner.controller.serve.handover import handovers
+from runner.controller.serve.host_tuning import HostTuning
 from runner.controller.serve.reports import Reports
 from runner.controller.serve.seals import Seals
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tune.host_tuner import HostTuner
 from runner.kernel.kubelet_files import Frozen
 from runner.protocol.controller_client import PROTOCOL
 from runner.protocol.jsonrpc import RpcResult
@@ -30,10 +31,11 @@ class NodeStatus:
     callers: Callers
     loop: ReconcileLoop
     device_filter: DeviceFilter
+    processes: tuple[PrivilegedProcess, ...]
     seals: Seals
     seccomp: SeccompCheck
     reports: Reports
-    tuner: HostTuner
+    tuning: HostTuning
 
     async def list_instances(self, request: RpcRequest) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
@@ -96,9 +98,10 @@ class NodeStatus:
             ],
             "faults": [
                 *filter(None, [self.device_filter.missing]),
+                *(each.missing for each in self.processes if each.lost),
                 *(fault.reason for fault in self.loop.pass_log.faults if mine is None or fault.pod_uid in (None, mine)),
             ],
-            "disturbances": list(self.tuner.reasons) if mine is None else None,
+            "disturbances": list(self.tuning.reasons) if mine is None else None,
             "oom_kills": {
                 pod_uid: domain.oom_kills
                 for pod_uid, domain in sorted(observed.domains.items())

@@ -16,7 +16,7 @@ from runner.kernel.sockets import listening as listening_in
 _BACKLOG = 4096
 """Connections that wait to be accepted, which is the default of ``net.core.somaxconn``: beyond, a client gets EAGAIN at once,
 also one of a pod that has no other, while the controller looks at the tree or another pod connects without end. Emptied in
-0.1 s."""
+0.25 s."""
 
 
 @contextlib.contextmanager

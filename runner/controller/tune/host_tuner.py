@@ -1,8 +1,8 @@
 """The host tuner: keeps the machine's settings as the instances need them: reads, decides, records, writes, gives back.
 
 It writes through the root directory of the node's first process: a container's own /proc/irq and /sys are mounted for
-reading only. That takes user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), which this program has for other reasons, and no
-CAP_SYS_ADMIN, nor more of the node's directories in the manifest.
+reading only. That takes user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), with which its process can do anything on the node, and so
+it reads nothing that a pod sends. It takes no CAP_SYS_ADMIN, nor more of the node's directories in the manifest.
 
 Nothing of it is needed for an instance to run: what the kernel refuses is logged once and reported.
 """
@@ -10,9 +10,7 @@ Nothing of it is needed for an instance to run: what the kernel refuses is logge
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import math
 import os
 import stat
 from collections import Counter
@@ -20,14 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import attrs
-import trio
-import trio.to_thread
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
 from runner.base.values import frozen
-from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tune.cache_groups import CacheRequest
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.disturbances import (
@@ -46,8 +41,7 @@ from runner.controller.tune.disturbances import (
     settled,
 )
 from runner.controller.tune.irqbalance import Irqbalance, find_irqbalance
-from runner.controller.tune.tuning import Tuning
-from runner.kernel.cgroup import Cgroup
+from runner.controller.tune.tuning import Tuned, TunedInstance
 from runner.kernel.files import discard, publish
 from runner.kernel.host_settings import (
     DEFAULT_AFFINITY,
@@ -60,16 +54,11 @@ from runner.kernel.host_settings import (
 )
 from runner.kernel.leases import open_at_once, read_at_once
 from runner.kernel.procfs import Procfs
+from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import instance_group
 
 log = logging.getLogger(__name__)
 
-TUNING = "user.instance-runner.tuning"
-"""The attribute of an instance's cgroup that holds what it asked for; it ends with the cgroup."""
-LEAST = 1.0
-"""Seconds from one pass to the next: each reads some files of every interrupt, and an instance may ask for one at any time."""
-RESYNC = 30.0
-"""Seconds after which all settings are looked at again, whatever has changed: interrupts come with devices."""
 LOW_LATENCY = "2"
 """µs that an idle state may take to leave: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep
 the CPU from idling at all, which costs the siblings their share of the core's clock."""
@@ -95,99 +84,25 @@ class TuningOptions:
     caches: bool = True
 
 
-@frozen
-class TunedInstance:
-    """An instance: its CPUs and what it asks for."""
-
-    cpus: CpuSet
-    tuning: Tuning
-
-
 @attrs.define(eq=False)
 class HostTuner:
-    """The settings of the machine *host* for the instances of *loop*; *store* is the file of the records."""
+    """The settings of the machine *host*, whose sysfs is *sys*; *store* is the file of the records."""
 
-    loop: ReconcileLoop
     procfs: Procfs
+    sys: Path
     host: HostSettings
     caches: CacheTuner
     store: PurePosixPath
     options: TuningOptions
     earlier: PurePosixPath | None = None
     """Where earlier versions kept the records, until they are taken over."""
-    reasons: tuple[str, ...] = ()
-    """Why instances' CPUs are disturbed nevertheless, since the last pass."""
-    least: float = LEAST
-    _lock: trio.Lock = attrs.field(factory=trio.Lock)
-    _begun: int = 0
-    """Passes that have begun."""
-    _earliest: float = -math.inf
-    """When the next one may begin, on trio's clock."""
-    _tuned_for: Mapping[str, TunedInstance] = attrs.field(factory=dict)
-    """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
-    _missing: tuple[Missing, ...] = ()
-    """Of the last pass."""
     _boot: str = ""
     _stale: str = ""
     """Why the records could not follow the settings in the last pass; empty if they did."""
 
-    async def follow(self) -> None:
-        """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
-        while True:
-            await self.tune()
-            with trio.move_on_after(RESYNC):
-                while self.instances() == self._tuned_for:
-                    await self.loop.next_pass()
-
-    async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
-        """Bring the settings to what the instances need now; return what of *pod_uid*'s tuning cannot be had, and why."""
-        missing = await self.tune()
-        own = {pod_uid, instance_group(pod_uid), RESCTRL}
-        if (instance := self.instances().get(pod_uid)) is not None:
-            own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
-            own |= {*map(d3cold_path, instance.tuning.devices)}
-        return tuple(each.reason for each in missing if each.path in own)
-
-    async def tune(self) -> tuple[Missing, ...]:
-        """Bring the settings to what the instances need now; return those for which that is not possible.
-
-        Passes are at least :attr:`least` seconds apart, and all that ask for one before it begins share it.
-        """
-        before = self._begun
-        async with self._lock:
-            if self._begun != before:
-                return self._missing
-            await trio.sleep_until(self._earliest)
-            self._begun += 1
-            self._earliest = trio.current_time() + self.least
-            try:
-                self._tuned_for, online = self.instances(), self.loop.machine().online
-                # In a thread: a machine has thousands of interrupts, a file each.
-                missing, reasons = await trio.to_thread.run_sync(self._tuned, self._tuned_for, online)
-            except (HostError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                missing, reasons = (), (f"the machine's settings stay as they are: {explain(error)}",)
-            for reason in reasons:
-                if reason not in self.reasons:
-                    log.warning(ControllerEvent.INSTANCE_DISTURBED, reason)
-            self.reasons, self._missing = reasons, missing
-            return missing
-
-    def instances(self) -> Mapping[str, TunedInstance]:
-        """Return the instances by pod UID, as the loop has seen them last; one that shares float's CPUs has none."""
-        observed = self.loop.observed
-        if observed is None:
-            return {}
-        return {
-            pod_uid: TunedInstance(group.cpus, read_tuning(self.loop.tree.domain(pod_uid)))
-            for pod_uid, group in observed.instances().items()
-            if group.cpus and not observed.shares_float(pod_uid)
-        }
-
-    # -- in a thread -------------------------------------------------------------------------------------------------
-
-    def _tuned(
-        self, instances: Mapping[str, TunedInstance], online: CpuSet
-    ) -> tuple[tuple[Missing, ...], tuple[str, ...]]:
+    def tune(self, instances: Mapping[str, TunedInstance]) -> Tuned:
+        """Bring the settings to what *instances* need, by pod UID. Raises :class:`HostError`, ``OSError`` and ``ValueError``."""
+        machine = read_online_cpus(self.sys)
         occupied = CpuSet(cpu for each in instances.values() for cpu in each.cpus)
         records, missing = self._records(), list[Missing]()
         if occupied and (error := self.host.error()):
@@ -195,9 +110,9 @@ class HostTuner:
         irqbalance = find_irqbalance(self.procfs)
         plan = self.caches.plan(self._cache_requests(instances, missing), missing)
         settings = [
-            *self._interrupts(occupied if self.options.interrupts else CpuSet(), online),
-            *self._work_queues(occupied if self.options.work_queues else CpuSet(), online, records),
-            *self._latencies(instances, records, missing),
+            *self._interrupts(occupied if self.options.interrupts else CpuSet(), machine.online),
+            *self._work_queues(occupied if self.options.work_queues else CpuSet(), machine.online, records),
+            *self._latencies(instances, machine.present, records, missing),
             *self._device_power(instances, records),
             *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), missing),
             *self.caches.shared(plan, records),
@@ -224,8 +139,20 @@ class HostTuner:
         ]
         self.caches.apply(plan, missing, creating=recordable)
         self._follow_up(recorded, settled(decision, refused, late=[_IRQBALANCE]))
-        self.loop.counters.disturbances = Counter([each.kind for each in missing] + ["interrupt"] * len(managed))
-        return tuple(missing), tuple(sentences(missing, managed, occupied))
+        kinds = Counter[str]([each.kind for each in missing] + ["interrupt"] * len(managed))
+        return Tuned(tuple(sentences(missing, managed, occupied)), kinds, self._missing_by_pod(instances, missing))
+
+    def _missing_by_pod(
+        self, instances: Mapping[str, TunedInstance], missing: list[Missing]
+    ) -> Mapping[str, tuple[str, ...]]:
+        """Return pod UID → what of *missing* is its own, if anything is."""
+        found = {}
+        for pod_uid, instance in instances.items() if missing else ():
+            own = {pod_uid, instance_group(pod_uid), RESCTRL, *map(d3cold_path, instance.tuning.devices)}
+            own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
+            if reasons := tuple(each.reason for each in missing if each.path in own):
+                found[pod_uid] = reasons
+        return found
 
     def _interrupts(self, occupied: CpuSet, online: CpuSet) -> Iterator[Setting]:
         default = self.host.cpus(DEFAULT_AFFINITY)
@@ -253,7 +180,11 @@ class HostTuner:
             yield Setting(WORK_QUEUES, "work_queue", str(cpus), AwayFrom(avoided, online))
 
     def _latencies(
-        self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record], missing: list[Missing]
+        self,
+        instances: Mapping[str, TunedInstance],
+        present: CpuSet,
+        records: Mapping[str, Record],
+        missing: list[Missing],
     ) -> Iterator[Setting]:
         low = {
             cpu: pod_uid
@@ -267,7 +198,7 @@ class HostTuner:
             for pod_uid in sorted(refused)
         ]
         wanted: dict[str, tuple[SettingKind, str | None]] = {}
-        for cpu in self.loop.machine().present:
+        for cpu in present:
             kinds: tuple[tuple[SettingKind, str, str], ...] = (
                 ("latency", latency_path(cpu), LOW_LATENCY),
                 ("governor", self.host.governor(cpu), PERFORMANCE),
@@ -417,12 +348,3 @@ def _read_records(path: PurePosixPath) -> bytes:
     if len(content) > MOST_RECORDED:
         raise HostError(f"cannot read {path}: it has more than {MOST_RECORDED} bytes; remove it")
     return content
-
-
-def read_tuning(group: Cgroup) -> Tuning:
-    """Return what the instance in *group* has asked for: nothing where it has not, or has gone."""
-    text = group.attribute(TUNING)
-    try:
-        return Tuning() if text is None else Tuning.parse(json.loads(text))
-    except (ValueError, RecursionError):  # a pod that may make user namespaces can write it
-        return Tuning()

@@ -1,14 +1,20 @@
-"""What an instance may ask for beyond its CPUs: short wake-ups, ways of the L3 cache, memory bandwidth, power of devices (pure)."""
+"""What an instance may ask for beyond its CPUs: short wake-ups, ways of the L3 cache, memory bandwidth, power of devices (pure).
+
+Also what the controller and its host tuner (:mod:`runner.controller.tune.tuner_process`) say to each other, one line of JSON each.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Literal, Self, get_args
 
 import attrs
 
+from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
+from runner.kubelet.pod_cgroups import INSTANCE_NAME
 
 LatencyChoice = Literal["default", "low"]
 MOST_WAYS = 32
@@ -51,6 +57,71 @@ class Tuning:
     def to_json(self) -> str:
         """Return the text of which :meth:`parse` reads the value."""
         return json.dumps(attrs.asdict(self))
+
+
+@frozen
+class TunedInstance:
+    """An instance: its CPUs and what it asks for."""
+
+    cpus: CpuSet
+    tuning: Tuning
+
+
+def format_instances(instances: Mapping[str, TunedInstance]) -> bytes:
+    """Return the line of which :func:`parse_instances` is the inverse."""
+    return json.dumps(
+        {pod_uid: {"cpus": str(each.cpus), "tuning": attrs.asdict(each.tuning)} for pod_uid, each in instances.items()}
+    ).encode()
+
+
+def parse_instances(line: bytes) -> dict[str, TunedInstance]:
+    """Return the instances in *line*, by the UIDs of their pods. Raises ``ValueError``, ``RecursionError``."""
+    document = json.loads(line)
+    if not isinstance(document, dict):
+        raise ValueError("it is no object")  # noqa: TRY004 - of a message, as all that is wrong with it
+    return {_pod_uid(pod_uid): _instance(value) for pod_uid, value in document.items()}
+
+
+def _pod_uid(text: str) -> str:
+    if not INSTANCE_NAME.fullmatch(text):
+        raise ValueError(f"{text!r:.100} is no UID of a pod")
+    return text
+
+
+def _instance(value: object) -> TunedInstance:
+    match value:
+        case {"cpus": str(cpus), "tuning": tuning, **others} if not others:
+            return TunedInstance(CpuSet.parse(cpus), Tuning.parse(tuning))
+        case _:
+            raise ValueError(f"{value!r:.200} is no instance with its CPUs and its tuning")
+
+
+@frozen
+class Tuned:
+    """What a pass over the machine's settings could not do."""
+
+    reasons: tuple[str, ...] = ()
+    """Why instances' CPUs are disturbed nevertheless."""
+    settings: Mapping[str, int] = attrs.field(factory=dict)
+    """:data:`~runner.controller.tune.disturbances.SettingKind` → how many could not be changed."""
+    missing: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
+    """Pod UID → what of its tuning cannot be had, and why; only pods that miss any."""
+
+    @classmethod
+    def none(cls, reason: str) -> Self:
+        """Return what there is to say of a pass that was not made."""
+        return cls((f"the machine's settings stay as they are: {reason}",), {"interrupt": 1})
+
+    def to_json(self) -> bytes:
+        """Return the line of which :meth:`parse` reads the value."""
+        return json.dumps(attrs.asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, line: bytes) -> Self:
+        """Return the value of :meth:`to_json`."""
+        document = json.loads(line)
+        missing = {pod_uid: tuple(reasons) for pod_uid, reasons in document["missing"].items()}
+        return cls(tuple(document["reasons"]), document["settings"], missing)
 
 
 def _addresses(value: object) -> tuple[str, ...]:

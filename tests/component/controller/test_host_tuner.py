@@ -17,15 +17,10 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS
+from runner.controller.serve.host_tuning import TUNING
 from runner.controller.tune.cache_tuner import RESCTRL
-from runner.controller.tune.host_tuner import (
-    MOST_RECORDED,
-    TUNING,
-    HostTuner,
-    TunedInstance,
-    TuningOptions,
-    take_over_records,
-)
+from runner.controller.tune.host_tuner import MOST_RECORDED, HostTuner, TuningOptions, take_over_records
+from runner.controller.tune.tuning import Tuned, TunedInstance
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, d3cold_path, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
@@ -65,7 +60,7 @@ def settings(node: Node) -> dict[str, str]:
 async def settled(controller: Controller) -> None:
     """Let the tuner see the tree as it is."""
     controller.loop.observe()
-    await controller.tuner.tune()
+    await controller.tuning.tune()
 
 
 async def register(node: Node, client: Client, uid: str, cpus: str) -> None:
@@ -113,7 +108,7 @@ async def test_settings_leave_the_cpus_and_come_back(node: Node) -> None:
             path: CpuSet(range(20)) for path in (DEFAULT_AFFINITY, WORK_QUEUES)
         }
         assert (mask(node, 24), mask(node, 25)) == (EVERYTHING, "15")
-        assert controller.tuner.reasons == ()
+        assert controller.tuning.reasons == ()
 
 
 async def test_an_interrupt_that_refuses_but_is_delivered_elsewhere_is_no_disturbance(node: Node) -> None:
@@ -123,7 +118,7 @@ async def test_an_interrupt_that_refuses_but_is_delivered_elsewhere_is_no_distur
         await register(node, client, B, "14-17")
         await settled(controller)
         assert mask(node, 26) == "14-15"
-        assert controller.tuner.reasons == ()
+        assert controller.tuning.reasons == ()
 
 
 async def test_the_work_queues_of_others_partitions_stay_out(node: Node) -> None:
@@ -155,19 +150,19 @@ async def test_the_loop_itself_sees_instances_come_and_go(node: Node) -> None:
 async def test_an_instance_that_ends_during_a_pass_leaves_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had also ended when that pass was asked for, so that nothing seems to have changed in between."""
     begun, go_on = deque[Mapping[str, TunedInstance]](), threading.Semaphore(0)
-    tuned = HostTuner._tuned
+    tune = HostTuner.tune
 
-    def blocked(self: HostTuner, instances: Mapping[str, TunedInstance], online: CpuSet) -> object:
+    def blocked(self: HostTuner, instances: Mapping[str, TunedInstance]) -> Tuned:
         begun.append(instances)
         go_on.acquire()
-        return tuned(self, instances, online)
+        return tune(self, instances)
 
     async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
         await register(node, client, B, "14-17")
         await controller.eventually(lambda: mask(node, 24) == "0-13,18-19")
-        monkeypatch.setattr(HostTuner, "_tuned", blocked)
+        monkeypatch.setattr(HostTuner, "tune", blocked)
         try:
-            nursery.start_soon(controller.tuner.tune)
+            nursery.start_soon(controller.tuning.tune)
             await controller.eventually(lambda: len(begun) == 1)
             await client.result("deregisterCgroup", uuid=B)
             await controller.loop.next_pass()
@@ -367,13 +362,13 @@ async def test_without_resctrl_the_answer_names_the_remedy(node: Node) -> None:
 
 async def test_passes_are_some_time_apart_and_are_shared(node: Node) -> None:
     async with controlled(node, tuned_every=0.2) as controller:
-        tuner = controller.tuner
-        await tuner.tune()
-        begun, earliest = tuner._begun, tuner._earliest
+        tuning = controller.tuning
+        await tuning.tune()
+        begun, earliest = tuning._begun, tuning._earliest
         async with trio.open_nursery() as nursery:
             for _ in range(8):
-                nursery.start_soon(tuner.tune)
-        assert tuner._begun == begun + 1
+                nursery.start_soon(tuning.tune)
+        assert tuning._begun == begun + 1
         assert trio.current_time() >= earliest
 
 
@@ -412,7 +407,7 @@ async def test_nothing_is_changed_that_could_not_be_recorded(node: Node) -> None
         await register(node, client, B, "14-17")
         await settled(controller)
         assert settings(node) == before
-        [reason] = controller.tuner.reasons
+        [reason] = controller.tuning.reasons
         assert str(reason).startswith("the machine's settings stay as they are: cannot write")
 
 
@@ -428,7 +423,7 @@ async def test_settings_are_given_back_while_no_record_can_be_written(
         await client.result("deregisterCgroup", uuid=B)
         await settled(controller)
         assert settings(node) == before
-        assert controller.tuner.reasons == ()
+        assert controller.tuning.reasons == ()
         await settled(controller)
         assert caplog.text.count("records of the machine's settings are not up to date") == 1
         (node.path / f"{RECORDS}.new").rmdir()
@@ -445,7 +440,7 @@ async def test_a_machine_without_any_of_it_runs_instances(tmp_path: Path, *, rea
         await register(node, client, B, "14-17")
         await settled(controller)
         told = [f"cannot read {node.host.root}: No such file or directory"] * (not readable)
-        assert [reason.partition(";")[0] for reason in controller.tuner.reasons] == told
+        assert [reason.partition(";")[0] for reason in controller.tuning.reasons] == told
 
 
 async def test_a_damaged_file_of_records_is_replaced(node: Node) -> None:
@@ -464,11 +459,11 @@ async def test_a_record_that_was_never_a_value_is_discarded(node: Node) -> None:
         for path, owner in (("proc/irq/24/smp_affinity_list", "eth0"), (DEFAULT_AFFINITY, ""))
     }
     async with controlled(node) as controller, connected(node.socket) as client:
-        boot = controller.tuner.procfs.setting("kernel/random/boot_id")
+        boot = controller.host_tuner.procfs.setting("kernel/random/boot_id")
         (node.path / RECORDS).write_text(json.dumps({"boot": boot, "settings": settings}))
         await register(node, client, B, "14-17")
         await settled(controller)
-        assert not [reason for reason in controller.tuner.reasons if "stay as they are" in reason]
+        assert not [reason for reason in controller.tuning.reasons if "stay as they are" in reason]
         assert mask(node, 24) == "0-13,18-19"
         records = json.loads((node.path / RECORDS).read_text())["settings"]
         assert {record["before"] for record in records.values()}.isdisjoint({"no list"})
@@ -508,19 +503,19 @@ async def test_records_that_are_leased_are_taken_over_by_a_later_pass(node: Node
     """Until then nothing is changed: it would be recorded as what it is, and not as what it was."""
     old = node.path / "earlier.json"
     async with controlled(node) as controller, connected(node.socket) as client:
-        boot = controller.tuner.procfs.setting("kernel/random/boot_id")
+        boot = controller.host_tuner.procfs.setting("kernel/random/boot_id")
         record = {"before": "0-7", "ours": [EVERYTHING], "owner": "eth0"}
         old.write_text(json.dumps({"boot": boot, "settings": {"proc/irq/24/smp_affinity_list": record}}))
-        controller.tuner.earlier = PurePosixPath(old)
+        controller.host_tuner.earlier = PurePosixPath(old)
         with leasing(old):
             await register(node, client, B, "14-17")
-            await controller.tuner.tune()
-            [reason] = controller.tuner.reasons
+            await controller.tuning.tune()
+            [reason] = controller.tuning.reasons
             assert reason.startswith("the machine's settings stay as they are: cannot take over the records")
             assert "a process holds a lease on it" in reason
             assert mask(node, 24) == EVERYTHING
-        await controller.tuner.tune()
-        assert controller.tuner.earlier is None
+        await controller.tuning.tune()
+        assert controller.host_tuner.earlier is None
         assert (old.exists(), mask(node, 24) == EVERYTHING) == (False, False)
         records = json.loads((node.path / RECORDS).read_text())["settings"]
         assert records["proc/irq/24/smp_affinity_list"]["before"] == "0-7"
@@ -628,7 +623,7 @@ async def test_an_irqbalance_that_answers_nonsense_is_named(node: Node) -> None:
         daemon.banned = "1,,2"
         await register(node, client, B, "14-17")
         await settled(controller)
-        assert "cannot understand irqbalance" in controller.tuner.reasons[1]
+        assert "cannot understand irqbalance" in controller.tuning.reasons[1]
         assert mask(node, 24) == "0-13,18-19"
 
 
@@ -636,11 +631,11 @@ async def test_an_irqbalance_that_cannot_be_reached_is_named(node: Node) -> None
     put_irqbalance(node)
     async with controlled(node) as controller, connected(node.socket) as client:
         await settled(controller)
-        assert controller.tuner.reasons == ()
+        assert controller.tuning.reasons == ()
         await register(node, client, B, "14-17")
         await settled(controller)
-        assert len(controller.tuner.reasons) == 2
-        assert "IRQBALANCE_BANNED_CPULIST" in controller.tuner.reasons[1]
+        assert len(controller.tuning.reasons) == 2
+        assert "IRQBALANCE_BANNED_CPULIST" in controller.tuning.reasons[1]
 
 
 async def test_float_has_the_shared_pool_all_the_same(node: Node) -> None:

@@ -24,6 +24,7 @@ from runner.base.judgement import Level
 from runner.check.checks import Place
 from runner.check.host import ask_controller
 from runner.check.node import judge_controller
+from runner.controller.privileged_process import serve
 from runner.controller.serve.seals import Seals
 from runner.controller.tree.partition_writer import PartitionWriter, obey
 from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
@@ -33,7 +34,7 @@ from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_cgroupfs import FakeCgroup
-from tests.support.fake_node import QUICK, A, B, Client, Node, connected, controlled
+from tests.support.fake_node import QUICK, A, B, Client, Node, connected, controlled, in_a_thread
 from tests.support.leases import leasing
 
 
@@ -45,25 +46,17 @@ def node(tmp_path: Path) -> Node:
 @pytest.fixture
 def pair() -> Iterator[tuple[PartitionWriter, socket.socket]]:
     """Return the controller's end, and the writer's."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.settimeout(5)
     with ours, its:
         yield PartitionWriter(ours), its
 
 
 @pytest.fixture
-def writer(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[PartitionWriter]:
+def writer(node: Node) -> Iterator[PartitionWriter]:
     """Return a writer that works in a thread, below the node's root."""
-
-    def serve() -> None:
-        while message := pair[1].recv(256):
-            pair[1].send(str(obey(node.root.path, message)).encode())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield pair[0]
-    pair[0].connection.close()
-    thread.join()
+    with in_a_thread(lambda message: b"%d" % obey(node.root.path, message)) as connection:
+        yield PartitionWriter(connection)
 
 
 def test_it_writes_the_cpus_of_a_partition(tmp_path: Path) -> None:
@@ -123,7 +116,7 @@ def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, sock
     with leasing(file):
         number = obey(tmp_path, b"instance-a/vcpus")
     assert (number, file.read_text()) == (errno.EAGAIN, "member\n")
-    pair[1].send(str(number).encode())
+    pair[1].send(b"%d\n" % number)
     with pytest.raises(CgroupError, match="a process holds a lease on it"):
         pair[0].isolate("instance-a")
 
@@ -146,7 +139,7 @@ def test_it_follows_no_link(tmp_path: Path) -> None:
 
 def test_its_refusal_and_its_end_are_errors(pair: tuple[PartitionWriter, socket.socket]) -> None:
     writer, its = pair
-    its.send(str(errno.ENOENT).encode())
+    its.send(b"%d\n" % errno.ENOENT)
     with pytest.raises(CgroupError, match="No such file"):
         writer.isolate("instance-a")
     assert not writer.lost
@@ -162,7 +155,7 @@ def test_a_late_answer_is_never_taken_for_another(pair: tuple[PartitionWriter, s
     with pytest.raises(CgroupError, match="has ended"):
         writer.isolate("instance-a")
     with pytest.raises(OSError, match="Broken pipe"):
-        its.send(b"0")
+        its.send(b"0\n")
     assert writer.lost
     with pytest.raises(CgroupError, match="has ended"):
         writer.isolate("instance-b")
@@ -483,12 +476,11 @@ def refusing(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterato
     """Return what the kernel makes of the word ``isolated``, the last of the list, in place of the writer."""
     states = [HKEEPING]
 
-    def serve() -> None:
-        while message := pair[1].recv(256):
-            (node.root.path / message.decode() / "cpuset.cpus.partition").write_text(f"{states[-1]}\n")
-            pair[1].send(b"0")
+    def refuse(message: bytes) -> bytes:
+        (node.root.path / message.decode() / "cpuset.cpus.partition").write_text(f"{states[-1]}\n")
+        return b"0"
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, args=(pair[1], refuse))
     thread.start()
     yield states
     pair[0].connection.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.partition_writer import PartitionWriter, obey
-from tests.support.fake_node import A, B, C, Client, Controller, Node, connected, controlled
+from tests.support.fake_node import A, B, C, Client, Controller, Node, connected, controlled, in_a_thread
 
 OTHERS = {A: {"instance": "0-1,12-13"}, C: {"instance": "18-19"}}
 
@@ -22,37 +20,29 @@ OTHERS = {A: {"instance": "0-1,12-13"}, C: {"instance": "18-19"}}
 class Writer:
     """The partition writer's end: it does what the controller asks for, in a thread, unless it is to fail."""
 
-    def __init__(self, root: Path, its: socket.socket) -> None:
-        self.root, self.its = root, its
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.asked: list[str] = []
         self.failing: Literal["refuses", "ends it"] | None = None
 
-    def serve(self) -> None:
-        while message := self.its.recv(1 << 15):
-            name, _, cpus = message.decode().partition(" ")
-            self.asked.append(cpus)
-            partition = self.root / name / "cpuset.cpus.partition"
-            if not cpus:
-                partition.write_text("")  # a write to an ordinary file leaves what is behind it
-            number = errno.EPERM if self.failing == "refuses" else obey(self.root, message)
-            if self.failing == "ends it" and cpus:
-                partition.write_text("isolated invalid (of the test)\n")
-            self.its.send(str(number).encode())
+    def obey(self, message: bytes) -> bytes:
+        name, _, cpus = message.decode().partition(" ")
+        self.asked.append(cpus)
+        partition = self.root / name / "cpuset.cpus.partition"
+        if not cpus:
+            partition.write_text("")  # a write to an ordinary file leaves what is behind it
+        number = errno.EPERM if self.failing == "refuses" else obey(self.root, message)
+        if self.failing == "ends it" and cpus:
+            partition.write_text("isolated invalid (of the test)\n")
+        return b"%d" % number
 
 
 @contextmanager
 def writing(root: Path) -> Iterator[tuple[PartitionWriter, Writer]]:
     """Hold a partition writer below *root*, and its end."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    writer = Writer(root, its)
-    thread = threading.Thread(target=writer.serve)
-    thread.start()
-    try:
-        yield PartitionWriter(ours), writer
-    finally:
-        ours.close()
-        thread.join()
-        its.close()
+    writer = Writer(root)
+    with in_a_thread(writer.obey) as connection:
+        yield PartitionWriter(connection), writer
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from tests.node.standin_kubelet import Kubelet, Mount, Running, Runtime
 
 BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
 CONTROLLER, INSTANCE = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
-LEFT_TO_THE_CONTROLLER = f"{1 << 1 | 1 << 19 | 1 << 23 | 1 << 24:016x}"
-"""CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, CAP_SYS_NICE and CAP_SYS_RESOURCE, as /proc shows them."""
+LEFT_TO_THE_CONTROLLER = f"{1 << 1 | 1 << 23 | 1 << 24:016x}"
+"""CAP_DAC_OVERRIDE, CAP_SYS_NICE and CAP_SYS_RESOURCE, as /proc shows them."""
 
 
 @pytest.fixture(autouse=True)

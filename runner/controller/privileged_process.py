@@ -1,0 +1,132 @@
+"""A process that keeps a right which the controller gives away, and does one thing with it on the controller's word.
+
+The controller reads what pods send, this process does not. It is forked before anything of that is read, and obeys only the other
+end of a socket pair: one line after another, each of which it checks as if a stranger had sent it. It ends with the controller, at
+once and whatever it does, as a thread of the controller would.
+
+No other is started in its place, because the controller has given the right away. The controller goes on without it, but for the one
+by which it knows who asks (:mod:`runner.controller.serve.namespaces`); ``/healthz`` and ``/readyz`` fail, and the kubelet starts the
+controller again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Self
+
+from runner.base.errors import HostError
+from runner.base.values import frozen
+from runner.kernel.privileges import end_with_parent, keep_capabilities
+from runner.kernel.procfs import Procfs
+
+ANSWERS_WITHIN = 30.0
+"""Seconds. For a partition the kernel rebuilds its scheduling domains, which takes 0.1 s on an emulated machine, and the settings
+of 2000 interrupts take 0.5 s (measured)."""
+_READY = b"ready\n"
+_LONGEST = 1 << 20
+"""Bytes of a line that is obeyed: 300 for an instance, 4000 for one that names as many devices as it may."""
+
+
+class EndedError(HostError):
+    """The process has ended. One that has not answered in time counts as such: its answer would be taken for that to the next line."""
+
+
+@frozen
+class PrivilegedProcess:
+    """The controller's end of the connection to the process."""
+
+    title: ClassVar[str]
+    comm: ClassVar[str]
+    """Its name in ``/proc``, at most 15 characters."""
+    keeps: ClassVar[tuple[int, ...]]
+    """The capabilities that it keeps."""
+    needs_them: ClassVar[bool] = False
+    """Whether it is none without them."""
+    connection: socket.socket
+    started: bool = True
+    """Whether it had what it needs; without that, it never comes back."""
+
+    @classmethod
+    def start(cls, procfs: Path, obey: Callable[[bytes], bytes]) -> Self:
+        """Fork a process that answers each line by *obey*; no thread may have been started yet. Raises :class:`HostError`."""
+        gc.freeze()  # what is there is not looked at by a collection of either process, which would copy its pages
+        try:
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            parent, pid = os.getpid(), os.fork()  # noqa: TID251  # before trio runs, which starts all other children
+        except OSError as error:
+            raise HostError(f"cannot start the {cls.title}") from error
+        if pid == 0:
+            ours.close()
+            cls._serve(its, parent, procfs, obey)
+        its.close()
+        ours.settimeout(ANSWERS_WITHIN)
+        with contextlib.suppress(OSError):
+            return cls(ours, started=ours.recv(len(_READY)) == _READY)
+        return cls(ours, started=False)
+
+    @classmethod
+    def _serve(cls, connection: socket.socket, parent: int, procfs: Path, obey: Callable[[bytes], bytes]) -> None:
+        try:
+            end_with_parent(parent)
+            with contextlib.suppress(OSError):
+                (procfs / "self" / "comm").write_text(cls.comm)
+            # They are sent to the controller's process group or container as well, and the end of the controller ends this one.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            keep_capabilities(cls.keeps)
+            if cls.needs_them and not Procfs(procfs).capabilities().issuperset(cls.keeps):
+                return
+            connection.sendall(_READY)
+            serve(connection, obey)
+        finally:
+            os._exit(0)
+
+    @property
+    def lost(self) -> bool:
+        """Return whether the process has ended."""
+        return self.started and self._ended()
+
+    @property
+    def missing(self) -> str:
+        """Return why there is none; empty if there is one."""
+        return str(self.end()) if self._ended() else ""
+
+    def _ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self.connection, 0)  # of the end alone: an answer may be on its way to another thread
+        return bool(poll.poll(0))
+
+    def ask(self, line: bytes) -> bytes:
+        """Send *line* and wait for the answer to it. Raises :class:`EndedError`."""
+        answer = bytearray()
+        try:
+            self.connection.sendall(line + b"\n")
+            while not answer.endswith(b"\n"):
+                if not (data := self.connection.recv(1 << 16)):
+                    break
+                answer += data
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+            raise self.end() from error
+        if not answer.endswith(b"\n"):
+            raise self.end()
+        return bytes(answer[:-1])
+
+    def end(self) -> EndedError:
+        """Return the error for its end."""
+        return EndedError(f"the controller's {self.title} has ended", remedy="restart the controller")
+
+
+def serve(connection: socket.socket, obey: Callable[[bytes], bytes]) -> None:
+    """Answer each line that comes by *connection* until its other end is closed, or sends one that is too long."""
+    with connection.makefile("rb") as lines:
+        while (line := lines.readline(_LONGEST)).endswith(b"\n"):
+            connection.sendall(obey(line[:-1]) + b"\n")

@@ -1,0 +1,61 @@
+"""The namespace reader: a process that keeps CAP_SYS_PTRACE to read in which PID namespace a process is, and nothing else.
+
+By that a peer is identified (:mod:`runner.kernel.peers`). The kernel shows it of a process to those that may trace it, and who may
+trace each process of the node has the node. So the controller itself may not.
+Without the reader it knows nobody, and ends.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import trio
+
+from runner.base.values import frozen
+from runner.controller.privileged_process import PrivilegedProcess
+from runner.kernel.peers import PidNamespace, read_pid_namespace
+from runner.kernel.privileges import CAP_SYS_PTRACE
+
+
+@frozen
+class NamespaceReader(PrivilegedProcess):
+    """The controller's end of the reader's connection."""
+
+    title = "namespace reader"
+    comm = "namespace-read"
+    keeps = (CAP_SYS_PTRACE,)
+
+    def look_up(self, pid: int) -> PidNamespace:
+        """Return the PID namespace of process *pid*.
+
+        Raises ``OSError`` as the kernel does, and :class:`~runner.controller.privileged_process.EndedError`.
+        """
+        number, inode, parent = map(int, self.ask(b"%d" % pid).split())
+        if number:
+            raise OSError(number, "the namespace of the process cannot be read")
+        return PidNamespace(inode, parent)
+
+    async def until_its_end(self) -> None:
+        """Wait until the process ends, and raise :class:`~runner.controller.privileged_process.EndedError` then."""
+        await trio.lowlevel.wait_readable(self.connection)  # each answer is read in the step in which it was asked for
+        raise self.end()
+
+
+def start_namespace_reader(procfs: Path) -> NamespaceReader:
+    """Fork the reader for the processes in *procfs*. Raises :class:`~runner.base.errors.HostError`."""
+    return NamespaceReader.start(procfs, lambda line: obey(procfs, line))
+
+
+def obey(procfs: Path, line: bytes) -> bytes:
+    """Return the number of the error, 0 if there is none, and the inodes of the namespace and of its parent.
+
+    *line* is the number of a process in decimal digits; anything else is refused with ``EINVAL``.
+    """
+    if not line.isdigit() or len(line) > len("4194304"):  # PID_MAX_LIMIT, include/linux/threads.h
+        return b"%d 0 0" % errno.EINVAL
+    try:
+        found = read_pid_namespace(procfs, int(line))
+    except OSError as error:
+        return b"%d 0 0" % (error.errno or errno.EIO)
+    return b"0 %d %d" % (found.inode, found.parent)

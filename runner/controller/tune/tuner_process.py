@@ -1,0 +1,54 @@
+"""The host tuner's process: keeps CAP_SYS_PTRACE, by which it writes the machine's settings (:mod:`runner.controller.tune.host_tuner`).
+
+All that it is told are the CPUs of instances and what these ask for. Which settings that means, and which values, it decides itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from runner.base.errors import HostError, explain
+from runner.base.events import ControllerEvent
+from runner.base.values import frozen
+from runner.controller.privileged_process import PrivilegedProcess
+from runner.controller.tune.host_tuner import HostTuner
+from runner.controller.tune.tuning import Tuned, TunedInstance, format_instances, parse_instances
+from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_SYS_PTRACE
+
+log = logging.getLogger(__name__)
+
+
+@frozen
+class TunerProcess(PrivilegedProcess):
+    """The controller's end of the tuner's connection."""
+
+    title = "host tuner"
+    comm = "host-tuner"
+    keeps = (
+        CAP_SYS_PTRACE,  # to write through the root directory of the node's first process
+        CAP_DAC_OVERRIDE,  # to write to the read-only file of an interrupt that the kernel manages, which says so
+    )
+
+    def tune(self, instances: dict[str, TunedInstance]) -> Tuned:
+        """Bring the settings to what *instances* need, by pod UID."""
+        try:
+            return Tuned.parse(self.ask(format_instances(instances)))
+        except HostError as error:
+            return Tuned.none(explain(error))
+
+
+def start_tuner(tuner: HostTuner, procfs: Path) -> TunerProcess:
+    """Fork the process of *tuner*. Raises :class:`HostError`."""
+    return TunerProcess.start(procfs, lambda line: obey(tuner, line))
+
+
+def obey(tuner: HostTuner, line: bytes) -> bytes:
+    """Do what *line* asks for, the text of :func:`~runner.controller.tune.tuning.format_instances`; return that of a ``Tuned``."""
+    try:
+        return tuner.tune(parse_instances(line)).to_json()
+    except (HostError, OSError, ValueError, RecursionError) as error:
+        return Tuned.none(explain(error)).to_json()
+    except Exception as error:
+        log.exception(ControllerEvent.CONTROLLER_BUG)  # it does not end the process: no other would take its place
+        return Tuned.none(repr(error)).to_json()

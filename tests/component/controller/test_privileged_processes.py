@@ -1,0 +1,285 @@
+"""The processes that keep a right of the controller's: what they obey, and what happens when one of them or the controller ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from runner.base.cpuset import CpuSet
+from runner.controller.privileged_process import EndedError
+from runner.controller.serve import namespaces
+from runner.controller.serve.namespaces import NamespaceReader
+from runner.controller.tune import tuner_process
+from runner.controller.tune.host_tuner import HostTuner
+from runner.controller.tune.tuning import Tuned
+from runner.kernel.peers import PeerError, Peers, boot_time
+from runner.kernel.privileges import CAP_SYS_ADMIN, CAP_SYS_PTRACE
+from runner.kernel.procfs import Procfs
+from tests.component.controller.test_main import asked_http, command, until
+from tests.support.fake_node import B, Node, connected, controlled, in_a_thread
+
+PROC = Path("/proc")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    node = Node.new(tmp_path)
+    node.host.add_machine(20)
+    node.host.add_interrupt(24, "eth0", "0-19")
+    (node.proc / "1/root").symlink_to(node.host.root)
+    return node
+
+
+@pytest.fixture
+def reader() -> Iterator[NamespaceReader]:
+    """Return a namespace reader in a thread, which may read what this process may."""
+    with in_a_thread(partial(namespaces.obey, PROC)) as connection:
+        yield NamespaceReader(connection)
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"-1", b"+1", b"self", b"1/../2", b" 1", b"1\r", b"0x1", b"41943041", b"\xb2", b"1" * 4096]
+)
+def test_the_namespace_reader_takes_numbers_of_processes_alone(line: bytes) -> None:
+    assert namespaces.obey(PROC, line) == b"%d 0 0" % errno.EINVAL
+
+
+def test_a_peer_is_identified_by_the_namespace_reader(reader: NamespaceReader) -> None:
+    alone, asking = Peers(PROC), Peers(PROC, look_up=reader.look_up)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        now = boot_time()
+        assert asking.identify(ours, now) == alone.identify(ours, now)
+        own = asking.own_namespace()
+        assert asking.container(ours, own) == alone.container(ours, own) == os.getpid()
+    assert asking.namespace(os.getpid()) == own
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    assert asking.namespace(process.pid) is None
+
+
+ALONE = """
+import os
+from pathlib import Path
+from runner.controller.privileged_start import KEPT_CAPABILITIES
+from runner.controller.serve.namespaces import start_namespace_reader
+from runner.kernel.privileges import keep_capabilities
+reader, other = start_namespace_reader(Path("/proc")), os.getppid()
+keep_capabilities(KEPT_CAPABILITIES)
+assert reader.look_up(other).inode == os.stat("/proc/self/ns/pid").st_ino
+for file in ("ns/pid", "root/proc", "mem"):
+    try:
+        os.close(os.open(f"/proc/{other}/{file}", os.O_RDONLY))
+    except PermissionError:
+        print(file)
+"""
+
+
+@pytest.mark.skipif(not {CAP_SYS_PTRACE, CAP_SYS_ADMIN} <= Procfs().capabilities(), reason="needs root's capabilities")
+def test_what_it_asks_the_reader_the_controller_may_not_see_itself() -> None:
+    shown = subprocess.run([sys.executable, "-c", ALONE], check=True, stdout=subprocess.PIPE, text=True, timeout=30)
+    assert shown.stdout.split() == ["ns/pid", "root/proc", "mem"]
+
+
+def test_without_the_namespace_reader_no_peer_is_taken_for_another(reader: NamespaceReader) -> None:
+    peers = Peers(PROC, look_up=reader.look_up)
+    reader.connection.shutdown(socket.SHUT_RDWR)
+    assert reader.lost
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert peers.container(ours, peers.own_namespace()) == 0
+        with pytest.raises(
+            EndedError, match="the controller's namespace reader has ended; restart the controller"
+        ) as end:
+            peers.identify(ours, boot_time())
+    assert not isinstance(end.value, PeerError), "which would be told to the peer as a fault of its own"
+
+
+INSTANCE = {"cpus": "14-17", "tuning": {"latency": "low"}}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"[" * 100_000,
+        *(
+            json.dumps(each).encode()
+            for each in (
+                {"../x": INSTANCE},
+                {B: {**INSTANCE, "path": "proc/irq/24/smp_affinity_list"}},
+                {B: {**INSTANCE, "cpus": 14}},
+                {B: {**INSTANCE, "cpus": "14-x"}},
+                {B: {**INSTANCE, "tuning": {"latency": "lowest"}}},
+                {B: {**INSTANCE, "tuning": {"devices": ["../../../../tmp/x"]}}},
+            )
+        ),
+    ],
+)
+async def test_the_host_tuner_takes_instances_alone(node: Node, line: bytes) -> None:
+    async with controlled(node) as controller:
+        answer = Tuned.parse(tuner_process.obey(controller.host_tuner, line))
+        [reason] = answer.reasons
+        assert reason.startswith("the machine's settings stay as they are: ")
+        assert (node.host.root / "proc/irq/24/smp_affinity_list").read_text() == "0-19\n"
+
+
+async def test_a_bug_of_the_host_tuner_does_not_end_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tune(*_: object) -> Tuned:
+        raise KeyError("bug")
+
+    async with controlled(node) as controller, connected(node.socket) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(HostTuner, "tune", tune)
+            await controller.tuning.tune()
+            assert [*controller.tuning.reasons] == ["the machine's settings stay as they are: KeyError('bug')"]
+        node.become(B)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        await controller.tuning.tune()
+        assert [*controller.tuning.reasons] == []
+        assert (node.host.root / "proc/irq/24/smp_affinity_list").read_text() == "0-13,18-19\n"
+
+
+async def test_without_the_host_tuner_instances_come_and_go(node: Node) -> None:
+    node.become(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        controller.tuning.process.connection.shutdown(socket.SHUT_RDWR)
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        await controller.tuning.tune()
+        ended = "the controller's host tuner has ended; restart the controller"
+        cause = ended.replace("; ", ": Broken pipe; ")
+        assert [*controller.tuning.reasons] == [f"the machine's settings stay as they are: {cause}"]
+        assert controller.loop.counters.disturbances == {"interrupt": 1}
+        status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert status["faults"] == [ended]
+        for page in ("/healthz", "/readyz"):
+            response = await controller.endpoints().respond(page)
+            assert (response.status, response.text) == (503, f"{ended}\n")
+        assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
+
+
+@pytest.fixture
+def controller(node: Node) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a controller over an instance that another one has registered; give it and the port of its endpoints."""
+
+    async def build() -> None:
+        node.become(B)
+        async with controlled(node), connected(node.socket) as client:
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+    trio.run(build)
+    node.instance(B).populate(True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    argv = command(node, "--insecure-trust-peer", "--metrics", f"127.0.0.1:{port}")
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()) as process:
+        until(process, "ready")
+        yield process, port
+        process.kill()
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """Return the namespace reader and the host tuner; the fake /proc has no capability for a partition writer."""
+    shown = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid=,stat="], stdout=subprocess.PIPE, check=True)
+    found = [line.split() for line in shown.stdout.decode().splitlines()]
+    return sorted(int(pid) for pid, state in found if not state.startswith("Z"))
+
+
+def waited(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def mask(node: Node) -> CpuSet:
+    written, *_ = (
+        (node.host.root / "proc/irq/24/smp_affinity_list").read_text().splitlines()
+    )  # an ordinary file keeps the rest
+    return CpuSet.parse(written)
+
+
+def test_the_controller_outlives_its_host_tuner(node: Node, controller: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = controller
+    waited(lambda: mask(node) == CpuSet.parse("0-13,18-19"))
+    os.kill(children(process)[1], signal.SIGKILL)
+
+    async def ask() -> None:
+        with trio.fail_after(20):
+            while b"host tuner has ended" not in await asked_http(port, "/healthz"):
+                await trio.sleep(0.02)
+            async with connected(node.socket) as client:
+                status = await client.result("getStatus")
+        assert isinstance(status, dict)
+        assert status["instances"] == 1
+
+    trio.run(ask)
+    process.terminate()
+    assert process.wait(10) == 0
+    assert mask(node) == CpuSet.parse("0-13,18-19"), "as when all is killed"
+
+
+def test_without_its_namespace_reader_the_controller_ends(controller: tuple[subprocess.Popen[str], int]) -> None:
+    process, _ = controller
+    os.kill(children(process)[0], signal.SIGKILL)
+    assert "the controller's namespace reader has ended" in until(process, "namespace reader")
+    assert process.wait(10) == 31
+
+
+@pytest.mark.parametrize(
+    ("number", "stopped"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
+)
+def test_they_end_with_the_controller(
+    controller: tuple[subprocess.Popen[str], int], number: signal.Signals, *, stopped: bool
+) -> None:
+    """Whatever they do: two tuners at once would each record what the other has written."""
+    process, _ = controller
+    found = children(process)
+    assert len(found) == 2
+    for pid in found:
+        os.kill(pid, signal.SIGTERM)  # as a whole process group or container gets it: the controller ends them
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+    assert process.poll() is None
+    assert children(process) == found
+    process.send_signal(number)
+    process.wait(10)
+    waited(lambda: not any(map(alive, found)))
+
+
+def test_what_was_changed_before_all_were_killed_comes_back(
+    node: Node, controller: tuple[subprocess.Popen[str], int]
+) -> None:
+    process, _ = controller
+    waited(lambda: mask(node) == CpuSet.parse("0-13,18-19"))
+    process.kill()
+    process.wait()
+    node.instance(B).populate(False)
+    node.instance(B).remove()
+    with subprocess.Popen(command(node), stderr=subprocess.PIPE, text=True) as successor:
+        try:
+            waited(lambda: mask(node) == CpuSet(range(20)))
+        finally:
+            successor.terminate()
