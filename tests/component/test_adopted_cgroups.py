@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import trio
 
 from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
@@ -17,7 +20,7 @@ from runner.instance.parts.cgroups import delegated
 from runner.instance.parts.cgroups import float as float_module
 from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
-from runner.instance.parts.cgroups.float import entered_float
+from runner.instance.parts.cgroups.float import entered_float, is_frozen
 from runner.instance.parts.daemons import restarted_child
 from runner.instance.supervisor import Faults, Renewal, open_supervisor
 from runner.kernel.cgroup_fds import CgroupFds
@@ -91,6 +94,32 @@ async def test_out_of_float_into_a_frozen_cgroup_no_process_goes(
     assert "it will remove the instance's cgroup when it is back" not in caplog.text, (
         "it is not asked: float is populated"
     )
+
+
+@pytest.fixture
+def real_group(tmp_path: Path) -> Iterator[Path]:
+    """Yield the directory of a real cgroup of version 2."""
+    mounted = tmp_path / "cgroupfs"
+    mounted.mkdir()
+    subprocess.run(["mount", "-t", "cgroup2", "none", mounted], check=True)
+    group = mounted / f"anchors-{os.getpid()}"
+    group.mkdir()
+    yield group
+    group.rmdir()
+    subprocess.run(["umount", mounted], check=True)
+
+
+async def test_a_container_without_cgroupfs_is_seen_to_be_frozen_at_its_anchors(real_group: Path) -> None:
+    async with (
+        open_supervisor(StopRequest(), Faults()) as supervisor,
+        restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
+    ):
+        (real_group / "cgroup.procs").write_text(str(anchor.process.pid))
+        for frozen in (False, True, False):
+            (real_group / "cgroup.freeze").write_text(str(int(frozen)))
+            while f"frozen {frozen:d}" not in (real_group / "cgroup.events").read_text():
+                await trio.sleep(0.005)
+            assert is_frozen("/nowhere", supervisor, [anchor]) is frozen
 
 
 async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

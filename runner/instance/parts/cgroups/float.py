@@ -25,6 +25,9 @@ from runner.placement.threads import CgroupPaths
 
 log = logging.getLogger(__name__)
 
+FROZEN_IN = {"do_freezer_trap", "get_signal"}
+"""The function of the kernel in which a process waits whose cgroup is frozen (``kernel/signal.c``): the first is mostly inlined."""
+
 
 @asynccontextmanager
 async def entered_float(
@@ -74,7 +77,7 @@ def is_frozen(pod: str, supervisor: Supervisor, anchors: Sequence[RestartedChild
         events = Cgroup(Roots().cgroup).at(pod).read_if_there("cgroup.events")
     if events is not None:
         return "frozen 1" in events.splitlines()
-    return any(supervisor.procfs.waits_in(anchor.process.pid) == "do_freezer_trap" for anchor in anchors)
+    return any(supervisor.procfs.waits_in(anchor.process.pid) in FROZEN_IN for anchor in anchors)
 
 
 def _return_to_pod(supervisor: Supervisor, active: EnteredCgroups[P], named: CgroupPaths) -> None:
