@@ -17,9 +17,10 @@ import os
 import select
 import signal
 import socket
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, NoReturn, Self
 
 from runner.base.errors import HostError
 from runner.base.values import frozen
@@ -32,6 +33,10 @@ of 2000 interrupts take 0.5 s (measured)."""
 _READY = b"ready\n"
 _LONGEST = 1 << 20
 """Bytes of a line that is obeyed: 300 for an instance, 4000 for one that names as many devices as it may."""
+
+
+_OURS: list[socket.socket] = []
+"""The controller's ends of all connections: a process that is forked later has no part in those before."""
 
 
 class EndedError(HostError):
@@ -48,7 +53,7 @@ class PrivilegedProcess:
     keeps: ClassVar[tuple[int, ...]]
     """The capabilities that it keeps."""
     needs_them: ClassVar[bool] = False
-    """Whether it is none without them."""
+    """Whether it has nothing to do without them."""
     connection: socket.socket
     started: bool = True
     """Whether it had what it needs; without that, it never comes back."""
@@ -63,16 +68,22 @@ class PrivilegedProcess:
         except OSError as error:
             raise HostError(f"cannot start the {cls.title}") from error
         if pid == 0:
-            ours.close()
+            for each in (*_OURS, ours):
+                each.close()
             cls._serve(its, parent, procfs, obey)
         its.close()
+        _OURS.append(ours)
         ours.settimeout(ANSWERS_WITHIN)
         with contextlib.suppress(OSError):
-            return cls(ours, started=ours.recv(len(_READY)) == _READY)
+            if ours.recv(len(_READY)) == _READY:
+                return cls(ours)
+        with contextlib.suppress(OSError):  # what it may still send would be taken for its answer to the first line
+            ours.shutdown(socket.SHUT_RDWR)
         return cls(ours, started=False)
 
     @classmethod
-    def _serve(cls, connection: socket.socket, parent: int, procfs: Path, obey: Callable[[bytes], bytes]) -> None:
+    def _serve(cls, connection: socket.socket, parent: int, procfs: Path, obey: Callable[[bytes], bytes]) -> NoReturn:
+        status = 1
         try:
             end_with_parent(parent)
             with contextlib.suppress(OSError):
@@ -81,22 +92,26 @@ class PrivilegedProcess:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             keep_capabilities(cls.keeps)
-            if cls.needs_them and not Procfs(procfs).capabilities().issuperset(cls.keeps):
-                return
-            connection.sendall(_READY)
-            serve(connection, obey)
+            if not cls.needs_them or Procfs(procfs).capabilities().issuperset(cls.keeps):
+                connection.sendall(_READY)
+                serve(connection, obey)
+            status = 0
+        except ConnectionError:  # the controller has ended, or waits no longer
+            status = 0
+        except BaseException:  # noqa: BLE001 - nobody above would see it: the process ends here
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(status)
 
     @property
     def lost(self) -> bool:
-        """Return whether the process has ended."""
+        """Return whether the process has ended since it started."""
         return self.started and self._ended()
 
     @property
     def missing(self) -> str:
         """Return why there is none; empty if there is one."""
-        return str(self.end()) if self._ended() else ""
+        return str(self.ended_error()) if self._ended() else ""
 
     def _ended(self) -> bool:
         poll = select.poll()
@@ -115,12 +130,12 @@ class PrivilegedProcess:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
-            raise self.end() from error
+            raise self.ended_error() from error
         if not answer.endswith(b"\n"):
-            raise self.end()
+            raise self.ended_error()
         return bytes(answer[:-1])
 
-    def end(self) -> EndedError:
+    def ended_error(self) -> EndedError:
         """Return the error for its end."""
         return EndedError(f"the controller's {self.title} has ended", remedy="restart the controller")
 

@@ -47,6 +47,8 @@ class HostTuning:
     """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
     _missing: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     """Pod UID → what of its tuning could not be had in the last pass."""
+    _made: bool = True
+    """Whether the last pass could be made."""
 
     async def follow(self) -> None:
         """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
@@ -59,7 +61,7 @@ class HostTuning:
     async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
         """Bring the settings to what the instances need now; return what of *pod_uid*'s tuning cannot be had, and why."""
         await self.tune()
-        return self._missing.get(pod_uid, ())
+        return self._missing.get(pod_uid, ()) if self._made else self.reasons
 
     async def tune(self) -> None:
         """Bring the settings to what the instances need now.
@@ -78,11 +80,11 @@ class HostTuning:
                 # In a thread, which waits: a machine has thousands of interrupts, a file each.
                 tuned = await trio.to_thread.run_sync(self.process.tune, instances)
             except (HostError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                tuned = Tuned.none(explain(error))
+                tuned = Tuned.not_made(explain(error))
             for reason in tuned.reasons:
                 if reason not in self.reasons:
                     log.warning(ControllerEvent.INSTANCE_DISTURBED, reason)
-            self.reasons, self._missing = tuned.reasons, tuned.missing
+            self.reasons, self._missing, self._made = tuned.reasons, tuned.missing, tuned.made
             self.loop.counters.disturbances = Counter(tuned.settings)
 
     def instances(self) -> dict[str, TunedInstance]:

@@ -39,7 +39,7 @@ class NamespaceReader(PrivilegedProcess):
     async def until_its_end(self) -> None:
         """Wait until the process ends, and raise :class:`~runner.controller.privileged_process.EndedError` then."""
         await trio.lowlevel.wait_readable(self.connection)  # each answer is read in the step in which it was asked for
-        raise self.end()
+        raise self.ended_error()
 
 
 def start_namespace_reader(procfs: Path) -> NamespaceReader:

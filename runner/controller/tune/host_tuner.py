@@ -121,7 +121,8 @@ class HostTuner:
         lasting = [
             path
             for path in records
-            if path not in found and (path == _IRQBALANCE if irqbalance else (self.host.root / path).exists())
+            if path not in found
+            and (irqbalance is not None if path == _IRQBALANCE else (self.host.root / path).exists())
         ]
         decision, recorded, recordable = decide(settings, records, lasting), records, True
         if decision.takes:

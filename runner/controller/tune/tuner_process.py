@@ -35,7 +35,7 @@ class TunerProcess(PrivilegedProcess):
         try:
             return Tuned.parse(self.ask(format_instances(instances)))
         except HostError as error:
-            return Tuned.none(explain(error))
+            return Tuned.not_made(explain(error))
 
 
 def start_tuner(tuner: HostTuner, procfs: Path) -> TunerProcess:
@@ -48,7 +48,7 @@ def obey(tuner: HostTuner, line: bytes) -> bytes:
     try:
         return tuner.tune(parse_instances(line)).to_json()
     except (HostError, OSError, ValueError, RecursionError) as error:
-        return Tuned.none(explain(error)).to_json()
+        return Tuned.not_made(explain(error)).to_json()
     except Exception as error:
         log.exception(ControllerEvent.CONTROLLER_BUG)  # it does not end the process: no other would take its place
-        return Tuned.none(repr(error)).to_json()
+        return Tuned.not_made(repr(error)).to_json()

@@ -106,11 +106,13 @@ class Tuned:
     """:data:`~runner.controller.tune.disturbances.SettingKind` → how many could not be changed."""
     missing: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     """Pod UID → what of its tuning cannot be had, and why; only pods that miss any."""
+    made: bool = True
+    """Whether there was a pass; without it nothing can be had, for the one reason."""
 
     @classmethod
-    def none(cls, reason: str) -> Self:
+    def not_made(cls, reason: str) -> Self:
         """Return what there is to say of a pass that was not made."""
-        return cls((f"the machine's settings stay as they are: {reason}",), {"interrupt": 1})
+        return cls((f"the machine's settings stay as they are: {reason}",), {"interrupt": 1}, made=False)
 
     def to_json(self) -> bytes:
         """Return the line of which :meth:`parse` reads the value."""
@@ -121,7 +123,7 @@ class Tuned:
         """Return the value of :meth:`to_json`."""
         document = json.loads(line)
         missing = {pod_uid: tuple(reasons) for pod_uid, reasons in document["missing"].items()}
-        return cls(tuple(document["reasons"]), document["settings"], missing)
+        return cls(tuple(document["reasons"]), document["settings"], missing, document["made"])
 
 
 def _addresses(value: object) -> tuple[str, ...]:

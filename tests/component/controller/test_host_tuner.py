@@ -606,6 +606,25 @@ async def test_irqbalance_is_told_and_told_again(node: Node) -> None:
         assert CpuSet.parse_mask(daemon.banned) == CpuSet([7])
 
 
+async def test_a_setting_that_cannot_be_read_for_a_while_is_given_back_beside_irqbalance(node: Node) -> None:
+    file = node.host.root / "proc/irq/24/smp_affinity_list"
+    async with irqbalance(node), controlled(node) as controller, connected(node.socket) as client:
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        content = file.read_text()
+        file.unlink()
+        file.mkdir()
+        await register(node, client, A, "0-1,12-13")
+        await settled(controller)
+        file.rmdir()
+        file.write_text(content)
+        for uuid in (A, B):
+            node.become(uuid)
+            await client.result("deregisterCgroup", uuid=uuid)
+        await settled(controller)
+        assert mask(node, 24) == EVERYTHING
+
+
 @pytest.mark.parametrize(("namespace", "user"), [("pid-b", 0), (HOST_NAMESPACE, 1000)])
 async def test_a_process_that_only_has_its_name_is_not_asked(node: Node, namespace: str, user: int) -> None:
     async with irqbalance(node) as daemon, controlled(node) as controller, connected(node.socket) as client:

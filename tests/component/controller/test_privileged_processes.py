@@ -164,6 +164,9 @@ async def test_without_the_host_tuner_instances_come_and_go(node: Node) -> None:
         cause = ended.replace("; ", ": Broken pipe; ")
         assert [*controller.tuning.reasons] == [f"the machine's settings stay as they are: {cause}"]
         assert controller.loop.counters.disturbances == {"interrupt": 1}
+        tuned = await client.result("tuneInstance", uuid=B, tuning={"latency": "low"})
+        assert isinstance(tuned, dict)
+        assert tuned["missing"] == [*controller.tuning.reasons]
         status = await client.result("getStatus")
         assert isinstance(status, dict)
         assert status["faults"] == [ended]
