@@ -6,7 +6,7 @@ asks for what it is to hold and cannot tell whether that was made now, or years 
     directory = stack.enter_context(held.fd("state directory", partial(claimed_directory, path)))
     process = held.child("qemu", processes, start, lambda: machine.process)
     counters = held.value("counters", Counters)
-    await held.once("guest runs", machine.resume)
+    await held.once("guest runs", begin)
 
 1. A name has one type, in one table: ``NAMES`` in ``runner/instance/renewal/names.py``. What is after a colon, as in
    ``anchor:0``, tells those of one kind apart. Only that table, and what reads and writes the documents, knows how a name looks

@@ -91,7 +91,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 active.memory_cgroup_fd,
                 placed_threads,
             ) as machine,
-            placed_threads()(supervisor, plan, active, machine) as receipts,
+            placed_threads()(supervisor, plan, active, machine) as receipts,  # imported while QEMU started
             DISPLAY.held(plan, supervisor, machine, directory),
             _controlled(supervisor, directory, receipts),
         ):

@@ -18,9 +18,10 @@ def read_text(path: PurePosixPath) -> str:
 def read_image_digest() -> str:
     """Return the digest of this image's program, which its build has written beside the packages; empty elsewhere.
 
-    It is the one that ``ctl upgrade`` takes for the same files (:mod:`runner.kernel.program_directory`).
+    It is the one that ``ctl upgrade`` takes for the same files (:mod:`runner.kernel.program_directory`). It is found by the
+    interpreter, because ``sys.prefix`` is another one after a renewal (``-S``).
     """
-    return read_text(PurePosixPath(sys.prefix, "digest")).strip()
+    return read_text(PurePosixPath(sys.executable).parents[1] / "digest").strip()
 
 
 def read_os_release() -> str:

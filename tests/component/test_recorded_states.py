@@ -16,11 +16,13 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.cli.instance_requests import ask_instance
+from runner.instance.change.gate import StopRequest
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal.documents import to_document
 from runner.instance.renewal.names import FORMAT, NAMES, OLDEST, name_of
 from runner.instance.renewal.upgrade import _document, running_program, state_of
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import Faults, Supervisor, open_supervisor
+from runner.instance.watch.shown import figures_shown
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
@@ -140,3 +142,12 @@ def test_what_was_recorded_is_read_and_would_be_written_again(path: Path) -> Non
 
 def test_the_format_of_today_is_recorded_with_each_placement() -> None:
     assert [each.stem for each in FILES if each.parent.name == str(FORMAT)] == ["affinity", "controller", "delegated"]
+
+
+async def test_who_shows_no_figures_holds_their_name_all_the_same(fake_host: FakeHost) -> None:
+    """Another program of this format asks for it, or has held it: a name that only some know is the end of a renewal between them."""
+    async with (
+        open_supervisor(StopRequest(), Faults()) as supervisor,
+        figures_shown(supervisor, fake_host.plan(SPEC), None),
+    ):
+        assert "foreign time" in _document(supervisor, [running_program("")], "upgrade")["state"]

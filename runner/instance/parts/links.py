@@ -52,6 +52,7 @@ class AddressWatch:
     note: Callable[[str, str], None]
     """Called with the bridge, and why the guest does not get the address; empty if it does."""
     given: bool = False
+    """Whether it was seen to have the address, as one has for which another program goes on: its lease does not end."""
 
     def read(self, line: str) -> None:
         """Take in a *line* of dnsmasq's output."""
@@ -87,7 +88,7 @@ async def bridged(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[N
     with _built(supervisor, [each for each in plan.networks if isinstance(each, BridgedPlan)]):
         async with AsyncExitStack() as held:
             for number, dhcp in enumerate(plan.dhcp):
-                watch = AddressWatch(dhcp.network, note)
+                watch = AddressWatch(dhcp.network, note, given=supervisor.held.resuming)
                 command = Command("dnsmasq", tuple(dnsmasq_argv(dhcp)), up=DNSMASQ_UP, on_line=watch.read)
                 await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq:{number}"))
             yield

@@ -22,7 +22,10 @@ async def figures_shown(
     """
     placement = plan.placement
     async with AsyncExitStack() as stack:
-        if http is not None or isinstance(placement, ControllerPlacement):
+        if http is None and not isinstance(placement, ControllerPlacement):
+            # Another program of this format may ask for it, or have held it.
+            supervisor.held.current("foreign time", lambda: None)
+        else:
             figures = optional_parts.figures()(supervisor, plan)
             if http is not None:
                 await stack.enter_async_context(optional_parts.probes()(figures, http))
