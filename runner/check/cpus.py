@@ -88,7 +88,10 @@ def cores(context: CheckContext) -> Iterator[Judgement]:
 def judge_cores(cpus: CpuSet, hardware: Hardware, others: CpuSet, owner: str) -> Iterator[Judgement]:
     """Judge how the *cpus* of *owner* lie on cores and NUMA nodes; *others* are the exclusive CPUs of other pods."""
     cpus &= hardware.online
-    findings = place(len(cpus), cpus, hardware, others=others).findings if cpus else ()
+    if not cpus:
+        yield cores.unknown(f"{owner}: none of its CPUs is online", "see whether its pod is still there")
+        return
+    findings = place(len(cpus), cpus, hardware, others=others).findings
     for finding in findings:
         yield cores.warning(f"{owner}: {finding.found}", finding.remedy or "name CPUs of one kind in cpu.cpus")
     if not findings:

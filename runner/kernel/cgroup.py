@@ -115,7 +115,8 @@ def read_members(fd: int, name: str) -> frozenset[int]:
 class Cgroup:
     """One group, identified by the *path* of its directory; it holds no descriptor and no state.
 
-    Every method but :meth:`exists` raises :class:`CgroupError` when the kernel refuses.
+    Where the kernel refuses, methods raise :class:`CgroupError`, but for :meth:`exists`, :meth:`attribute` and :meth:`below`: what
+    cannot be read is not there for them.
     """
 
     path: Path = attrs.field(converter=Path)
@@ -330,10 +331,6 @@ class Cgroup:
     def mems(self) -> CpuSet:
         """Return the NUMA nodes of ``cpuset.mems`` as written; the empty set stands for "what the parent has"."""
         return self._read_set("cpuset.mems")
-
-    def effective_mems(self) -> CpuSet:
-        """Return the NUMA nodes that the members allocate from in effect."""
-        return self._read_set("cpuset.mems.effective")
 
     def set_cpus(self, cpus: CpuSet) -> CpuSet:
         """Write ``cpuset.cpus`` and return ``cpuset.cpus.effective`` as read back, which the caller must compare.

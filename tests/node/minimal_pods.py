@@ -31,6 +31,10 @@ TIMEOUT = 60.0
 """Seconds for anything that must happen; emulated CPUs are slow."""
 
 
+def effective_mems(group: Cgroup) -> CpuSet:
+    return CpuSet.parse((group.path / "cpuset.mems.effective").read_text())
+
+
 def missing() -> str:
     """Return what this machine lacks."""
     if os.geteuid() != 0:
@@ -314,7 +318,7 @@ class Machine:
         self.socket = directory / "controller.sock"
         self.root = MOUNT.child(f"test-controller-{os.getpid()}")
         self.all = MOUNT.effective_cpus()
-        self.mems = MOUNT.effective_mems()
+        self.mems = effective_mems(MOUNT)
         first, second, third, *_ = sorted(self.all, reverse=True)
         self.a, self.b = CpuSet([first, second]), CpuSet([third])
         self.shared = self.all - self.a - self.b

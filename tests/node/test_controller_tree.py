@@ -18,7 +18,20 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError
-from tests.node.minimal_pods import MOUNT, TIMEOUT, A, B, Machine, allowed, cgroup_of, missing, reason, result, until
+from tests.node.minimal_pods import (
+    MOUNT,
+    TIMEOUT,
+    A,
+    B,
+    Machine,
+    allowed,
+    cgroup_of,
+    effective_mems,
+    missing,
+    reason,
+    result,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 
@@ -31,7 +44,7 @@ def test_the_tree_is_built_and_follows_the_kubelet(machine: Machine) -> None:
         until(lambda: machine.domain("bystander").enabled() == {"cpu", "cpuset", "pids"})
         assert machine.float_cgroup.kind() == "threaded"
         assert machine.float_cgroup.effective_cpus() == machine.shared
-        assert machine.float_cgroup.effective_mems() == machine.mems
+        assert effective_mems(machine.float_cgroup) == machine.mems
         foreign = machine.root.child("foreign")
         foreign.create()
         shared = machine.put_state({B: machine.b})
