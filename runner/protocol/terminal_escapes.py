@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import attrs
 
 LONGEST = 1 << 12
-"""Characters of a sequence; a longer one is none."""
+"""Characters of a sequence; a longer one is passed over to its end."""
 
 _EIGHT_BITS = {0x80 + code - 0x40: f"\x1b{chr(code)}" for code in range(0x40, 0x60)}
 """The control characters from U+0080 on, each of which is a sequence of two (ECMA-48, 5.3): xterm and others take them in UTF-8, too.
@@ -25,8 +25,8 @@ _TOKEN = re.compile(
     rf"\x1b\[[ -?{_INSIDE}\x7f]*[@-~]"  # CSI
     r"|\x1b\][^\x07\x18\x1a\x1b]*(?:\x07|\x1b\\)"  # OSC
     r"|\x1b[PX^_k][^\x18\x1a\x1b]*\x1b\\"  # DCS, SOS, PM, APC, and the title of screen
-    rf"|\x1b(?:\[[ -?{_INSIDE}\x7f]*|[]PX^_][^\x18\x1a\x1b]*|[ -/]*)(?=[\x18\x1a]|\x1b(?!\\))"  # one that is broken off
     r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"  # the others
+    rf"|\x1b(?:\[[ -?{_INSIDE}\x7f]*|[]PX^_][^\x18\x1a\x1b]*|[ -/]*)"  # one that is broken off: no ESC is text
     r"|[\x00-\x1a\x1c-\x1f\x7f]"
 )
 _BEGUN = re.compile(rf"\x1b(?:\[[ -?{_INSIDE}\x7f]*|\][^\x07\x18\x1a\x1b]*\x1b?|[PX^_][^\x18\x1a\x1b]*\x1b?|[ -/]*)\Z")
@@ -49,9 +49,11 @@ class TerminalOutput:
         """Yield what *data* completes."""
         text = self._decoder.decode(data)
         text = self.begun + (text if text.isascii() else text.translate(_EIGHT_BITS))
-        found = _BEGUN.search(text, max(len(text) - LONGEST, 0))
-        self.begun = "" if found is None else found.group()
-        text = text.removesuffix(self.begun)
+        found = _BEGUN.search(text)
+        begun = "" if found is None else found.group()
+        text = text.removesuffix(begun)
+        # of a longer one its last character, too: it may begin the terminator
+        self.begun = begun if len(begun) <= LONGEST else begun[:LONGEST] + begun[-1]
         at = 0
         for each in _TOKEN.finditer(text):
             if at < each.start():
@@ -63,11 +65,13 @@ class TerminalOutput:
 
 
 def _obeyed(unit: str) -> Iterator[str]:
-    """Yield what a terminal obeys of *unit*: the control characters in it, and itself if it has an end."""
+    """Yield what a terminal obeys of *unit*: the control characters in it, and itself if it has an end; nothing of one too long."""
+    if len(unit) > LONGEST:
+        return
     if unit.startswith("\x1b["):
         yield from re.findall(f"[{_INSIDE}]", unit)
         unit = re.sub(f"[{_INSIDE}\x7f]", "", unit)
-    if len(unit) == 1 or _BEGUN.match(unit) is None:
+    if _BEGUN.match(unit) is None:
         yield unit
 
 
@@ -186,8 +190,10 @@ _DRAWS = {
 _DRAWN_TITLES = re.compile(r"\x1b\[2[23](?:;[0-9]*)*t")
 _DRAWN_STRINGS = re.compile(
     r"\x1b\](?:[0-2478]|1[0-9]|104|11[0-9]|133|3008)(?![0-9])(?!(?:[^\x1b]*[;=])?\?(?:[;\x07\x1b]))"
+    r"[^\x00-\x1f\x7f]*(?:\x07|\x1b\\)"
 )
-"""OSC: titles, links, colours, and the marks of shells and systemd, where they are no questions."""
+"""OSC: titles, links, colours, and the marks of shells and systemd, where they are no questions. A terminal passes over control
+characters within, which would part a question mark from what makes it one."""
 _DRAWN_OTHERS = re.compile(r"\x1b(?:[()*+./-][ -/]*[0-~]|#[0-9]|%[@G]|[6-9=>DEHMNOclmno|}~])")
 
 
@@ -198,7 +204,7 @@ def _draws(unit: str) -> bool:
     if (found := _CONTROL.fullmatch(unit)) is not None:
         private, _, between, final = found.groups()
         return final in _DRAWS.get((private, between), "") or _DRAWN_TITLES.fullmatch(unit) is not None
-    return (_DRAWN_STRINGS.match(unit) or _DRAWN_OTHERS.fullmatch(unit)) is not None
+    return (_DRAWN_STRINGS.fullmatch(unit) or _DRAWN_OTHERS.fullmatch(unit)) is not None
 
 
 def without_questions(data: bytes, output: TerminalOutput | None = None) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.protocol.terminal_escapes import TerminalModes, TerminalOutput, shown_lines, without_questions
+from runner.protocol.terminal_escapes import LONGEST, TerminalModes, TerminalOutput, shown_lines, without_questions
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,8 @@ def test_a_line_without_sequences_is_itself() -> None:
             b"\xc2\x9d11;?\x07",
             b"\xc2\x90$qm\xc2\x9c",
             b"\x1b]60\x07",
+            b"\x1b]11;?\0\x07",  # what a terminal passes over in a string
+            b"\x1b]11;\x7f?\x1b\\",
             b"\x1b]22;?__current__\x1b\\",
             b"\x1b]99;i=1:p=?;\x1b\\",
             b"\x1b[>4;?m",
@@ -117,6 +119,47 @@ def test_a_question_is_found_in_pieces() -> None:
     assert (
         b"".join(without_questions(bytes([each]), output) for each in asked) == b"gr\xc3\xbc\xc3\x9fe \xff \x1b[31mred"
     )
+
+
+@pytest.mark.parametrize(
+    ("begin", "filler", "end"),
+    [
+        (b"\x1b]4;0;?", b";1;?", b";2;?\x07"),
+        (b"\x1b]4;0;red", b";1;red", b";2;?\x1b\\"),
+        (b"\x1b[", b"0", b"c"),
+        (b"\x1b[", b";", b"6n"),
+        (b"\x1b[", b"\r", b"6n"),
+        (b"\x1b", b" ", b"G"),
+        (b"\xc2\x9b", b"0", b"c"),
+        (b"\x1bP$qm", b"m", b"\x1b\\"),
+        (b"\x1b]0;a title", b" ", b"\x07"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000, LONGEST, 1 << 20])
+def test_a_sequence_that_is_too_long_is_passed_over_to_its_end(
+    begin: bytes, filler: bytes, end: bytes, size: int
+) -> None:
+    asked, output, drawn = b"A" + begin + filler * 5000 + end + b"\x1b[31mB", TerminalOutput(), b""
+    for at in range(0, len(asked), size):
+        drawn += without_questions(asked[at : at + size], output)
+        assert len(output.begun) <= LONGEST + 1
+    assert drawn == b"A\x1b[31mB"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"A\x1b[\x1b", b"Z", b"6n"],
+        [b"A\x1b[\xc3\xa96n"],
+        [b"A\x1b\r[6n"],
+        [b"A\x1b", b"\0]11;?\x07"],
+        [b"A\x1b\xc3\xa9[c"],
+        [b"A\x1b(P\x1b (X"],
+    ],
+)
+def test_what_is_no_whole_sequence_begins_none(pieces: list[bytes]) -> None:
+    output = TerminalOutput()
+    assert b"\x1b" not in b"".join(without_questions(each, output) for each in pieces)
 
 
 def test_what_has_only_begun_goes_on_with_the_output_to_come() -> None:
