@@ -18,6 +18,8 @@ LONGEST = 1 << 12
 _EIGHT_BITS = {0x80 + code - 0x40: f"\x1b{chr(code)}" for code in range(0x40, 0x60)}
 """The control characters from U+0080 on, each of which is a sequence of two (ECMA-48, 5.3): xterm and others take them in UTF-8, too.
 A byte of this value that is not UTF-8 is none to a terminal of today."""
+_STRAY = {0xDC00 + code: "\ufffd" for code in range(0x80, 0xA0)}
+"""Such a byte, which is shown as this: with one before it that a sequence parted from it, it would be UTF-8 where that is left out."""
 
 _INSIDE = "\x00-\x17\x19\x1c-\x1f"
 """Control characters that a terminal obeys within a sequence, which goes on behind them; CAN, SUB and ESC end it."""
@@ -48,7 +50,7 @@ class TerminalOutput:
     def feed(self, data: bytes) -> Iterator[str]:
         """Yield what *data* completes."""
         text = self._decoder.decode(data)
-        text = self.begun + (text if text.isascii() else text.translate(_EIGHT_BITS))
+        text = self.begun + (text if text.isascii() else text.translate(_EIGHT_BITS | _STRAY))
         found = _BEGUN.search(text)
         begun = "" if found is None else found.group()
         text = text.removesuffix(begun)

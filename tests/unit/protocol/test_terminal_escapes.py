@@ -162,6 +162,10 @@ def test_what_is_no_whole_sequence_begins_none(pieces: list[bytes]) -> None:
     assert b"\x1b" not in b"".join(without_questions(each, output) for each in pieces)
 
 
+def test_two_bytes_that_a_question_parted_are_no_control_character() -> None:
+    assert without_questions(b"\xc2\x1bZ\x9b6n \xff") == b"\xc2\xef\xbf\xbd6n \xff"
+
+
 def test_what_has_only_begun_goes_on_with_the_output_to_come() -> None:
     assert without_questions(b"red \x1b[3") == b"red \x1b[3"
 
