@@ -546,6 +546,14 @@ def test_a_prompt_is_found_however_the_output_is_cut(size: int, pattern: str) ->
     assert watched.reports == ["found"]
 
 
+@pytest.mark.parametrize("size", [1, 7, 12, 1000])
+def test_what_a_line_shows_is_found_however_the_output_is_cut(size: int) -> None:
+    output, watched = b"[ *** ] 3 s\rdebian login: ", Watched("^debian login: $")
+    for at in range(0, len(output), size):
+        watched.watch.feed(output[at : at + size])
+    assert watched.reports == ["found"]
+
+
 def test_a_dollar_that_is_a_character_stays_one() -> None:
     assert [ConsoleSign(each).compiled().pattern for each in (r"cost: \$", r"\\$", "(a|b$)", "$")] == [
         r"cost: \$",
@@ -564,6 +572,25 @@ def test_a_line_without_end_costs_a_bounded_memory() -> None:
     assert len(watched.watch._line) == LONGEST
     watched.watch.feed(b"\nz")
     assert watched.reports == ["found"]
+
+
+@pytest.mark.parametrize("end", [b"x", b"\r"])
+def test_a_line_that_is_full_is_searched_once(end: bytes) -> None:
+    """A menu that places its cursor has no line ends: to read such a line again for each key would use the time up."""
+    searches = 0
+
+    def search(*_: object) -> bool:
+        nonlocal searches
+        searches += 1
+        return False
+
+    watched = Watched("login:", search)
+    watched.watch.feed(b"x" * (LONGEST - 1) + end)
+    for _ in range(100):
+        watched.watch.feed(b"\rx")
+    assert searches == 1
+    watched.watch.feed(b"\n")
+    assert searches == 2
 
 
 def test_a_search_is_bounded_by_the_time_it_uses() -> None:

@@ -57,15 +57,17 @@ class ConsoleWatch:
 
     def feed(self, data: bytes) -> None:
         """Take a piece of the output, which has few lines; it costs a bounded time."""
+        if len(self._line) == LONGEST and b"\n" not in data:
+            return  # what is looked at is the same as before
         text = self._line + data
         if self.pattern is None and _PANIC not in text:
             self._line = text[text.rfind(b"\n") + 1 :][:LONGEST]
             return
-        lines = [line[:LONGEST].rstrip(b"\r") for line in text.split(b"\n")]
+        lines = [line[:LONGEST] for line in text.split(b"\n")]
         self._line = lines[-1]
         for line in lines[:-1]:  # whole, because it is reported
             if _PANIC_LINE.match(line):
-                self.panicked(escaped(line.decode(errors="replace"))[:_SHOWN])
+                self.panicked(escaped(line.rstrip(b"\r").decode(errors="replace"))[:_SHOWN])
         if self.pattern is not None and self.search is not None:
             self._search(self.search, self.pattern, lines)
 
