@@ -414,7 +414,7 @@ class _NetworkPlanner:
                     f"network[{index}].ports",
                     f"passt cannot listen at {each.first}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and its newer "
                     "versions give root's rights away before they listen",
-                    f"set it to 0 in the pod's securityContext.sysctls (containerd 2 does so itself), or take a port from {lowest} on",
+                    f"set it to 0 in the pod's securityContext.sysctls (containerd 2 does so itself), or name ports from {lowest} on",
                 )
         if network.listened_at + PASST_FILES > self._facts.open_files:
             self._refuse(
