@@ -35,8 +35,6 @@ class HostTuning:
 
     loop: ReconcileLoop
     process: TunerProcess
-    reasons: tuple[str, ...] = ()
-    """Why instances' CPUs are disturbed nevertheless, since the last pass."""
     least: float = LEAST
     _lock: trio.Lock = attrs.field(factory=trio.Lock)
     _begun: int = 0
@@ -45,10 +43,13 @@ class HostTuning:
     """When the next one may begin, on trio's clock."""
     _tuned_for: Mapping[str, TunedInstance] = attrs.field(factory=dict)
     """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
-    _missing: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
-    """Pod UID → what of its tuning could not be had in the last pass."""
-    _made: bool = True
-    """Whether the last pass could be made."""
+    _tuned: Tuned = attrs.field(factory=Tuned)
+    """What the last pass could not do."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return why instances' CPUs are disturbed nevertheless, since the last pass."""
+        return self._tuned.reasons
 
     async def follow(self) -> None:
         """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
@@ -61,7 +62,7 @@ class HostTuning:
     async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
         """Bring the settings to what the instances need now; return what of *pod_uid*'s tuning cannot be had, and why."""
         await self.tune()
-        return self._missing.get(pod_uid, ()) if self._made else self.reasons
+        return self._tuned.missing.get(pod_uid, ()) if self._tuned.made else self.reasons
 
     async def tune(self) -> None:
         """Bring the settings to what the instances need now.
@@ -84,7 +85,7 @@ class HostTuning:
             for reason in tuned.reasons:
                 if reason not in self.reasons:
                     log.warning(ControllerEvent.INSTANCE_DISTURBED, reason)
-            self.reasons, self._missing, self._made = tuned.reasons, tuned.missing, tuned.made
+            self._tuned = tuned
             self.loop.counters.disturbances = Counter(tuned.settings)
 
     def instances(self) -> dict[str, TunedInstance]:
