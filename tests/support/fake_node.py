@@ -461,3 +461,15 @@ async def controlled(
                         yield Controller(node, loop, server, device_filter, methods, status, host_tuner)
                     finally:
                         nursery.cancel_scope.cancel()
+
+
+def register_beforehand(node: Node) -> None:
+    """Have another controller build the tree and register an instance: the program itself cannot make groups of plain directories."""
+
+    async def register() -> None:
+        node.become(B)
+        async with controlled(node), connected(node.socket) as client:
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+    trio.run(register)
+    node.instance(B).populate(True)

@@ -24,7 +24,7 @@ from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
-from tests.support.fake_node import B, Controller, Node, connected, controlled
+from tests.support.fake_node import B, Controller, Node, connected, controlled, register_beforehand
 from tests.support.json_schemas import fitting
 
 PREFIX = "instance_cgroup_controller_"
@@ -68,14 +68,7 @@ def until(process: subprocess.Popen[str], word: str) -> str:
 @pytest.fixture
 def built(node: Node) -> Node:
     """Build the tree beforehand: the program itself cannot make groups out of ordinary directories."""
-
-    async def build() -> None:
-        node.become(B)
-        async with controlled(node), connected(node.socket) as client:
-            await client.result("registerCgroup", uuid=B, cpuset="14-17")
-
-    trio.run(build)
-    node.instance(B).populate(True)
+    register_beforehand(node)
     return node
 
 

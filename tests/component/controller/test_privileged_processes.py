@@ -28,7 +28,7 @@ from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.privileges import CAP_SYS_ADMIN, CAP_SYS_PTRACE
 from runner.kernel.procfs import Procfs
 from tests.component.controller.test_main import asked_http, command, until
-from tests.support.fake_node import B, Node, connected, controlled, in_a_thread
+from tests.support.fake_node import B, Node, connected, controlled, in_a_thread, register_beforehand
 
 PROC = Path("/proc")
 
@@ -179,14 +179,7 @@ async def test_without_the_host_tuner_instances_come_and_go(node: Node) -> None:
 @pytest.fixture
 def controller(node: Node) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a controller over an instance that another one has registered; give it and the port of its endpoints."""
-
-    async def build() -> None:
-        node.become(B)
-        async with controlled(node), connected(node.socket) as client:
-            await client.result("registerCgroup", uuid=B, cpuset="14-17")
-
-    trio.run(build)
-    node.instance(B).populate(True)
+    register_beforehand(node)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     argv = command(node, "--insecure-trust-peer", "--metrics", f"127.0.0.1:{port}")
