@@ -10,8 +10,7 @@ from runner.base.judgement import Judgement
 from runner.base.table import some
 from runner.check.checks import CheckContext, Place, check
 from runner.facts.hardware import Hardware
-from runner.kernel.procfs import Procfs
-from runner.kernel.settings import (
+from runner.kernel.kernel_facts import (
     PciDevice,
     QuietCpus,
     Swap,
@@ -23,6 +22,7 @@ from runner.kernel.settings import (
     read_quiet_cpus,
     read_swaps,
 )
+from runner.kernel.procfs import Procfs
 from runner.plan.disks import AIO_REQUESTS
 from runner.plan.host_checks import KEPT_MEMORY_STATE
 from runner.spec.rules import format_size

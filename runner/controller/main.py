@@ -23,7 +23,6 @@ from runner.base.version import VERSION
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
-from runner.controller.serve.host_tuning import HostTuning
 from runner.controller.serve.methods import controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import Registrations
@@ -33,6 +32,7 @@ from runner.controller.serve.seals import Seals
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tasks import restarted
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.limits import (
@@ -177,7 +177,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         Timeouts(handover=options.handover),
     )
     callers, device_filter, reports = Callers(peers, pods, loop.tree), privileged.device_filter, Reports()
-    tuning, processes = HostTuning(loop, privileged.tuner), privileged.processes
+    tuning, processes = TuningPasses(loop, privileged.tuner), privileged.processes
     seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, options.require_seccomp)
     seals = Seals(callers, loop, timeouts, options.partitions == "required")
     registrations = Registrations(

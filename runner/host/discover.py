@@ -242,7 +242,7 @@ def _console_log_error(log: PurePosixPath | None, state_directory: PurePosixPath
 def _users(spec: InstanceSpec) -> Iterator[tuple[str, User]]:
     names: tuple[str, ...] = (spec.instance.user, *QEMU_USERS)
     if spec.network:
-        from runner.plan.networks import DHCP_USERS  # here, because some guests have no network
+        from runner.plan.network_planner import DHCP_USERS  # here, because some guests have no network
 
         names += DHCP_USERS
     for name in names:
@@ -274,7 +274,7 @@ def _vfio(spec: InstanceSpec, roots: Roots) -> VfioFacts:
     from runner.host.device_claims import read_claim
     from runner.kernel.pci import read_pci_facts
     from runner.kernel.vfio import probe_node
-    from runner.plan.passthrough import given_addresses
+    from runner.plan.passthrough_planner import given_addresses
 
     claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
     return VfioFacts(

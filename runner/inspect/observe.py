@@ -21,6 +21,7 @@ from runner.base.errors import HostError, NoInstanceError, escaped, explain
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
+from runner.inspect.cpu_settings import read_cpu_settings
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.inspect.observation import (
     GuestMemory,
@@ -32,7 +33,6 @@ from runner.inspect.observation import (
     Unknown,
 )
 from runner.inspect.roles import Roles
-from runner.inspect.settings import read_cpu_settings
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from runner.base.judgement import Judgement, Level
 from runner.base.judging import FORMAT, judgement_lines, worst
 from runner.base.table import aligned, duration
+from runner.inspect.cpu_settings import CpuSettings
 from runner.inspect.documents import InspectDocument, InspectedDocument, SettingsDocument, ShownThreadDocument
 from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import CHARGED, EXCLUSIVE, KUBELET, LOCAL, VCPUS, InspectionReport, JudgedInstance
-from runner.inspect.settings import CpuSettings
 from runner.placement.threads import UNNAMED, ObservedThread
 
 HEAD = ("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON", "NUMA_NODE", "CGROUP")

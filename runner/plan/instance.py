@@ -207,7 +207,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     machine = _with_topology_file(machine, problems)
     refuse_too_many_vcpus(spec, topology, accel, facts, problems)
     if size > ALWAYS_FITS and passthrough.window is None:
-        from runner.plan.passthrough import guest_address_bits  # here, because few guests have as much memory
+        from runner.plan.passthrough_planner import guest_address_bits  # here, because few guests have as much memory
 
         bits = guest_address_bits(accel, spec.cpu.model, facts.address_bits)
         refuse_too_much_memory(spec, size, bits, accel, facts, problems)
@@ -249,7 +249,7 @@ def _networks(
 ) -> tuple[tuple[NetworkPlan, ...], tuple[DhcpPlan, ...]]:
     if not spec.network:
         return (), ()
-    from runner.plan.networks import plan_dhcp, plan_networks  # here, because some guests have no network
+    from runner.plan.network_planner import plan_dhcp, plan_networks  # here, because some guests have no network
 
     networks = tuple(plan_networks(spec, identity, vcpus, facts, claims, problems))
     return networks, tuple(plan_dhcp(networks, facts, problems))
@@ -265,7 +265,7 @@ def _passthrough(
 ) -> PassthroughPlan:
     if not spec.device or topology is None:
         return PassthroughPlan()
-    from runner.plan.passthrough import plan_passthrough  # here, because few guests have devices of their own
+    from runner.plan.passthrough_planner import plan_passthrough  # here, because few guests have devices of their own
 
     return plan_passthrough(spec, topology, facts, user, accel, problems)
 

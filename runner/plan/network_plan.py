@@ -1,4 +1,4 @@
-"""The plans of the guest's network interfaces; :mod:`runner.plan.networks` makes them."""
+"""The plans of the guest's network interfaces; :mod:`runner.plan.network_planner` makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of PCI devices that are passed through; :mod:`runner.plan.passthrough` makes it."""
+"""The plan of PCI devices that are passed through; :mod:`runner.plan.passthrough_planner` makes it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
 from runner.plan.network_plan import EVERY, BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
-from runner.plan.networks import derived_mac
+from runner.plan.network_planner import derived_mac
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan, PciPort
 from runner.spec.rules import format_size
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.plan.machine import Accel, parse_cpu_models
-from runner.plan.passthrough import guest_address_bits
+from runner.plan.passthrough_planner import guest_address_bits
 from tests.machine.test_shapes import QmpConnection
 
 KVM = Path("/dev/kvm")

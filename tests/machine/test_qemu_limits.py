@@ -12,7 +12,7 @@ import pytest
 
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.firmware import BUILDS
-from runner.plan.passthrough import guest_address_bits
+from runner.plan.passthrough_planner import guest_address_bits
 from runner.plan.problems import Problems
 from runner.plan.qemu_limits import (
     ACPI_DATA,

@@ -22,7 +22,6 @@ from runner.controller.privileged_process import PrivilegedProcess, serve
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
-from runner.controller.serve.host_tuning import HostTuning
 from runner.controller.serve.methods import RpcMethods, controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import MOST_WAITING, Registrations
@@ -32,6 +31,7 @@ from runner.controller.serve.seals import Seals
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
 from runner.controller.tree.partition_writer import PartitionWriter
@@ -334,7 +334,7 @@ class Controller:
     """What is in a process of its own, and here in a thread."""
 
     @property
-    def tuning(self) -> HostTuning:
+    def tuning(self) -> TuningPasses:
         return self.status.tuning
 
     @property
@@ -443,18 +443,18 @@ async def controlled(
     reports = Reports(report_intervals or ReportIntervals())
     report_server = UnixServer(report_methods(callers, loop, reports), report_limits)
     with trio.fail_after(limit), in_a_thread(partial(obey, host_tuner)) as connection:
-        host_tuning = HostTuning(loop, TunerProcess(connection), least=tuned_every)
-        processes: tuple[PrivilegedProcess, ...] = (host_tuning.process,)
+        tuning_passes = TuningPasses(loop, TunerProcess(connection), least=tuned_every)
+        processes: tuple[PrivilegedProcess, ...] = (tuning_passes.process,)
         if partition_writer is not None:
             processes += (partition_writer,)
-        status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, host_tuning)
+        status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning_passes)
         methods = controller_methods(registrations, seals, status)
         server = UnixServer(methods, limits or SocketLimits())
         async with running_loop(loop):
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
-                    nursery.start_soon(host_tuning.follow)
+                    nursery.start_soon(tuning_passes.follow)
                     nursery.start_soon(server.accept, listener)
                     nursery.start_soon(report_server.accept, for_reports)
                     try:

@@ -13,8 +13,8 @@ from runner.facts.pci import Bar, DeviceNode, VfioFacts
 from runner.facts.roots import Roots
 from runner.kernel.pci import read_pci_facts
 from runner.plan.instance import InstancePlan
-from runner.plan.passthrough import tree_window
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
+from runner.plan.passthrough_planner import tree_window
 
 RECORDS = Path(__file__).parents[1] / "data" / "pci"
 Record = dict[str, Any]

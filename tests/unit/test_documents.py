@@ -28,12 +28,12 @@ from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.serve.callers import MOST_PROCESSES
-from runner.controller.serve.host_tuning import LEAST
 from runner.controller.serve.methods import CODES
 from runner.controller.serve.registrations import MOST_WAITING
 from runner.controller.serve.report_methods import LIMITS
 from runner.controller.serve.reports import ReportIntervals
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.serve.tuning_passes import LEAST
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.render import HEAD

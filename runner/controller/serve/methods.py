@@ -46,14 +46,14 @@ from runner.controller.metrics import ControllerCounters
 from runner.controller.serve import identity
 from runner.controller.serve.callers import Callers, RpcRequest, busy_error
 from runner.controller.serve.handover import HandoverPendingError
-from runner.controller.serve.host_tuning import TUNING, HostTuning
 from runner.controller.serve.identity import RequestRefusedError
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.parameters import checked, parse_arguments, parse_pod_uid
 from runner.controller.serve.registrations import Registrations
 from runner.controller.serve.seals import Seals
+from runner.controller.serve.tuning_passes import TUNING, TuningPasses
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tune.tuning import Tuning
+from runner.controller.tune.tuner_messages import Tuning
 from runner.kernel.peers import PeerError, Peers
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
@@ -175,7 +175,7 @@ def controller_methods(registrations: Registrations, seals: Seals, status: NodeS
     )
 
 
-async def _tune(callers: Callers, loop: ReconcileLoop, host: HostTuning, request: RpcRequest) -> RpcResult:
+async def _tune(callers: Callers, loop: ReconcileLoop, host: TuningPasses, request: RpcRequest) -> RpcResult:
     pod_uid = request.pod_uid
     with checked("tuning"):
         tuning = Tuning.parse(request.arguments["tuning"])

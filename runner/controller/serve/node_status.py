@@ -11,10 +11,10 @@ from runner.controller.privileged_process import PrivilegedProcess
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers, RpcRequest
 from runner.controller.serve.handover import handovers
-from runner.controller.serve.host_tuning import HostTuning
 from runner.controller.serve.reports import Reports
 from runner.controller.serve.seals import Seals
 from runner.controller.serve.seccomp import SeccompCheck
+from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tree.loop import ReconcileLoop
 from runner.kernel.kubelet_files import Frozen
 from runner.protocol.controller_client import PROTOCOL
@@ -35,7 +35,7 @@ class NodeStatus:
     seals: Seals
     seccomp: SeccompCheck
     reports: Reports
-    tuning: HostTuning
+    tuning: TuningPasses
 
     async def list_instances(self, request: RpcRequest) -> RpcResult:
         """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
-from runner.controller.tune.tuning import Tuning
+from runner.controller.tune.tuner_messages import Tuning
 from runner.kernel.resctrl import CacheCapabilities, CacheGroup
 from runner.kubelet.pod_cgroups import instance_group, instance_uid
 

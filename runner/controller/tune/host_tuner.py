@@ -41,7 +41,7 @@ from runner.controller.tune.disturbances import (
     settled,
 )
 from runner.controller.tune.irqbalance import Irqbalance, find_irqbalance
-from runner.controller.tune.tuning import Tuned, TunedInstance
+from runner.controller.tune.tuner_messages import Tuned, TunedInstance
 from runner.kernel.files import discard, publish
 from runner.kernel.host_settings import (
     DEFAULT_AFFINITY,

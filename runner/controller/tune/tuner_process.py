@@ -13,7 +13,7 @@ from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.privileged_process import PrivilegedProcess
 from runner.controller.tune.host_tuner import HostTuner
-from runner.controller.tune.tuning import Tuned, TunedInstance, format_instances, parse_instances
+from runner.controller.tune.tuner_messages import Tuned, TunedInstance, format_instances, parse_instances
 from runner.kernel.privileges import CAP_DAC_OVERRIDE, CAP_SYS_PTRACE
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def start_tuner(tuner: HostTuner, procfs: Path) -> TunerProcess:
 
 
 def obey(tuner: HostTuner, line: bytes) -> bytes:
-    """Do what *line* asks for, the text of :func:`~runner.controller.tune.tuning.format_instances`; return that of a ``Tuned``."""
+    """Do what *line* asks for, the text of :func:`~runner.controller.tune.tuner_messages.format_instances`; return that of a ``Tuned``."""
     try:
         return tuner.tune(parse_instances(line)).to_json()
     except (HostError, OSError, ValueError, RecursionError) as error:

@@ -17,10 +17,10 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS
-from runner.controller.serve.host_tuning import TUNING
+from runner.controller.serve.tuning_passes import TUNING
 from runner.controller.tune.cache_tuner import RESCTRL
 from runner.controller.tune.host_tuner import MOST_RECORDED, HostTuner, TuningOptions, take_over_records
-from runner.controller.tune.tuning import Tuned, TunedInstance
+from runner.controller.tune.tuner_messages import Tuned, TunedInstance
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, d3cold_path, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl

@@ -23,7 +23,7 @@ from runner.controller.serve import namespaces
 from runner.controller.serve.namespaces import NamespaceReader
 from runner.controller.tune import tuner_process
 from runner.controller.tune.host_tuner import HostTuner
-from runner.controller.tune.tuning import Tuned
+from runner.controller.tune.tuner_messages import Tuned
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.privileges import CAP_SYS_ADMIN, CAP_SYS_PTRACE
 from runner.kernel.procfs import Procfs

@@ -19,8 +19,8 @@ from runner.cli.check import report_lines
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd
 from runner.kernel.host_settings import InterruptLine
+from runner.kernel.kernel_facts import PciDevice, QuietCpus, Swap
 from runner.kernel.kubelet_files import Frozen
-from runner.kernel.settings import PciDevice, QuietCpus, Swap
 from runner.kubelet.state import CpuState
 from tests.support.json_schemas import fitting
 

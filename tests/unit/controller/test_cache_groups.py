@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tune.cache_groups import CachePlan, CacheRequest, plan_cache_groups
-from runner.controller.tune.tuning import Tuning
+from runner.controller.tune.tuner_messages import Tuning
 from runner.kernel.resctrl import CacheCapabilities, CacheGroup
 
 CACHES = {0: CpuSet(range(8)), 1: CpuSet(range(8, 16))}

@@ -7,7 +7,7 @@ import json
 import attrs
 import pytest
 
-from runner.controller.tune.tuning import Tuning
+from runner.controller.tune.tuner_messages import Tuning
 from runner.placement.backends import CpuTuning
 
 GPUS = ["0000:41:00.0"]

@@ -14,6 +14,7 @@ from runner.base.table import duration
 from runner.cli.inspect import ReportFormatter
 from runner.facts.memory import MemoryCharge
 from runner.facts.threads import ThreadStatus
+from runner.inspect.cpu_settings import CpuSettings
 from runner.inspect.observation import (
     GuestMemory,
     InstanceObservation,
@@ -26,7 +27,6 @@ from runner.inspect.observation import (
 from runner.inspect.render import report_json, report_lines
 from runner.inspect.rules import KUBELET as KUBELET_RULE
 from runner.inspect.rules import InspectionReport, judge
-from runner.inspect.settings import CpuSettings
 from runner.placement.children import Role
 from runner.placement.threads import CgroupPaths, ObservedThread, ThreadRules
 from tests.support.json_schemas import fitting

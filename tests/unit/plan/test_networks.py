@@ -18,7 +18,7 @@ from runner.plan.disks import disk_words
 from runner.plan.identity import Identity
 from runner.plan.instance import plan_instance
 from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, Ipv6Plan, PasstPlan
-from runner.plan.networks import derived_subnet
+from runner.plan.network_planner import derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.json_schemas import fitting

@@ -21,7 +21,7 @@ from runner.kernel.pci import read_pci_facts
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace
 from runner.plan.machine import Accel
-from runner.plan.passthrough import (
+from runner.plan.passthrough_planner import (
     asked_devices,
     guest_address_bits,
     listed,

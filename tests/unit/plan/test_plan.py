@@ -27,7 +27,7 @@ from runner.plan.instance import InstancePlan, plan_instance, share_grace
 from runner.plan.machine import EMULATED_CPU, VcpuHotplugPlan, parse_cpu_models
 from runner.plan.memory import VCPU
 from runner.plan.network_plan import BridgedPlan, PasstPlan
-from runner.plan.networks import derived_mac
+from runner.plan.network_planner import derived_mac
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_kernel import FAKE_KERNEL

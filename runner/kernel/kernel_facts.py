@@ -1,4 +1,4 @@
-"""The settings of a running kernel, from any root: mounts, tuning, interrupts, PCI devices.
+"""Facts of a running kernel that are only read, below any root: mounts, swap, boot options, PCI devices.
 
 The files are described in ``Documentation/filesystems/proc.rst``, ``Documentation/core-api/irq/irq-affinity.rst``,
 ``Documentation/admin-guide/mm/transhuge.rst`` and ``Documentation/ABI/testing/sysfs-bus-pci``. A file that an

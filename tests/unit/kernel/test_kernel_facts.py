@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.kernel.settings import QuietCpus, read_quiet_cpus
+from runner.kernel.kernel_facts import QuietCpus, read_quiet_cpus
 
 
 @pytest.mark.parametrize(

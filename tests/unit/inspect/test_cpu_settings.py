@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from runner.base.cpuset import CpuSet
-from runner.inspect.settings import CpuSettings, read_cpu_settings
+from runner.inspect.cpu_settings import CpuSettings, read_cpu_settings
 from runner.kernel.host_settings import WORK_QUEUES, governor_path, latency_path
 from tests.support.fake_host_settings import FakeHostSettings
 

@@ -1,6 +1,7 @@
-"""What an instance may ask for beyond its CPUs: short wake-ups, ways of the L3 cache, memory bandwidth, power of devices (pure).
+"""The host tuner's request and reply, one line of JSON each (pure).
 
-Also what the controller and its host tuner (:mod:`runner.controller.tune.tuner_process`) say to each other, one line of JSON each.
+The request has the CPUs of each instance and its :class:`Tuning`: low latency, ways of the L3 cache, memory bandwidth, power of
+devices. :mod:`runner.controller.tune.tuner_process` passes it on.
 """
 
 from __future__ import annotations

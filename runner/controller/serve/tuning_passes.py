@@ -15,8 +15,8 @@ import trio.to_thread
 from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
 from runner.controller.tree.loop import ReconcileLoop
+from runner.controller.tune.tuner_messages import Tuned, TunedInstance, Tuning
 from runner.controller.tune.tuner_process import TunerProcess
-from runner.controller.tune.tuning import Tuned, TunedInstance, Tuning
 from runner.kernel.cgroup import Cgroup
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ RESYNC = 30.0
 
 
 @attrs.define(eq=False)
-class HostTuning:
+class TuningPasses:
     """Has *process* keep the machine's settings for the instances of *loop*."""
 
     loop: ReconcileLoop
