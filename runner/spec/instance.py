@@ -928,16 +928,18 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
 
 def _repeated_ports(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
     """Yield the pod's ports that two ports of the guest are to have: one without an address is that of every address."""
-    seen = list[tuple[PortForward, int]]()
-    for index, network in enumerate(networks):
-        for each in network.forwards:
-            shared = ((port, before) for other, before in seen if (port := each.common(other)) is not None)
-            if (clash := next(shared, None)) is not None:
-                port, before = clash
-                also = "" if before == index else f", with network[{before}]"
-                where, remedy = f"network[{index}].ports", "leave one of them out"
-                yield Problem(where, f"gives {port} to two ports of the guest{also}", remedy)
-            seen.append((each, index))
+    given = [(each, index) for index, network in enumerate(networks) for each in network.forwards]
+    reached: dict[tuple[str, str | None], tuple[int, int]] = {}
+    """Protocol and address, ``None`` for any → the last port that is given away there so far, and by which network."""
+    for each, index in sorted(given, key=lambda item: item[0].first):
+        addresses = (each.address, "") if each.address else (None,)
+        last, other = max(reached.get((each.protocol, address), (0, 0)) for address in addresses)
+        if last >= each.first:
+            also = "" if other == index else f", with network[{min(index, other)}]"
+            where, remedy = f"network[{max(index, other)}].ports", "leave one of them out"
+            yield Problem(where, f"gives {each.first} to two ports of the guest{also}", remedy)
+        for where_given in ((each.protocol, each.address), (each.protocol, None)):
+            reached[where_given] = max(reached.get(where_given, (0, 0)), (each.last, index))
 
 
 def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:

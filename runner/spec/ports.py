@@ -41,12 +41,6 @@ class PortForward:
         """Return how many they are."""
         return self.last - self.first + 1
 
-    def common(self, other: PortForward) -> int | None:
-        """Return the first port of the pod that *other* has as well; ``None`` if there is none."""
-        first = max(self.first, other.first)
-        apart = first > min(self.last, other.last) or self.protocol != other.protocol
-        return None if apart or (self.address != other.address and self.address and other.address) else first
-
 
 EVERY_PORT = PortForward(1, HIGHEST, 1)
 """What ``"all"`` may take."""

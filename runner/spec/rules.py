@@ -42,13 +42,14 @@ MOST_ENTRIES = 1024
 """Entries of one table or array in a document. Checks compare entries with each other: 30,000 disks took a minute, and QEMU takes
 some hundreds at most."""
 _TOML_STRING = (
-    r'"{3}(?:\\.|[^\\])*?"{3}'
-    r"|'{3}.*?'{3}"
-    r'|"(?:\\.|[^"\\\n])*"'
-    r"|'[^'\n]*'|#[^\n]*"
+    r'"{3}(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)'
+    r"|'{3}.*?(?:'{3,5}|\Z)"
+    r'|"(?:\\.|[^"\\\n])*+"?'
+    r"|'[^'\n]*+'?|#[^\n]*"
 )
-"""A string or a comment of TOML, in which dots separate nothing."""
-_DEEP_KEY = r"(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
+"""A string or a comment of TOML, in which dots separate nothing. One without an end is taken, too: the parser goes no further, and
+each quotation mark in it would have all that follows looked at again."""
+_DEEP_KEY = r"(?<![\w-])(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
 """A key with that many dots, after strings were replaced by a quotation mark."""
 DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
 """Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""

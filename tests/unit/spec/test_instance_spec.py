@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 import tomllib
+import tracemalloc
 from ipaddress import IPv4Network
 from pathlib import PurePosixPath
 
@@ -456,6 +459,37 @@ MISTAKES = [
 @pytest.mark.parametrize(("text", "expected"), MISTAKES)
 def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
     assert [problem[: len(expected)] for problem in problems(text)] == [expected]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 300_000,
+        '"""' + '\\"' * 100_000,
+        '"\\' * 100_000,
+        KERNEL
+        + "".join(f'[[network]]\nmode="passt"\nports={[*range(at, at + 1000)]}\n' for at in range(1, 10_000, 1000)),
+    ],
+    ids=["word", "string without an end", "strings without an end", "ports"],
+)
+def test_a_document_takes_a_time_in_proportion_to_its_length(text: str) -> None:
+    begun = time.process_time()
+    with contextlib.suppress(SpecError):
+        parse_instance("spec.toml", text.encode())
+    assert time.process_time() - begun < 10  # a minute and more, where each part of it is compared with all the others
+
+
+@pytest.mark.parametrize("before", ['"""a""""', '"""a"""""', "'''a''''"])
+def test_a_deep_key_is_refused_before_it_is_parsed_whatever_is_before_it(before: str) -> None:
+    tracemalloc.start()
+    try:
+        found = problems(f"x = {{a = {before}, {'.'.join('b' * 4000)} = 1, c = {before[0] * 2}}}")
+        assert (tracemalloc.get_traced_memory()[1] < 8 << 20, found[0].partition(": ")[2][:19]) == (
+            True,
+            "it has more than 16",
+        )
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
