@@ -44,6 +44,9 @@ MIME_WITHIN = 4096
 """Bytes within which the words ``MIME-Version:`` make it a MIME message (``convert_string``)."""
 LARGEST_UNPACKED = 16 << 20
 """Bytes of decompressed user-data that are looked at."""
+LARGEST_MESSAGE = 16 << 10
+"""Bytes of a MIME message that is looked at: the parser compares each line with the boundaries of all parts around it, and is
+nested as they are. Clouds take no more."""
 
 OTHER_READERS = {
     "cloudbase-init (Windows)": ("#ps1", "rem cmd", "<powershell>", "<script>"),
@@ -164,7 +167,8 @@ def check_user_data(content: bytes, problems: Problems) -> None:
     if handled(content):
         return
     first = content.partition(b"\n")[0][:40].decode(errors="replace")
-    begin = _LEADING.sub("", _text(content))
+    text = _text(content)
+    begin = text if (leading := _LEADING.match(text)) is None else text[leading.end() :]
     reader = next((name for name, begins in OTHER_READERS.items() if begin.startswith(begins)), None)
     if reader is not None:
         problems.remark(
@@ -213,10 +217,15 @@ def _is_base64(content: bytes) -> bool:
 
 
 def handled(content: bytes) -> bool:
-    """Tell whether cloud-init handles some of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes."""
+    """Tell whether cloud-init handles some of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes.
+
+    Of a long MIME message the answer is that it may.
+    """
     content = _unpacked(content)
     if b"mime-version:" not in content[:MIME_WITHIN].lower():
         return _text(content).startswith(KINDS)
+    if len(content) > LARGEST_MESSAGE:
+        return True
     from email import message_from_bytes  # here, because little user-data is MIME
 
     parts = (part for part in message_from_bytes(content).walk() if part.get_content_maintype() != "multipart")

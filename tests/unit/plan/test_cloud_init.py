@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -15,13 +16,14 @@ from runner.facts.disk import DocumentFact
 from runner.facts.host import HostFacts
 from runner.instance.parts.seed import seed_image
 from runner.plan.argv.qemu import pasteable
-from runner.plan.cloud_init import LARGEST, Secret, SeedPlan, read_keys
+from runner.plan.cloud_init import LARGEST, Secret, SeedPlan, check_user_data, read_keys
 from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines
 from tests.support.json_schemas import fitting
-from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS
+from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS, VERSION
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
+MULTIPART = b"Content-Type: multipart/mixed; boundary=b%d\n\n--b%d\n"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0 somebody"
 DOCUMENTS = {
     PurePosixPath("/keys"): DocumentFact(
@@ -156,6 +158,21 @@ def having(content: bytes) -> HostFacts:
 @pytest.mark.parametrize("name", HANDLED)
 def test_user_data_that_cloud_init_handles_is_accepted(name: str) -> None:
     assert not any("user-data" in str(remark) for remark in plan_of(USER_DATA, having(HANDLED[name])).remarks)
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        (b"x" + b" " * (1 << 20), True),
+        (VERSION + b"".join(MULTIPART % (number, number) for number in range(2000)), False),
+        (gzip.compress(VERSION + b"".join(MULTIPART % (n, n) for n in range(300)) + b"x\n" * (4 << 20)), False),
+    ],
+    ids=["spaces", "parts in parts", "many lines in parts in parts"],
+)
+def test_user_data_of_any_form_is_judged_in_seconds(content: bytes, *, refused: bool) -> None:
+    begun, found = time.process_time(), Problems()
+    check_user_data(content, found)
+    assert (bool(found.found), time.process_time() - begun < 10) == (refused, True)
 
 
 @pytest.mark.parametrize("name", IGNORED)
