@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import attrs
 import trio
 
-from runner.base.errors import explain
+from runner.base.errors import HostError, explain
 from runner.base.values import frozen
 from runner.controller.metrics import ControllerCounters
 from runner.controller.serve import identity
@@ -140,13 +140,24 @@ class Callers:
 
         def look(process: MemberProcess) -> None:
             container = process.container
-            if container not in found and self.peers.namespace(process.pid) == peer.pid_namespace:
+            if container not in found and self._is_witness(process, peer):
                 made_as = cgroup_id(self.pods.mount.at(container.path).path)
                 if made_as is not None:  # else it has just been removed
                     found[container] = ContainerProcess(container, process.cgroup, peer.pid_namespace, made_as)
 
         await self.look_at_each(self.pods.processes(pod_uid), peer, look)
         return tuple(found.values())
+
+    def _is_witness(self, process: MemberProcess, peer: Peer) -> bool:
+        """Tell whether *process* is in the peer's PID namespace, and in its cgroup still.
+
+        It may have ended since it was read there, and the peer may have given its number to another one, in a cgroup of its own.
+        """
+        try:
+            shares = self.peers.namespace(process.pid) == peer.pid_namespace
+            return shares and self.pods.procfs.cgroup(process.pid) == process.cgroup
+        except HostError:
+            return False
 
     async def look_at_each(self, processes: Iterable[T], peer: Peer | None, look: Callable[[T], None]) -> None:
         """Call *look* with each of *processes*, at most :data:`MOST_PROCESSES`, when other requests of the peer's container do not."""
