@@ -199,10 +199,14 @@ characters within, which would part a question mark from what makes it one."""
 _DRAWN_OTHERS = re.compile(r"\x1b(?:[()*+./-][ -/]*[0-~]|#[0-9]|%[@G]|[6-9=>DEHMNOclmno|}~])")
 
 
+_ENQ = "\x05"
+"""Answered where it comes, also in a sequence that has no end yet."""
+
+
 def _draws(unit: str) -> bool:
     """Tell whether a terminal only draws or notes what *unit* says, and says nothing itself."""
     if unit[0] != "\x1b":
-        return unit != "\x05"  # ENQ
+        return unit != _ENQ
     if (found := _CONTROL.fullmatch(unit)) is not None:
         private, _, between, final = found.groups()
         return final in _DRAWS.get((private, between), "") or _DRAWN_TITLES.fullmatch(unit) is not None
@@ -217,7 +221,7 @@ def without_questions(data: bytes, output: TerminalOutput | None = None) -> byte
     whole = output is None
     output = output or TerminalOutput()
     drawn = "".join(unit for unit in output.feed(data) if _draws(unit))
-    return encoded(drawn + output.begun * whole)
+    return encoded(drawn + output.begun.replace(_ENQ, "") * whole)
 
 
 RESETS = {"\x1b[4h": "\x1b[4l", "\x1b[2h": "\x1b[2l", "\x1b[20h": "\x1b[20l", "\x1b[12l": "\x1b[12h"}

@@ -168,6 +168,7 @@ def test_two_bytes_that_a_question_parted_are_no_control_character() -> None:
 
 def test_what_has_only_begun_goes_on_with_the_output_to_come() -> None:
     assert without_questions(b"red \x1b[3") == b"red \x1b[3"
+    assert without_questions(b"red \x1b[\x053") == b"red \x1b[3"  # ENQ is answered there, too
 
 
 def test_a_replay_keeps_what_is_no_question() -> None:
