@@ -12,7 +12,7 @@ from runner.base.values import frozen
 
 FORMAT: Final = 2
 """The ``version`` of every JSON document with judgements; it grows when a field goes or gets another meaning."""
-SHOWN = 12
+MOST_SHOWN = 12
 """Judgements of one subject and level that people are shown; machines get all."""
 
 _ORDER = tuple(Level)
@@ -63,7 +63,7 @@ def judgement_lines(judgements: Sequence[Judgement], *, width: int = 0, colour: 
     for (subject, level), group in groupby(judgements, lambda each: (each.subject, each.level)):
         word = f"\x1b[{_COLOURS[level]}m{level.value:7}\x1b[0m" if colour else f"{level.value:7}"
         same = [*group]
-        shown, left = same[:SHOWN], len(same) - SHOWN
+        shown, left = same[:MOST_SHOWN], len(same) - MOST_SHOWN
         for each, following in zip(shown, (*shown[1:], None), strict=True):
             yield f"{word}  {subject:{width}}  {escaped(each.found)}"
             if following is None or (following.why, following.remedy) != (each.why, each.remedy):

@@ -6,7 +6,7 @@ A check stands in one place: its name, why its result matters, the function that
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -61,6 +61,11 @@ def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool)
     if in_pod:
         return Place.POD
     return Place.MACHINE if in_initial_pid_namespace else Place.CONTAINER
+
+
+def for_each(names: Sequence[str], command: str) -> str:
+    """Return the shell's *command* for each of *names*, which stands in it as ``$i``."""
+    return command.replace("$i", names[0]) if len(names) == 1 else f"for i in {' '.join(names)}; do {command}; done"
 
 
 @frozen

@@ -9,7 +9,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement
 from runner.base.table import some
 from runner.base.values import frozen
-from runner.check.checks import OFF_NODE, CheckContext, Init, Place, check
+from runner.check.checks import OFF_NODE, CheckContext, Init, Place, check, for_each
 from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
 from runner.kernel.cgroup import Cgroup
@@ -19,9 +19,6 @@ from runner.kernel.kernel_facts import read_line
 from runner.kubelet.state import CpuState
 from runner.placement.pins import place
 from runner.plan.host_checks import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time
-
-SHOWN = 6
-"""How many interrupts a judgement names."""
 
 
 @check("own-cpus", "a pod that asks for 20 CPUs has 20 CPUs only if no other pod is given any of them", *OFF_NODE)
@@ -147,11 +144,10 @@ def judge_interrupts(found: Sequence[InterruptLine], cpus: CpuSet, online: CpuSe
         return interrupts.unknown("/proc/irq shows none", "run check on the node")
     if not delivered:
         return interrupts.ok(f"none is delivered to CPUs '{cpus}'")
-    named = some((f"{each.number} ({each.handlers})" for each in delivered), SHOWN)
-    number, rest = delivered[0].number, online - cpus
+    move = for_each([str(each.number) for each in delivered], f"echo {online - cpus} > /proc/irq/$i/smp_affinity_list")
     return interrupts.warning(
-        f"{len(delivered)} may be delivered to CPUs '{cpus}': {named}",
-        f"the node's controller moves them (--move-interrupts), or: echo {rest} > /proc/irq/{number}/smp_affinity_list, and for "
+        f"{len(delivered)} may be delivered to CPUs '{cpus}': {some(map(str, delivered), 6)}",
+        f"the node's controller moves them (--move-interrupts), or: {move}, and for "
         f"irqbalance IRQBALANCE_BANNED_CPULIST={cpus}, and where the kernel refuses boot with `isolcpus=managed_irq,{cpus}`",
     )
 
@@ -187,12 +183,13 @@ def _populated_groups(mount: Path) -> Iterator[CpuNeighbour]:
 
 def judge_neighbours(groups: Sequence[CpuNeighbour], exclusive: CpuSet, shared_pool: CpuSet) -> Judgement:
     """Judge whether processes in other cgroups may run on *exclusive* CPUs of the node."""
-    overlapping = [each for each in groups if not each.cpus.isdisjoint(exclusive)]
+    overlapping = [each.name for each in groups if not each.cpus.isdisjoint(exclusive)]
     if not overlapping:
         return neighbours.ok(f"nothing but pods may run on CPUs '{exclusive}'")
     return neighbours.warning(
-        f"{', '.join(each.name for each in overlapping)} may run on exclusive CPUs '{exclusive}'",
-        f"systemctl set-property --runtime {overlapping[0].name} AllowedCPUs={shared_pool}, and for good reservedSystemCPUs",
+        f"{', '.join(overlapping)} may run on exclusive CPUs '{exclusive}'",
+        for_each(overlapping, f"systemctl set-property --runtime $i AllowedCPUs={shared_pool}")
+        + ", and for good reservedSystemCPUs",
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement
 from runner.base.table import some
-from runner.check.checks import CheckContext, Place, check
+from runner.check.checks import CheckContext, Place, check, for_each
 from runner.facts.hardware import Hardware
 from runner.kernel.kernel_facts import (
     PciDevice,
@@ -175,13 +175,13 @@ def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Iter
         }
         where = ", ".join(f"{free} of {total} free on NUMA node {node}" for node, (free, total) in pools.items())
         missing = [node for node, (free, _) in pools.items() if node in near and not free]
-        if missing:
-            file = f"/sys/devices/system/node/node{missing[0]}/hugepages/hugepages-{size >> 10}kB/nr_hugepages"
+        for node in missing:
+            file = f"/sys/devices/system/node/node{node}/hugepages/hugepages-{size >> 10}kB/nr_hugepages"
             yield hugepages.warning(
-                f"none of {format_size(size)} is free on NUMA node {missing[0]} ({where})",
+                f"none of {format_size(size)} is free on NUMA node {node} ({where})",
                 f"echo NUMBER > {file} ({KEPT_MEMORY_STATE})",
             )
-        else:
+        if not missing:
             yield hugepages.ok(f"{format_size(size)}: {where}")
     if not sizes:
         yield hugepages.ok("none are reserved, and no instance asks for them")
@@ -304,8 +304,9 @@ def judge_pci(devices: Sequence[PciDevice], numa_nodes: int) -> Judgement:
     unknown = [device for device in devices if device.numa_node < 0 and device.base_class in DEVICE_CLASSES]
     if unknown:
         named = some(f"{device.address} ({DEVICE_CLASSES[device.base_class]})" for device in unknown)
+        write = for_each([device.address for device in unknown], "echo NODE > /sys/bus/pci/devices/$i/numa_node")
         return pci_numa_nodes.warning(
             f"numa_node is -1 for {named}",
-            f"update the firmware, or until then, where the slot is known: echo NODE > /sys/bus/pci/devices/{unknown[0].address}/numa_node",
+            f"update the firmware, or until then, where the slots are known: {write}",
         )
     return pci_numa_nodes.ok("the NUMA node of every device is known")

@@ -13,7 +13,7 @@ from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.controller.serve.handover import Handover
 from runner.controller.tree.reconcile import ISOLATED, Observed
-from runner.controller.tune.disturbances import KINDS
+from runner.controller.tune.disturbances import UNSET_KINDS
 from runner.kernel.small_files import read_image_digest
 from runner.kernel.waiting import shortages
 from runner.protocol.exposition import counter, gauge
@@ -95,7 +95,7 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     yield gauge(
         "instance_cgroup_controller_disturbances",
         "Settings of the machine that disturb instances' CPUs and could not be changed, by kind.",
-        [((kind,), counters.disturbances[kind]) for kind in KINDS],
+        [((kind,), counters.disturbances[kind]) for kind in UNSET_KINDS],
         ("kind",),
     )
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")

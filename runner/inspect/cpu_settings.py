@@ -10,7 +10,6 @@ from runner.base.table import some
 from runner.base.values import frozen
 from runner.kernel.host_settings import WORK_QUEUES, HostSettings, governor_path, latency_path
 
-_SHOWN = 6
 _NO_LIMIT = "0"
 """As ``pm_qos_resume_latency_us``: idle states may take any time to leave."""
 
@@ -30,7 +29,7 @@ class CpuSettings:
 
     def line(self) -> str:
         """Return them for people."""
-        interrupts = some(self.interrupts, _SHOWN) or "none"
+        interrupts = some(self.interrupts, 6) or "none"
         limits = " or ".join("any" if each == _NO_LIMIT else f"up to {each} µs" for each in self.resume_latencies)
         queues = f"on '{self.work_queues}'" if self.work_queues else "none"
         return (
@@ -43,7 +42,7 @@ def read_cpu_settings(root: Path, cpus: CpuSet) -> CpuSettings:
     """Read the settings of *cpus* of the machine whose root directory is *root*; what the kernel does not have is left out."""
     host = HostSettings(root)
     return CpuSettings(
-        tuple(f"{line.number} ({line.handlers})" for line in host.interrupts() if line.effective & cpus),
+        tuple(str(line) for line in host.interrupts() if line.effective & cpus),
         (host.cpus(WORK_QUEUES) or CpuSet()) & cpus,
         _each(host, map(latency_path, cpus)),
         _each(host, map(governor_path, cpus)),

@@ -48,6 +48,7 @@ from runner.kubelet.pod_cgroups import (
     parse_container,
     vcpus_group,
 )
+from runner.kubelet.pod_uid import parse_log_directory
 from runner.kubelet.state_files import KubeletFiles
 from runner.placement.children import DAEMONS, Role
 from runner.placement.threads import (
@@ -279,15 +280,11 @@ async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, objec
 
 
 def _pod_names(pod_logs: Path | None) -> Mapping[str, str]:
-    """Return pod UID → namespace and name, from the names of the directories in *pod_logs*.
-
-    The kubelet names them ``NAMESPACE_NAME_UID`` (``BuildPodLogsDirectory`` in ``pkg/kubelet/kuberuntime/helpers.go``).
-    """
+    """Return pod UID → namespace and name, by the directories in *pod_logs*."""
     try:
-        names = [] if pod_logs is None else [entry.name.split("_") for entry in pod_logs.iterdir()]
+        return {} if pod_logs is None else dict(filter(None, map(parse_log_directory, os.listdir(pod_logs))))
     except OSError:  # no kubelet's node
         return {}
-    return {name[2]: f"{name[0]}/{name[1]}" for name in names if len(name) == len(("namespace", "name", "uid"))}
 
 
 def _guest_name(procfs: Procfs, qemu: int) -> str:

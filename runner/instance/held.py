@@ -99,7 +99,10 @@ class Held:
         now: Callable[[], object] | None = None,
         adopt: Callable[[Any], T] = _same,
     ) -> T:
-        """Do *act*, once in the life of the instance, and return its result; see :meth:`value`. Who always finds it, passes none."""
+        """Do *act* once in the life of the instance and return its result, which a renewed program finds as :meth:`value` does.
+
+        *act* is ``None`` in a program that always finds it.
+        """
         if act is not None and not self._finds(name):
             value = await act()
             return self.value(name, lambda: value, now)

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from runner.kernel.inherited_fds import InheritedFd
     from runner.kernel.sockets import Socket
     from runner.plan.argv.qemu import QemuFds
+    from runner.plan.disks import DiskPlan
     from runner.plan.instance import InstancePlan
+    from runner.plan.machine import MachinePlan
     from runner.plan.network_plan import NetworkPlan
     from runner.plan.passthrough_plan import PassthroughPlan
     from runner.plan.shares import SharePlan
@@ -73,13 +75,13 @@ class OptionalPart(Generic[P, R]):
 # -- what the plan decides -----------------------------------------------------------------------------------------------
 
 
-def _seed() -> Callable[[InstancePlan], Opened]:
+def _seed() -> Callable[[MachinePlan], Opened]:
     from runner.instance.parts.seed import opened_seed
 
     return opened_seed
 
 
-def _disks() -> Callable[[InstancePlan], Opened]:
+def _disks() -> Callable[[Sequence[DiskPlan], PurePosixPath], Opened]:
     from runner.instance.parts.disks import opened_disks
 
     return opened_disks

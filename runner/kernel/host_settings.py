@@ -57,6 +57,9 @@ class InterruptLine:
     numa_node: int
     """-1 where the kernel does not know."""
 
+    def __str__(self) -> str:
+        return f"{self.number} ({self.handlers})"
+
     @property
     def path(self) -> str:
         """The setting of its CPUs."""

@@ -18,15 +18,15 @@ from runner.kernel.program_directory import check_owners, digest_of, files_of, r
 _BYTECODE: Final = re.compile(rf"(.*/|)__pycache__/([^/]+)\.{sys.implementation.cache_tag}\.pyc", re.DOTALL)
 
 
-def write_archive(directory: PurePosixPath, digest: str, archive: int) -> None:
-    """Write the modules in *directory*, as they were when the digest was taken, to the file in memory *archive*, and seal it.
+def write_archive(directory: PurePosixPath, digest: str, memory: int) -> None:
+    """Write the modules in *directory*, as they were when the digest was taken, to the descriptor of a file in *memory*, and seal it.
 
     Raises :exc:`~runner.base.errors.RefusedError` unless the directory has this *digest* and only root may change it.
     """
     check_owners(directory)
-    with open(archive, "wb", closefd=False) as file, ZipFile(file, "w") as modules:
-        require_digest(digest_of(_added(modules, directory)), digest, directory)
-    seal(archive)
+    with open(memory, "wb", closefd=False) as file, ZipFile(file, "w") as archive:
+        require_digest(digest_of(_added(archive, directory)), digest, directory)
+    seal(memory)
 
 
 def _added(archive: ZipFile, directory: PurePosixPath) -> Iterator[tuple[str, bytes]]:
@@ -59,6 +59,7 @@ def _add(archive: ZipFile, name: str, content: bytes) -> None:
     for above in PurePosixPath(name).parents[:-1]:
         if f"{above}/" not in archive.NameToInfo:  # by which a package without `__init__` is found
             archive.writestr(ZipInfo(f"{above}/"), b"")
-    # This program has imported what the next one will, during which its duties rest; the archive stays in memory.
+    # What this program has imported the next one imports as well, while PID 1 does nothing else: it is stored, which reads fastest.
+    # The rest, which it may import later, is compressed, because the archive takes memory for as long as the next program runs.
     imported = name.rpartition(".")[0].removesuffix("/__init__").replace("/", ".") in sys.modules
     archive.writestr(ZipInfo(name), content, ZIP_STORED if imported else ZIP_DEFLATED, compresslevel=1)

@@ -1,4 +1,4 @@
-"""The UID of the pod that a process is in, derived from the process's own cgroup path and mounts."""
+"""The UID of a pod: of the one that a process is in, from its cgroup path and mounts, and in the name of a directory of logs."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ def parse_container_uid(cgroup: str, mounted: Collection[str]) -> str | None:
 def is_container_uid(text: str) -> bool:
     """Tell whether *text* has the form of a pod's UID or of a container's id."""
     return re.fullmatch(rf"{_UID}|{_CONTAINER_ID}", text, re.ASCII) is not None
+
+
+def parse_log_directory(name: str) -> tuple[str, str] | None:
+    """Return the UID of a pod, and its namespace and name, by the *name* of the directory of its logs; ``None`` if it is none.
+
+    It is ``NAMESPACE_NAME_UID`` (``BuildPodLogsDirectory`` in ``pkg/kubelet/kuberuntime/helpers.go``).
+    """
+    match name.split("_"):
+        case [namespace, pod, pod_uid]:
+            return pod_uid, f"{namespace}/{pod}"
+        case _:
+            return None

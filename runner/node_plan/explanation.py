@@ -21,7 +21,7 @@ from runner.node_plan.device_manager import peak_devices
 from runner.node_plan.memory_manager import requested_memory
 from runner.node_plan.topology_manager import Hint, HintList, Policy
 
-SHOWN = 4
+MOST_HINTS = 4
 """Largest number of sets of NUMA nodes that a sentence lists."""
 
 
@@ -275,7 +275,7 @@ def _names(resources: Iterable[ResourceHints]) -> str:
 
 
 def _some(hints: HintList) -> str:
-    shown = itertools.islice(hints, SHOWN)
+    shown = itertools.islice(hints, MOST_HINTS)
     sets = ["any NUMA node" if hint.mask is None else _set(hint.mask) for hint in shown]
-    more = f" and {len(hints) - SHOWN} more" if len(hints) > SHOWN else ""
+    more = f" and {len(hints) - MOST_HINTS} more" if len(hints) > MOST_HINTS else ""
     return " or ".join(sets) + more

@@ -10,7 +10,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
 from runner.base.values import frozen
 from runner.controller.tune.cache_groups import CachePlan, CacheRequest, plan_cache_groups
-from runner.controller.tune.disturbances import Missing, Record, Setting, WaysBelow
+from runner.controller.tune.disturbances import Record, Setting, Unset, WaysBelow
 from runner.kernel.resctrl import Resctrl
 from runner.kernel.sysfs import read_hardware
 
@@ -24,11 +24,11 @@ class CacheTuner:
     root: Path
     resctrl: Resctrl
 
-    def plan(self, requests: tuple[CacheRequest, ...], missing: list[Missing]) -> CachePlan | None:
-        """Return the groups for *requests*; ``None`` where there can be none. What cannot be had is added to *missing*."""
+    def plan(self, requests: tuple[CacheRequest, ...], unset: list[Unset]) -> CachePlan | None:
+        """Return the groups for *requests*; ``None`` where there can be none. What cannot be had is added to *unset*."""
         if not self.resctrl.mounted():
-            missing += [
-                Missing(
+            unset += [
+                Unset(
                     "cache",
                     each.group,
                     f"cannot give instance {each.pod_uid!r} cache or memory bandwidth: resctrl is not mounted; put "
@@ -41,9 +41,9 @@ class CacheTuner:
             groups = self.resctrl.groups()
             plan = plan_cache_groups(requests, groups, self.resctrl.capabilities(), self._caches() if requests else {})
         except HostError as error:
-            missing.append(Missing("cache", RESCTRL, explain(error)))
+            unset.append(Unset("cache", RESCTRL, explain(error)))
             return None
-        missing += [Missing("cache", group, reason) for group, reason in plan.errors]
+        unset += [Unset("cache", group, reason) for group, reason in plan.errors]
         return plan
 
     def _caches(self) -> Mapping[int, CpuSet]:
@@ -66,18 +66,18 @@ class CacheTuner:
         """Write *value* to one of :meth:`shared`. Raises :class:`HostError`."""
         self.resctrl.write("", "schemata", f"L3:{setting.path.rpartition(':')[2]}={value}")
 
-    def apply(self, plan: CachePlan | None, missing: list[Missing], *, creating: bool) -> None:
-        """Remove groups, and with *creating* make them; what the kernel refuses is added to *missing*."""
+    def apply(self, plan: CachePlan | None, unset: list[Unset], *, creating: bool) -> None:
+        """Remove groups, and with *creating* make them; what the kernel refuses is added to *unset*."""
         if plan is None:
             return
         for name in plan.removed:
-            with _added_to(missing, name):
+            with _added_to(unset, name):
                 self.resctrl.remove(name)
         for name, group in plan.groups.items() if creating else ():
             has = plan.present.get(name)
             if has is not None and has.cpus == group.cpus and _contains(has.values, group.values):
                 continue
-            with _added_to(missing, name):
+            with _added_to(unset, name):
                 self.resctrl.create(name)
                 for resource, values in group.values.items():
                     line = ";".join(f"{domain}={value}" for domain, value in sorted(values.items()))
@@ -94,8 +94,8 @@ def _contains(has: Mapping[str, Mapping[int, str]], wanted: Mapping[str, Mapping
 
 
 @contextlib.contextmanager
-def _added_to(missing: list[Missing], name: str) -> Iterator[None]:
+def _added_to(unset: list[Unset], name: str) -> Iterator[None]:
     try:
         yield
     except HostError as error:
-        missing.append(Missing("cache", name, explain(error)))
+        unset.append(Unset("cache", name, explain(error)))

@@ -20,10 +20,13 @@ from typing import Literal, assert_never, get_args
 import attrs
 
 from runner.base.cpuset import CpuSet
+from runner.base.table import some
 from runner.base.values import frozen
 
 SettingKind = Literal["interrupt", "work_queue", "latency", "governor", "cache", "irqbalance", "power"]
-KINDS: tuple[SettingKind, ...] = get_args(SettingKind)
+UnsetKind = SettingKind | Literal["all"]
+"""What could not be changed; *all*: no setting of any kind."""
+UNSET_KINDS: tuple[UnsetKind, ...] = (*get_args(SettingKind), "all")
 
 
 class _ListOfCpus:
@@ -120,8 +123,11 @@ class Setting:
     begins_as: str = ""
     """The setting from which a new one takes its value: an interrupt that is new since an instance came."""
     placed: bool = False
-    """Whether other programs set it as a whole. One that has most of the CPUs that were left in it is taken for one that they
-    have taken CPUs out of or put some back into, all the same."""
+    """Whether other programs choose its whole value, as irqbalance does for an interrupt.
+
+    A value with at most half of the CPUs that were written last is then their choice, and is what will be given back. One with
+    more of them is the written value with a change, and what was there *before* gets the same change.
+    """
 
     @property
     def wanted(self) -> bool:
@@ -317,31 +323,31 @@ def format_records(records: Mapping[str, Record], boot: str) -> str:
 
 
 @frozen
-class Missing:
-    """What could not be set: its *path*, and why."""
+class Unset:
+    """A setting that could not be changed or read, and why."""
 
-    kind: SettingKind
+    kind: UnsetKind
     path: str
+    """The setting, or the pod UID or group that it is for."""
     reason: str
 
 
-SHOWN = 4
-"""Interrupts that a sentence names, and settings of one kind."""
+MOST_REASONS = 4
+"""Those of one kind of setting that are given; the others are counted."""
 
 
-def sentences(missing: Iterable[Missing], managed: Mapping[str, str], occupied: CpuSet) -> Iterator[str]:
-    """Yield why an instance's CPUs are disturbed nevertheless; *managed* are the interrupts that cannot be moved, by number."""
+def sentences(unset: Iterable[Unset], managed: Mapping[str, str], occupied: CpuSet) -> Iterator[str]:
+    """Yield why instances' CPUs are disturbed nevertheless; *managed* are the interrupts that cannot be moved, by number."""
     if managed:
-        named = ", ".join(f"{number} ({handlers})" for number, handlers in [*managed.items()][:SHOWN])
-        more = f" and {len(managed) - SHOWN} more" if len(managed) > SHOWN else ""
+        named = some(f"{number} ({handlers})" for number, handlers in managed.items())
         yield (
-            f"cannot move interrupts {named}{more} off CPUs '{occupied}': the kernel manages them for the drivers; boot "
+            f"cannot move interrupts {named} off CPUs '{occupied}': the kernel manages them for the drivers; boot "
             f"with `isolcpus=managed_irq,{occupied}`"
         )
-    reasons: dict[SettingKind, list[str]] = {}
-    for each in missing:
+    reasons: dict[UnsetKind, list[str]] = {}
+    for each in unset:
         reasons.setdefault(each.kind, []).append(each.reason)
     for kind, several in reasons.items():
-        yield from several[:SHOWN]
-        if len(several) > SHOWN:
-            yield f"{len(several) - SHOWN} more settings could not be changed kind={kind}"
+        yield from several[:MOST_REASONS]
+        if len(several) > MOST_REASONS:
+            yield f"{len(several) - MOST_REASONS} more settings could not be changed kind={kind}"

@@ -29,11 +29,11 @@ from runner.controller.tune.disturbances import (
     Added,
     AwayFrom,
     Fixed,
-    Missing,
     Record,
     Setting,
     SettingChange,
     SettingKind,
+    Unset,
     decide,
     format_records,
     parse_records,
@@ -104,17 +104,17 @@ class HostTuner:
         """Bring the settings to what *instances* need, by pod UID. Raises :class:`HostError`, ``OSError`` and ``ValueError``."""
         machine = read_online_cpus(self.sys)
         occupied = CpuSet(cpu for each in instances.values() for cpu in each.cpus)
-        records, missing = self._records(), list[Missing]()
+        records, unset = self._records(), list[Unset]()
         if occupied and (error := self.host.error()):
-            missing.append(Missing("interrupt", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
+            unset.append(Unset("all", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
         irqbalance = find_irqbalance(self.procfs)
-        plan = self.caches.plan(self._cache_requests(instances, missing), missing)
+        plan = self.caches.plan(self._cache_requests(instances, unset), unset)
         settings = [
             *self._interrupts(occupied if self.options.interrupts else CpuSet(), machine.online),
             *self._work_queues(occupied if self.options.work_queues else CpuSet(), machine.online, records),
-            *self._latencies(instances, machine.present, records, missing),
+            *self._latencies(instances, machine.present, records, unset),
             *self._device_power(instances, records),
-            *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), missing),
+            *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), unset),
             *self.caches.shared(plan, records),
         ]
         found = {setting.path for setting in settings}
@@ -132,26 +132,26 @@ class HostTuner:
             except HostError as error:  # nothing is taken that could not be given back
                 recordable = False
                 reason = f"the machine's settings stay as they are: {explain(error)}"
-                missing.append(Missing("interrupt", str(self.store), reason))
+                unset.append(Unset("all", str(self.store), reason))
                 decision = decide(settings, records, lasting, recordable=recordable)
         managed: dict[str, str] = {}
         refused = [
-            change.setting.path for change in decision.changes if not self._write(change, irqbalance, managed, missing)
+            change.setting.path for change in decision.changes if not self._write(change, irqbalance, managed, unset)
         ]
-        self.caches.apply(plan, missing, creating=recordable)
+        self.caches.apply(plan, unset, creating=recordable)
         self._follow_up(recorded, settled(decision, refused, late=[_IRQBALANCE]))
-        kinds = Counter[str]([each.kind for each in missing] + ["interrupt"] * len(managed))
-        return Tuned(tuple(sentences(missing, managed, occupied)), kinds, self._missing_by_pod(instances, missing))
+        kinds = Counter[str]([each.kind for each in unset] + ["interrupt"] * len(managed))
+        return Tuned(tuple(sentences(unset, managed, occupied)), kinds, self._unset_by_pod(instances, unset))
 
-    def _missing_by_pod(
-        self, instances: Mapping[str, TunedInstance], missing: list[Missing]
+    def _unset_by_pod(
+        self, instances: Mapping[str, TunedInstance], unset: list[Unset]
     ) -> Mapping[str, tuple[str, ...]]:
-        """Return pod UID → what of *missing* is its own, if anything is."""
+        """Return pod UID → what of *unset* is its own, if anything is."""
         found = {}
-        for pod_uid, instance in instances.items() if missing else ():
+        for pod_uid, instance in instances.items() if unset else ():
             own = {pod_uid, instance_group(pod_uid), RESCTRL, *map(d3cold_path, instance.tuning.devices)}
             own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
-            if reasons := tuple(each.reason for each in missing if each.path in own):
+            if reasons := tuple(each.reason for each in unset if each.path in own):
                 found[pod_uid] = reasons
         return found
 
@@ -185,7 +185,7 @@ class HostTuner:
         instances: Mapping[str, TunedInstance],
         present: CpuSet,
         records: Mapping[str, Record],
-        missing: list[Missing],
+        unset: list[Unset],
     ) -> Iterator[Setting]:
         low = {
             cpu: pod_uid
@@ -194,8 +194,8 @@ class HostTuner:
             for cpu in each.cpus
         }
         refused = {each for each in instances if instances[each].tuning.latency == "low"} - {*low.values()}
-        missing += [
-            Missing("latency", pod_uid, f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it")
+        unset += [
+            Unset("latency", pod_uid, f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it")
             for pod_uid in sorted(refused)
         ]
         wanted: dict[str, tuple[SettingKind, str | None]] = {}
@@ -214,7 +214,7 @@ class HostTuner:
             if current is not None:
                 yield Setting(path, kind, current, Fixed(target))
             elif target is not None and kind == "latency":  # a machine may have no driver for frequencies
-                missing.append(Missing(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
+                unset.append(Unset(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
 
     def _device_power(self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record]) -> Iterator[Setting]:
         """Yield the power of the devices that instances have: some GPUs answer with ones after D3cold.
@@ -232,21 +232,19 @@ class HostTuner:
             if current is not None:  # without power management there is no such setting, and no device loses its power
                 yield Setting(path, "power", current, Fixed("0" if path in held else None))
 
-    def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, missing: list[Missing]) -> Iterator[Setting]:
+    def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, unset: list[Unset]) -> Iterator[Setting]:
         if irqbalance is None:
             return
         try:
             banned = irqbalance.banned()
         except HostError as error:
             if occupied:
-                missing.append(Missing("irqbalance", _IRQBALANCE, f"it may move interrupts back: {explain(error)}"))
+                unset.append(Unset("irqbalance", _IRQBALANCE, f"it may move interrupts back: {explain(error)}"))
             return
         owner = str(irqbalance.pid)
         yield Setting(_IRQBALANCE, "irqbalance", str(banned), Added(occupied), owner)
 
-    def _cache_requests(
-        self, instances: Mapping[str, TunedInstance], missing: list[Missing]
-    ) -> tuple[CacheRequest, ...]:
+    def _cache_requests(self, instances: Mapping[str, TunedInstance], unset: list[Unset]) -> tuple[CacheRequest, ...]:
         requests = tuple(
             CacheRequest(pod_uid, each.cpus, each.tuning)
             for pod_uid, each in instances.items()
@@ -254,14 +252,14 @@ class HostTuner:
         )
         if self.options.caches:
             return requests
-        missing += [
-            Missing("cache", each.group, f"cannot give instance {each.pod_uid!r} cache: --no-cache-groups forbids it")
+        unset += [
+            Unset("cache", each.group, f"cannot give instance {each.pod_uid!r} cache: --no-cache-groups forbids it")
             for each in requests
         ]
         return ()
 
     def _write(
-        self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], missing: list[Missing]
+        self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], unset: list[Unset]
     ) -> bool:
         """Write a value; return whether it is in force, or there is nothing to be given back."""
         setting = change.setting
@@ -282,9 +280,9 @@ class HostTuner:
                 if effective is None or not effective <= CpuSet.parse(change.value):
                     managed[number] = setting.owner
             else:
-                missing.append(Missing(setting.kind, setting.path, explain(error)))
+                unset.append(Unset(setting.kind, setting.path, explain(error)))
         except HostError as error:
-            missing.append(Missing(setting.kind, setting.path, explain(error)))
+            unset.append(Unset(setting.kind, setting.path, explain(error)))
         else:
             log.debug(ControllerEvent.SETTING_WRITTEN, f"/{setting.path}", change.value, setting.current)
             return True
@@ -327,7 +325,7 @@ def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
     """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them.
 
     Pods see the directory of *old*. Raises :class:`HostError` where a process has leased *old*: without what it records,
-    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other failures are logged.
+    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other unset are logged.
     """
     try:
         Path(store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.kubelet.pod_cgroups import INSTANCE_NAME
 
-LatencyChoice = Literal["default", "low"]
+Latency = Literal["default", "low"]
 MOST_WAYS = 32
 """``cbm_mask`` has at most 32 bits (``arch/x86/kernel/cpu/resctrl``)."""
 MOST_DEVICES = 256
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 class Tuning:
     """What an instance asks for; by default nothing."""
 
-    latency: LatencyChoice = "default"
+    latency: Latency = "default"
     """``low``: its CPUs wake up at once and keep their highest frequency."""
     cache_ways: int | None = None
     """Ways of each L3 cache of its CPUs that nothing else fills."""
@@ -45,7 +45,7 @@ class Tuning:
         if not isinstance(value, dict) or not set(value) <= set(_KEYS):
             raise ValueError(f"{value!r} is no object with {', '.join(_KEYS)}")
         latency = value.get("latency", "default")
-        if latency not in get_args(LatencyChoice):
+        if latency not in get_args(Latency):
             raise ValueError(f"latency {latency!r} is neither 'default' nor 'low'")
         ways, bandwidth = value.get("cache_ways"), value.get("memory_bandwidth")
         return cls(
@@ -104,7 +104,7 @@ class Tuned:
     reasons: tuple[str, ...] = ()
     """Why instances' CPUs are disturbed nevertheless."""
     settings: Mapping[str, int] = attrs.field(factory=dict)
-    """:data:`~runner.controller.tune.disturbances.SettingKind` → how many could not be changed."""
+    """:data:`~runner.controller.tune.disturbances.UnsetKind` → how many could not be changed."""
     missing: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     """Pod UID → what of its tuning cannot be had, and why; only pods that miss any."""
     made: bool = True
@@ -113,7 +113,7 @@ class Tuned:
     @classmethod
     def not_made(cls, reason: str) -> Self:
         """Return what there is to say of a pass that was not made."""
-        return cls((f"the machine's settings stay as they are: {reason}",), {"interrupt": 1}, made=False)
+        return cls((f"the machine's settings stay as they are: {reason}",), {"all": 1}, made=False)
 
     def to_json(self) -> bytes:
         """Return the line of which :meth:`parse` reads the value."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 
 from runner.kernel import files
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan
-from runner.plan.instance import InstancePlan
 
 
 @contextmanager
-def opened_disks(plan: InstancePlan) -> Iterator[dict[str, int]]:
-    """Hold descriptors of every file of every disk, by the names of its block nodes."""
+def opened_disks(disks: Iterable[DiskPlan], directory: PurePosixPath) -> Iterator[dict[str, int]]:
+    """Hold descriptors of every file of *disks*, by the names of their block nodes."""
     with ExitStack() as held:
         numbers: dict[str, int] = {}
-        for disk in plan.machine.disks:
-            numbers |= held.enter_context(opened(disk, plan.state_directory))
+        for disk in disks:
+            numbers |= held.enter_context(opened(disk, directory))
         yield numbers
 
 

@@ -79,8 +79,8 @@ def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
         numbers = {name: file(found) for name, found in named.items() if found is not None}
         if machine.firmware_vars is not None:
             numbers["firmware-vars"] = held.enter_context(_variables(machine.firmware_vars))
-        numbers |= held.enter_context(optional_parts.SEED.held(plan, plan))
-        numbers |= held.enter_context(optional_parts.DISKS.held(plan, plan))
+        numbers |= held.enter_context(optional_parts.SEED.held(plan, machine))
+        numbers |= held.enter_context(optional_parts.DISKS.held(plan, machine.disks, plan.state_directory))
         devices = held.enter_context(optional_parts.DEVICES.held(plan, machine.passthrough))
         vsock = machine.guest.vsock
         vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))

@@ -27,7 +27,7 @@ _PANIC_LINE = re.compile(rb"(?:<[0-7]>)?(?:\[ *[0-9]+\.[0-9]+\])?(?:\[ *[TC][0-9
 
 A log that the guest prints on its console has other words before it.
 """
-_SHOWN = 200
+_MOST_CHARACTERS = 200
 """Characters of that line that are reported."""
 
 Search = Callable[[re.Pattern[str], list[bytes], float], bool | None]
@@ -67,7 +67,7 @@ class ConsoleWatch:
         self._line = lines[-1]
         for line in lines[:-1]:  # whole, because it is reported
             if _PANIC_LINE.match(line):
-                self.panicked(escaped(line.rstrip(b"\r").decode(errors="replace"))[:_SHOWN])
+                self.panicked(escaped(line.rstrip(b"\r").decode(errors="replace"))[:_MOST_CHARACTERS])
         if self.pattern is not None and self.search is not None:
             self._search(self.search, self.pattern, lines)
 

@@ -74,10 +74,10 @@ def losses(release: str) -> list[Judgement]:
     return list(kernel.judge_kernel(release))
 
 
-def hugepages(near: str, *free: int, asked: int | None = None) -> Judgement:
+def hugepages(near: str, *free: int, asked: int | None = None) -> list[Judgement]:
     nodes = tuple(NumaNode(i, 1 << 30, (10,) * len(free), (HugepagePool(2 << 20, 4, n),)) for i, n in enumerate(free))
     hardware = Hardware(tuple(Cpu(i, i, 0, 0, i) for i in range(len(free))), nodes)
-    return next(kernel.judge_hugepages(hardware, CpuSet.parse(near), asked))
+    return list(kernel.judge_hugepages(hardware, CpuSet.parse(near), asked))
 
 
 def controller(answer: object, place: Place = POD, placement: str = "auto") -> Judgement:
@@ -128,11 +128,11 @@ CASES: list[tuple[Judgement, Level, str]] = [
     (kernel.judge_transparent_hugepages("never"), WARNING, "never"),
     (kernel.judge_transparent_hugepages(""), UNKNOWN, "does not say"),
     (next(kernel.judge_hugepages(HYBRID, SOME, None)), OK, "none are reserved"),
-    (hugepages("0", 3, 0), OK, "2MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
-    (hugepages("1", 3, 0), WARNING, "none of 2MiB is free on NUMA node 1"),
-    (hugepages("1", 3, 0, asked=2 << 20), WARNING, "none of 2MiB is free on NUMA node 1"),
-    (hugepages("", 3, 0, asked=2 << 20), OK, "2MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
-    (hugepages("0", 3, 0, asked=1 << 30), WARNING, "none of 1GiB is free on NUMA node 0"),
+    (hugepages("0", 3, 0)[0], OK, "2MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
+    (hugepages("1", 3, 0)[0], WARNING, "none of 2MiB is free on NUMA node 1"),
+    (hugepages("1", 3, 0, asked=2 << 20)[0], WARNING, "none of 2MiB is free on NUMA node 1"),
+    (hugepages("", 3, 0, asked=2 << 20)[0], OK, "2MiB: 3 of 4 free on NUMA node 0, 0 of 4 free on NUMA node 1"),
+    (hugepages("0", 3, 0, asked=1 << 30)[0], WARNING, "none of 1GiB is free on NUMA node 0"),
     (kernel.judge_numa_balancing("1", 1), OK, "one NUMA node"),
     (kernel.judge_numa_balancing("0", 2), OK, "off"),
     (kernel.judge_numa_balancing("", 2), OK, "off"),
@@ -367,4 +367,17 @@ def test_json_has_every_judgement_in_order() -> None:
 
 
 def test_the_remedy_for_missing_huge_pages_names_the_state_file_that_a_kubelet_would_not_start_with() -> None:
-    assert "memory_manager_state" in hugepages("1", 3, 0).remedy
+    assert "memory_manager_state" in hugepages("1", 3, 0)[0].remedy
+
+
+def test_a_remedy_is_for_all_that_were_found() -> None:
+    slices = [CpuNeighbour(f"{name}.slice", ALL) for name in ("system", "user")]
+    assert cpus.judge_neighbours(slices[:1], SOME, CpuSet([0])).remedy.startswith(
+        "systemctl set-property --runtime system.slice AllowedCPUs=0, and"
+    )
+    assert cpus.judge_neighbours(slices, SOME, CpuSet([0])).remedy.startswith(
+        "for i in system.slice user.slice; do systemctl set-property --runtime $i AllowedCPUs=0; done, and"
+    )
+    several = cpus.judge_interrupts([interrupt(i, "nvme", SOME) for i in (8, 9)], SOME, ALL)
+    assert "for i in 8 9; do echo 0-1,4-7 > /proc/irq/$i/smp_affinity_list; done" in several.remedy
+    assert [each.found.partition(" (")[0][-11:] for each in hugepages("0-1", 0, 0)] == ["NUMA node 0", "NUMA node 1"]

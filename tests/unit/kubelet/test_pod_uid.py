@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.kubelet.pod_uid import is_container_uid, parse_container_uid, parse_pod_uid
+from runner.kubelet.pod_uid import is_container_uid, parse_container_uid, parse_log_directory, parse_pod_uid
 
 UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 DASHED = UID.replace("-", "_")
@@ -44,3 +44,8 @@ def test_the_pod_uid_or_the_container_id_is_found(cgroup: str, roots: list[str],
     assert parse_container_uid(cgroup, roots) == expected
     assert parse_pod_uid(cgroup, roots) == (None if expected == ID else expected)
     assert expected is None or is_container_uid(expected)
+
+
+def test_the_directory_of_a_pods_logs_has_its_name() -> None:
+    assert parse_log_directory(f"prod_web-1_{UID}") == (UID, "prod/web-1")
+    assert parse_log_directory("lost+found") is None
