@@ -7,23 +7,23 @@ import argparse
 from runner.cli.events_table import events_markdown
 from runner.cli.spec_table import spec_markdown
 
-PAGES = {"instance-runner-spec.md": spec_markdown, "instance-runner-events.md": events_markdown}
+DOCUMENTS = {"instance-runner-spec.md": spec_markdown, "instance-runner-events.md": events_markdown}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give *parser* what this command takes."""
     parser.epilog = "example: instance-runner manual instance-runner-events.md"
     parser.add_argument(
-        "page",
+        "document",
         nargs="?",
-        choices=tuple(PAGES),
+        choices=tuple(DOCUMENTS),
         default="instance-runner-spec.md",
-        metavar="PAGE",
+        metavar="DOCUMENT",
         help="which of %(choices)s (default: %(default)s)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the page, in Markdown."""
-    print(PAGES[arguments.page](), end="")
+    """Print the document, in Markdown."""
+    print(DOCUMENTS[arguments.document](), end="")
     return 0

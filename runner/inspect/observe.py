@@ -282,7 +282,8 @@ async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, objec
 def _pod_names(pod_logs: Path | None) -> Mapping[str, str]:
     """Return pod UID → namespace and name, by the directories in *pod_logs*."""
     try:
-        return {} if pod_logs is None else dict(filter(None, map(parse_log_directory, os.listdir(pod_logs))))
+        names = () if pod_logs is None else os.listdir(pod_logs)  # noqa: PTH208 - names only
+        return dict(filter(None, map(parse_log_directory, names)))
     except OSError:  # no kubelet's node
         return {}
 

@@ -1,7 +1,7 @@
 """The schema of a spec, the document that describes one instance: its tables, keys, defaults and meanings.
 
-Each class is a table and each attribute a key of it. ``doc=`` is user documentation: ``examples/SPEC.md`` and the manual
-page are generated from it. A key that takes one of a few words has the type ``Literal`` of these words.
+Each class is a table and each attribute a key of it. ``doc=`` is user documentation, of which ``examples/SPEC.md`` is
+generated. A key that takes one of a few words has the type ``Literal`` of these words.
 """
 
 from __future__ import annotations
