@@ -7,6 +7,8 @@ The words may change.
 
 from __future__ import annotations
 
+import re
+
 
 class Event:
     """The template of a message: *words*, then the *fields*, ``pid=%d version=%s``, which JSON has apart.
@@ -25,6 +27,11 @@ class Event:
     def __set_name__(self, table: type, name: str) -> None:
         self.key = name.lower()
         """The name for programs."""
+
+    def place_of_more(self) -> int:
+        """Return the index among the arguments of what a rate limit says."""
+        before, _, _ = re.split(r"(?<=[a-z])(%s)", self.words, maxsplit=1)
+        return len(re.findall(r"%[.0-9]*[a-z]", before))
 
     def __str__(self) -> str:
         return f"{self.words} {self.fields}" if self.fields else self.words

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
 import attrs
 import trio
 
-from runner.base.events import SharedEvent
+from runner.base.events import Event, SharedEvent
 from runner.base.values import define, frozen
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,13 @@ MOST_PEERS = 64
 """Peers that are told apart at a time; the others are one peer, so that no number of peers fills the log or the memory."""
 
 _OTHERS = "others"
+
+
+class LogMethod(Protocol):
+    """A method of a logger, such as ``log.warning``."""
+
+    def __call__(self, msg: object, /, *args: object) -> None:
+        """Log *msg* with *args*."""
 
 
 @define
@@ -35,11 +43,16 @@ class LogRateLimit:
 
     Example::
 
-        if (more := limit.due("reset")) is not None:
-            log.info(InstanceEvent.GUEST_RESET, more, reason)
+        limit.log(log.info, InstanceEvent.GUEST_RESET, reason)
     """
 
     _reported: dict[tuple[str, object], _Reported] = attrs.field(factory=dict)
+
+    def log(self, write: LogMethod, event: Event, *args: object, kind: str = "", peer: object = "") -> None:
+        """Log *event* with *args* by *write*, unless it is to be left out; by default its name is its *kind*."""
+        if (more := self.due(kind or event.key, peer)) is not None:
+            at = event.place_of_more()
+            write(event, *args[:at], more, *args[at:])
 
     def due(self, kind: str, peer: object = "") -> str | None:
         """Return ``None`` if the message is to be left out, else what it says of those left out before it, mostly nothing."""

@@ -326,9 +326,8 @@ async def serve_connections(
                 await serve(connection, accepted_at)
             except OSError as error:
                 log.debug(SharedEvent.CONNECTION_LOST, explain(error))
-            except Exception:
-                if (more := limit.due("connection bug")) is not None:
-                    log.exception(SharedEvent.CONNECTION_BUG, more)
+            except Exception:  # noqa: BLE001 - logged with its traceback
+                limit.log(log.exception, SharedEvent.CONNECTION_BUG)
 
     try:
         async with trio.open_nursery() as nursery:

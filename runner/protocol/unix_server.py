@@ -162,8 +162,7 @@ class UnixServer:
                 raise
             await self._refuse(connection, self._short(error))
         except HostError as error:
-            if (more := self._log_limit.due("connection ended", key)) is not None:
-                log.warning(SharedEvent.CONNECTION_ENDED, more, explain(error))
+            self._log_limit.log(log.warning, SharedEvent.CONNECTION_ENDED, explain(error), peer=key)
 
     def _short(self, error: OSError) -> RpcError:
         """Return the error for a client that cannot be served at the moment, as this process has no descriptor or memory left."""
@@ -235,8 +234,7 @@ class UnixServer:
                 except Exception as error:
                     if isinstance(error, OSError) and error.errno in SHORT:
                         raise self._short(error) from error
-                    if (more := self._log_limit.due("method failed", client.key)) is not None:
-                        log.exception(SharedEvent.METHOD_BUG, more, method)
+                    self._log_limit.log(log.exception, SharedEvent.METHOD_BUG, method, peer=client.key)
                     raise RpcError(INTERNAL_ERROR, "Internal error") from error
 
         async with client.turn:
@@ -247,8 +245,7 @@ class UnixServer:
         try:
             await self._send(client.connection, reply)
         except HostError as error:  # of a descriptor: nothing was sent yet
-            if (more := self._log_limit.due("unsent", client.key)) is not None:
-                log.warning(SharedEvent.DESCRIPTORS_UNSENT, more, explain(error))
+            self._log_limit.log(log.warning, SharedEvent.DESCRIPTORS_UNSENT, explain(error), peer=client.key)
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
             if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
                 # It said to wait for the end of what is in a group, and that has come.

@@ -159,8 +159,8 @@ async def test_a_guest_can_neither_flood_the_log_nor_forge_a_line_of_it(
     for words, most in [("was reset", 1), ("was not fed", 1), ("the guest agent", 2), ("has failed to", MOST_PEERS)]:
         assert 1 <= sum(words in line and "left out" not in line for line in lines) <= most, words
     left = {str(record.args[0]): record.args[2] for record in caplog.records if is_left_out(record)}
-    assert left["reset"] == left["watchdog"] == 499
-    assert left["guest agent"] == 249
+    assert left["guest_reset"] == left["guest_watchdog_expired"] == 499
+    assert left["guest_agent_connected"] == left["guest_agent_disconnected"] == 249
     counts = [record.args[2] for record in caplog.records if is_left_out(record) and record.args[0] == "disk write"]
     assert sum(counts) + sum("has failed to" in line for line in lines) == 500
 

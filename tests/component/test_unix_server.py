@@ -227,7 +227,7 @@ async def test_a_bug_is_an_internal_error_and_reported_once_to_each_peer(
     assert [record.args[1] for record in failed if isinstance(record.args, tuple)] == ["fail 0"] * 2
     assert all(record.exc_info for record in failed)
     rest = [record.getMessage() for record in caplog.records if record.name == "runner.base.rate_limit"]
-    assert rest == [f"left out of this log kind=method failed peer={key} count=99" for key in (1, 2)]
+    assert rest == [f"left out of this log kind=method_bug peer={key} count=99" for key in (1, 2)]
 
 
 async def test_a_peer_replaces_no_connection_of_a_peer_with_as_few(tmp_path: Path) -> None:

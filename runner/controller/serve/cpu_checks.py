@@ -79,8 +79,7 @@ def check_holders(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, handover: fl
                 holder=other,
             )
         # Without a kubelet nothing reports the end of an instance; an empty one yields to another that wants its CPUs.
-        if (more := loop.log_limit.due("gives way", pod_uid)) is not None:
-            log.info(ControllerEvent.EMPTY_INSTANCE_REMOVED, more, other, pod_uid)
+        loop.log_limit.log(log.info, ControllerEvent.EMPTY_INSTANCE_REMOVED, other, pod_uid, peer=pod_uid)
         loop.tree.unseal(loop.tree.vcpus_of(other))
         loop.tree.vcpus_of(other).remove()
         observed = loop.observe()

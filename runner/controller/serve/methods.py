@@ -139,8 +139,14 @@ class RpcMethods:
     def _pending(self, refusal: HandoverPendingError) -> RpcError:
         """Return the error with which a runner gets the descriptor that reports the end that it waits for."""
         for each in refusal.pending:
-            if (more := self.log_limit.due("waits", each.pod_uid)) is not None:
-                log.info(ControllerEvent.INSTANCE_WAITS_FOR_ANOTHER, more, each.pod_uid, each.cpus, each.holder)
+            self.log_limit.log(
+                log.info,
+                ControllerEvent.INSTANCE_WAITS_FOR_ANOTHER,
+                each.pod_uid,
+                each.cpus,
+                each.holder,
+                peer=each.pod_uid,
+            )
         events = (self.callers.tree.vcpus_of(refusal.holder), "cgroup.events")
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values}, (events,))
 
@@ -150,8 +156,15 @@ class RpcMethods:
             key = self.callers.key(identify)
         except PeerError:  # it has ended
             key = 0
-        if (more := self.log_limit.due(f"refused: {refusal.reason}", key)) is not None:
-            log.warning(ControllerEvent.REQUEST_REFUSED, more, method, refusal.reason, str(refusal))
+        self.log_limit.log(
+            log.warning,
+            ControllerEvent.REQUEST_REFUSED,
+            method,
+            refusal.reason,
+            str(refusal),
+            kind=f"refused: {refusal.reason}",
+            peer=key,
+        )
         return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
 
 
@@ -184,6 +197,5 @@ async def _tune(callers: Callers, loop: ReconcileLoop, host: TuningPasses, reque
     loop.tree.domain(pod_uid).set_attribute(TUNING, tuning.to_json())
     loop.observe()
     missing = await host.tune_instance(pod_uid)
-    if (more := loop.log_limit.due("tuned", pod_uid)) is not None:
-        log.info(ControllerEvent.INSTANCE_TUNED, more, pod_uid, tuning.to_json())
+    loop.log_limit.log(log.info, ControllerEvent.INSTANCE_TUNED, pod_uid, tuning.to_json(), peer=pod_uid)
     return RpcResult({"missing": list(missing)})

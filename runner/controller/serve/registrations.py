@@ -145,8 +145,9 @@ class Registrations:
                 identity.HOST, f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}", lasting=True
             )
         what = "found" if existed else "registered"
-        if (more := self.loop.log_limit.due(what, pod_uid)) is not None:
-            log.info(ControllerEvent.INSTANCE_REGISTERED, what, more, pod_uid, asked)
+        self.loop.log_limit.log(
+            log.info, ControllerEvent.INSTANCE_REGISTERED, what, pod_uid, asked, kind=what, peer=pod_uid
+        )
         domain = tree.domain(pod_uid)
         control_files = [(float_cgroup, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
@@ -178,11 +179,9 @@ class Registrations:
                 return
             try:
                 self.loop.tree.float_of(pod_uid).admit(pid)
-                if (more := limit.due("kernel thread moved", pod_uid)) is not None:
-                    log.info(ControllerEvent.KERNEL_THREAD_MOVED, more, pid)
+                limit.log(log.info, ControllerEvent.KERNEL_THREAD_MOVED, pid, peer=pod_uid)
             except CgroupError as error:
-                if (more := limit.due("kernel thread stays", pod_uid)) is not None:
-                    log.warning(ControllerEvent.KERNEL_THREAD_NOT_MOVED, more, pid, explain(error))
+                limit.log(log.warning, ControllerEvent.KERNEL_THREAD_NOT_MOVED, pid, explain(error), peer=pod_uid)
 
         await self.callers.look_at_each(own.each_process(), self.callers.peer(request.identify), move)
 
@@ -204,7 +203,6 @@ class Registrations:
                 "them to the pod's cgroup",
                 lasting=True,
             )
-        if (more := self.loop.log_limit.due("deregistered", pod_uid)) is not None:
-            log.info(ControllerEvent.INSTANCE_DEREGISTERED, more, pod_uid)
+        self.loop.log_limit.log(log.info, ControllerEvent.INSTANCE_DEREGISTERED, pod_uid, peer=pod_uid)
         self.loop.pass_over({})
         return RpcResult({"removed": True})

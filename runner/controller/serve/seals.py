@@ -60,8 +60,9 @@ class Seals:
                 f"cannot keep all others off the CPUs of instance {request.pod_uid!r}: {reason}; --partitions auto goes on without",
                 lasting=True,
             )
-        if (more := self.loop.log_limit.due("arranged", request.pod_uid)) is not None:
-            log.warning(ControllerEvent.INSTANCE_NOT_SEALED, more, request.pod_uid, reason)
+        self.loop.log_limit.log(
+            log.warning, ControllerEvent.INSTANCE_NOT_SEALED, request.pod_uid, reason, peer=request.pod_uid
+        )
         return RpcResult({"guarantee": "arranged", "reason": reason})
 
     async def unseal(self, request: RpcRequest) -> RpcResult:

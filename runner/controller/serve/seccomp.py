@@ -48,8 +48,7 @@ class SeccompCheck:
             return
         if self.required:
             raise RequestRefusedError(identity.HOST, f"cannot register instance {pod_uid!r}: {_SENTENCE}", lasting=True)
-        if (more := self.log_limit.due("without seccomp", pod_uid)) is not None:
-            log.warning(ControllerEvent.INSTANCE_WITHOUT_SECCOMP, more, pod_uid, _SENTENCE)
+        self.log_limit.log(log.warning, ControllerEvent.INSTANCE_WITHOUT_SECCOMP, pod_uid, _SENTENCE, peer=pod_uid)
 
     def without(self, pod_uids: Collection[str]) -> frozenset[str]:
         """Return those of *pod_uids* that may, as far as their first processes in the tree show."""

@@ -208,10 +208,10 @@ class ReconcileLoop:
         self._changed = False
         with contextlib.suppress(CgroupError):  # the pass has said so
             self.held.hold(self.tree.reachable())
-        if (leased := self.held.leased) and (more := self.log_limit.due("leased")) is not None:
-            log.error(ControllerEvent.CGROUP_FILES_LEASED, more, len(leased), min(leased))
-        if self.held.error and (more := self.log_limit.due("not held")) is not None:
-            log.warning(ControllerEvent.CGROUP_FILES_NOT_HELD, more, self.held.error)
+        if leased := self.held.leased:
+            self.log_limit.log(log.error, ControllerEvent.CGROUP_FILES_LEASED, len(leased), min(leased))
+        if self.held.error:
+            self.log_limit.log(log.warning, ControllerEvent.CGROUP_FILES_NOT_HELD, self.held.error)
 
     def _pass(
         self,
@@ -358,8 +358,7 @@ class ReconcileLoop:
             self.error = "; ".join(fault.reason for fault in faults if not fault.unlimited)
         except HostError as error:
             self.error = explain(error)
-            if (more := self.log_limit.due("pass failed")) is not None:
-                log.error(ControllerEvent.PASS_FAILED, more, self.error)  # noqa: TRY400  # the sentence is enough
+            self.log_limit.log(log.error, ControllerEvent.PASS_FAILED, self.error)
             self.counters.passes["faulty"] += 1
         watches.watch_tree(self.observed, self._followed)
         passed, self._passed = self._passed, trio.Event()

@@ -59,8 +59,8 @@ class PassLog:
                 continue
             if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
                 log.warning(ControllerEvent.LIMIT_MISSING, fault.group, fault.reason)
-            elif (more := self.limit.due("fault", fault.group)) is not None:
-                log.error(ControllerEvent.GROUP_FAILED, more, fault.group, fault.reason)
+            else:
+                self.limit.log(log.error, ControllerEvent.GROUP_FAILED, fault.group, fault.reason, peer=fault.group)
         self.faults = faults
 
     def add_oom_kills(self, observed: Observed) -> None:
@@ -71,8 +71,9 @@ class PassLog:
             ended = 0 if before is None else domain.oom_kills - before.get(pod_uid, 0)
             if ended > 0:
                 self.counters.oom_kills += ended
-                if (more := self.limit.due("out of memory", pod_uid)) is not None:
-                    log.warning(ControllerEvent.OUT_OF_MEMORY, more, pod_uid, ended, domain.memory_max)
+                self.limit.log(
+                    log.warning, ControllerEvent.OUT_OF_MEMORY, pod_uid, ended, domain.memory_max, peer=pod_uid
+                )
 
     def add_actions(self, actions: Iterable[Action], observed: Observed, granted: Collection[str]) -> None:
         """Log *actions* that have changed *observed*, but for the CPUs of the pods *granted*; count repairs and removals."""
@@ -101,7 +102,5 @@ class PassLog:
         repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
         self.counters.repairs += repaired
         what = "sealed" if isinstance(action, Seal) else "unsealed"
-        if (more := self.limit.due(what, action.group)) is not None:
-            level = logging.WARNING if repaired else logging.INFO
-            pod_uid = group_uid(action.group)
-            log.log(level, ControllerEvent.INSTANCE_SEAL_CHANGED, what, more, pod_uid, found.partition)
+        write, event = log.warning if repaired else log.info, ControllerEvent.INSTANCE_SEAL_CHANGED
+        self.limit.log(write, event, what, group_uid(action.group), found.partition, kind=what, peer=action.group)

@@ -111,8 +111,8 @@ class Watches:
             watch = self.queue.watch(path, mask)
         except HostError as error:
             missing = isinstance(error.__cause__, FileNotFoundError)  # not there yet; the next pass tries again
-            if not missing and (more := self.log_limit.due("not watched")) is not None:
-                log.warning(ControllerEvent.CHANGES_SEEN_LATE, more, explain(error))
+            if not missing:
+                self.log_limit.log(log.warning, ControllerEvent.CHANGES_SEEN_LATE, explain(error))
             return None
         if watch not in self._watches:
             self._watches.add(watch)

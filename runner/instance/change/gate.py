@@ -110,8 +110,7 @@ class StopRequest:
     def ask(self, reason: str) -> None:
         """Ask to stop."""
         if self._event.is_set():
-            if (more := self.log_limit.due("asked to stop again")) is not None:
-                log.info(InstanceEvent.STOP_REQUESTED_AGAIN, more, reason)
+            self.log_limit.log(log.info, InstanceEvent.STOP_REQUESTED_AGAIN, reason)
             return
         log.info(InstanceEvent.STOP_REQUESTED, reason)
         self.reason = reason

@@ -121,10 +121,9 @@ class Console:
     def _report_log_file(self, missing: int) -> None:
         """Log that the log file cannot be written, or can be again; output is *missing* in it then."""
         if (error := self._log_file.error) is not None:
-            if (more := self._log_limit.due("console log fails")) is not None:
-                log.warning(InstanceEvent.CONSOLE_LOG_GIVEN_UP, more, error)
-        elif (more := self._log_limit.due("console log goes on")) is not None:
-            log.info(InstanceEvent.CONSOLE_LOG_GOES_ON, more, missing)
+            self._log_limit.log(log.warning, InstanceEvent.CONSOLE_LOG_GIVEN_UP, error)
+        else:
+            self._log_limit.log(log.info, InstanceEvent.CONSOLE_LOG_GOES_ON, missing)
 
     async def accept(self, listener: Socket) -> None:
         """Serve the clients that connect; runs until cancelled, asleep while none does."""
@@ -137,8 +136,7 @@ class Console:
             if request is None:
                 return
             if not may_attach(connection, accepted_at):
-                if (more := self._log_limit.due("console client refused")) is not None:
-                    log.warning(InstanceEvent.CONSOLE_CLIENT_REFUSED, more)
+                self._log_limit.log(log.warning, InstanceEvent.CONSOLE_CLIENT_REFUSED)
                 output.write(
                     _line(error="only root in the instance's own PID namespace may attach; use `kubectl exec`")
                 )
@@ -198,9 +196,7 @@ class Console:
                 end.register(connection.fileno(), select.EPOLLRDHUP)
                 await trio.lowlevel.wait_readable(end.fileno())
         except OSError as error:  # there is no descriptor, and the rest of this program needs them more
-            if (more := self._log_limit.due("console client detached")) is not None:
-                reason = error.strerror
-                log.warning(InstanceEvent.CONSOLE_CLIENT_DETACHED, more, reason)
+            self._log_limit.log(log.warning, InstanceEvent.CONSOLE_CLIENT_DETACHED, error.strerror)
         return False
 
 

@@ -40,12 +40,10 @@ async def _pass_on(
 ) -> None:
     """Pass *viewer* to QEMU in its *turn*: so there is at most one connection that QEMU has not accepted yet."""
     if not may_attach(viewer, accepted_at):
-        if (more := log_limit.due("VNC viewer refused")) is not None:
-            log.warning(InstanceEvent.VNC_VIEWER_NOT_ROOT, more)
+        log_limit.log(log.warning, InstanceEvent.VNC_VIEWER_NOT_ROOT)
         return
     try:
         async with turn:
             await machine.show(viewer.fileno())
     except QmpError as error:
-        if (more := log_limit.due("VNC viewer")) is not None:
-            log.warning(InstanceEvent.VNC_VIEWER_REFUSED, more, explain(error))
+        log_limit.log(log.warning, InstanceEvent.VNC_VIEWER_REFUSED, explain(error))

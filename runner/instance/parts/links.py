@@ -81,8 +81,8 @@ async def bridged(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[N
     """Hold the bridges of *plan*, whose taps exist already, and a dnsmasq on every one that has one."""
 
     def note(bridge: str, reason: str) -> None:
-        if reason and (more := supervisor.log_limit.due("no address")) is not None:
-            log.warning(InstanceEvent.GUEST_WITHOUT_ADDRESS, more, reason)
+        if reason:
+            supervisor.log_limit.log(log.warning, InstanceEvent.GUEST_WITHOUT_ADDRESS, reason)
         supervisor.guest_state.set_no_address(bridge, reason)
 
     with _built(supervisor, [each for each in plan.networks if isinstance(each, BridgedPlan)]):

@@ -286,24 +286,19 @@ class Qemu:
         match event.name:
             case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
                 there = event.data.get("open") is True
-                if (more := self._log_limit.due("guest agent", "is there" if there else "has gone")) is not None:
-                    log.info(
-                        InstanceEvent.GUEST_AGENT_CONNECTED if there else InstanceEvent.GUEST_AGENT_DISCONNECTED, more
-                    )
+                connected, gone = InstanceEvent.GUEST_AGENT_CONNECTED, InstanceEvent.GUEST_AGENT_DISCONNECTED
+                self._log_limit.log(log.info, connected if there else gone)
             case "WATCHDOG":
-                if (more := self._log_limit.due("watchdog")) is not None:
-                    log.warning(InstanceEvent.GUEST_WATCHDOG_EXPIRED, more, event.data.get("action"))
+                self._log_limit.log(log.warning, InstanceEvent.GUEST_WATCHDOG_EXPIRED, event.data.get("action"))
             case "RESET":
-                if (more := self._log_limit.due("reset")) is not None:
-                    log.info(InstanceEvent.GUEST_RESET, more, event.data.get("reason"))
+                self._log_limit.log(log.info, InstanceEvent.GUEST_RESET, event.data.get("reason"))
             case "MEMORY_FAILURE":
-                if (more := self._log_limit.due("memory failure")) is not None:
-                    recipient, action = event.data.get("recipient"), event.data.get("action")
-                    log.error(InstanceEvent.HOST_MEMORY_FAILED, more, recipient, action)
+                recipient, action = event.data.get("recipient"), event.data.get("action")
+                self._log_limit.log(log.error, InstanceEvent.HOST_MEMORY_FAILED, recipient, action)
 
     def _log_unknown(self, event: QmpEvent) -> None:
-        if event.name not in HANDLED | IGNORED and (more := self._log_limit.due("unknown event")) is not None:
-            log.warning(InstanceEvent.QEMU_EVENT_UNKNOWN, more, event.name)
+        if event.name not in HANDLED | IGNORED:
+            self._log_limit.log(log.warning, InstanceEvent.QEMU_EVENT_UNKNOWN, event.name)
 
     async def _exited(self) -> GuestEnd:
         await self.process.wait()

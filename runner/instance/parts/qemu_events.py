@@ -109,8 +109,7 @@ class DiskEvents:
 
         elif event.name == "BLOCK_IMAGE_CORRUPTED":
             disk = event.data.get("node-name") or event.data.get("device")
-            if (more := self._log_limit.due("disk corrupted", str(disk))) is not None:
-                log.error(InstanceEvent.DISK_CORRUPTED, disk, event.data.get("msg"), more)
+            self._log_limit.log(log.error, InstanceEvent.DISK_CORRUPTED, disk, event.data.get("msg"), peer=str(disk))
 
     def unplugged(self, device: str) -> trio.Event:
         """Return an event that is set when the guest has released *device*."""
@@ -127,5 +126,4 @@ class DiskEvents:
 
     def _report(self, disk: object, operation: object, reason: object) -> None:
         kind = "disk write" if operation == "write" else "disk read"
-        if (more := self._log_limit.due(kind, str(disk))) is not None:
-            log.error(InstanceEvent.DISK_FAILED, disk, operation, reason, more)
+        self._log_limit.log(log.error, InstanceEvent.DISK_FAILED, disk, operation, reason, kind=kind, peer=str(disk))

@@ -417,8 +417,7 @@ class Vcpus:
                 if not done:  # the controller may be away, and has not given the CPUs that are new
                     receipts.active.adopt(before)
             receipts.publish_change()
-            if (more := receipts.supervisor.log_limit.due("vCPUs placed anew")) is not None:
-                log.info(InstanceEvent.VCPUS_PLACED_ANEW, more, len(found), CpuSet(found))
+            receipts.supervisor.log_limit.log(log.info, InstanceEvent.VCPUS_PLACED_ANEW, len(found), CpuSet(found))
             _tell_if_shared(wanted, before)
 
     def _pin(self, pins: Sequence[int]) -> None:

@@ -53,8 +53,7 @@ async def lost_cpus_left(receipts: Receipts) -> GuestEnd:
             await receipts.machine.decided()
             _watch_offline(receipts)
             if (lost := find_lost_cpus(receipts)) is not None:
-                if (more := supervisor.log_limit.due("CPUs lost")) is not None:
-                    log.warning(InstanceEvent.CPUS_LOST, more, lost)
+                supervisor.log_limit.log(log.warning, InstanceEvent.CPUS_LOST, lost)
                 supervisor.guest_state.set_cpus_lost(str(lost))
                 if lost.sure:
                     vcpus.leave(lost.available)  # now: a change in progress may take long
@@ -171,8 +170,7 @@ async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd |
         log.error(InstanceEvent.GUEST_WITHOUT_CPUS, detail)  # noqa: TRY400 - one line
         return GuestEnd(Status.CPUS_LOST, detail)
     except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
-        if (more := supervisor.log_limit.due("placed anew")) is not None:
-            log.warning(InstanceEvent.VCPUS_NOT_PLACED_ANEW, more, explain(error))
+        supervisor.log_limit.log(log.warning, InstanceEvent.VCPUS_NOT_PLACED_ANEW, explain(error))
     else:
         supervisor.guest_state.set_cpus_lost("")
     return None

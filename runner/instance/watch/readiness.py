@@ -149,8 +149,7 @@ class Readiness:
         try:
             files.publish(self._path, b"")
         except HostError as error:  # no reason to end a guest that runs
-            if (more := self._supervisor.log_limit.due("unshown")) is not None:
-                log.warning(InstanceEvent.READY_FILE_FAILED, more, explain(error))
+            self._supervisor.log_limit.log(log.warning, InstanceEvent.READY_FILE_FAILED, explain(error))
             self._unshown.set()
         else:
             self._shown.callback(self._withdraw)
@@ -200,8 +199,7 @@ class Readiness:
                 self._ask_qemu()
             case "GUEST_CRASHLOADED" if not self._state.panic:
                 self._state.panic = "it handles that itself, as kdump does"
-                if (more := self._supervisor.log_limit.due("guest crash loaded")) is not None:
-                    log.error(InstanceEvent.GUEST_CRASH_LOADED, more)
+                self._supervisor.log_limit.log(log.error, InstanceEvent.GUEST_CRASH_LOADED)
                 self._change()
 
     def _halt(self, run_state: str) -> None:
@@ -209,12 +207,10 @@ class Readiness:
         before, self._state.halted = self._state.halted, HALTED.get(run_state, "")
         if self._state.halted == before:
             return
-        kind = "guest halted" if self._state.halted else "guest runs again"
-        if (more := self._supervisor.log_limit.due(kind)) is not None:
-            if self._state.halted:
-                log.warning(InstanceEvent.GUEST_HALTED, more, self._state.halted)
-            else:
-                log.info(InstanceEvent.GUEST_RUNS_AGAIN, more)
+        if self._state.halted:
+            self._supervisor.log_limit.log(log.warning, InstanceEvent.GUEST_HALTED, self._state.halted)
+        else:
+            self._supervisor.log_limit.log(log.info, InstanceEvent.GUEST_RUNS_AGAIN)
         self._change()
 
     def _ask_qemu(self) -> None:
@@ -233,15 +229,13 @@ class Readiness:
                     self._note(await monitor.within(QEMU_ANSWERS_WITHIN, monitor.answers), events)
                 except SilentError as error:
                     self._state.qemu_silent = explain(error)
-                    if (more := self._supervisor.log_limit.due("QEMU silent")) is not None:
-                        log.warning(InstanceEvent.QEMU_SILENT, more, self._state.qemu_silent)
+                    self._supervisor.log_limit.log(log.warning, InstanceEvent.QEMU_SILENT, self._state.qemu_silent)
                     self._change()
                     events = self._events
                     self._note(await monitor.answers(), events)
             if self._state.qemu_silent:
                 self._state.qemu_silent = ""
-                if (more := self._supervisor.log_limit.due("QEMU answers")) is not None:
-                    log.info(InstanceEvent.QEMU_ANSWERS_AGAIN, more)
+                self._supervisor.log_limit.log(log.info, InstanceEvent.QEMU_ANSWERS_AGAIN)
                 self._change()
 
     def _note(self, run_state: str, events: int) -> None:
@@ -254,31 +248,22 @@ class Readiness:
         while True:
             while self._state.resets_lately() < RESETS_OF_A_LOOP:
                 await self._changed.wait()
-            if (more := self._supervisor.log_limit.due("guest reset loop")) is not None:
-                log.warning(
-                    InstanceEvent.GUEST_RESETS_AGAIN_AND_AGAIN,
-                    more,
-                    self._state.resets_lately(),
-                )
+            self._supervisor.log_limit.log(
+                log.warning, InstanceEvent.GUEST_RESETS_AGAIN_AND_AGAIN, self._state.resets_lately()
+            )
             await trio.sleep_until(self._state.resets[-RESETS_OF_A_LOOP] + MINUTE)
             self._change()
 
     def _signed(self) -> None:
         self._state.waits_for = ""
-        if (more := self._supervisor.log_limit.due("guest ready")) is not None:
-            log.info(InstanceEvent.GUEST_READY, more, self._sign)
+        self._supervisor.log_limit.log(log.info, InstanceEvent.GUEST_READY, self._sign)
         self._change()
 
     def _panicked(self, line: str) -> None:
         if self._state.panic:
             return
         self._state.panic = line
-        if (more := self._supervisor.log_limit.due("guest panic")) is not None:
-            log.error(
-                InstanceEvent.GUEST_PANIC_ON_CONSOLE,
-                more,
-                line,
-            )
+        self._supervisor.log_limit.log(log.error, InstanceEvent.GUEST_PANIC_ON_CONSOLE, line)
         self._change()
 
     def _give_up(self) -> None:
@@ -286,8 +271,7 @@ class Readiness:
             f"the pattern of guest.ready takes more than {SEARCHED_WITHIN:g} s for some lines, or more than "
             f"{SEARCHED_SHARE:.0%} of the time for all; simplify it"
         )
-        if (more := self._supervisor.log_limit.due("guest.ready too slow")) is not None:
-            log.error(InstanceEvent.GUEST_SIGN_GIVEN_UP, more, self._state.waits_for)
+        self._supervisor.log_limit.log(log.error, InstanceEvent.GUEST_SIGN_GIVEN_UP, self._state.waits_for)
         self._change()
 
     async def _ask(self, ask: Callable[[], Awaitable[bool]]) -> None:

@@ -109,8 +109,7 @@ class Receipts:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
                 self.active.release(thread.tid)
                 self.supervisor.counters.swept += 1
-                if (more := self.supervisor.log_limit.due("thread of a vCPU")) is not None:
-                    log.info(InstanceEvent.THREAD_MOVED_TO_FLOAT, more, thread.tid, thread.name)
+                self.supervisor.log_limit.log(log.info, InstanceEvent.THREAD_MOVED_TO_FLOAT, thread.tid, thread.name)
         return self._read_once() if strays else found
 
     def _read_once(self) -> Receipt:
@@ -173,8 +172,7 @@ class Receipts:
             self._log_outdated(error)
 
     def _log_outdated(self, error: RunnerError) -> None:
-        if (more := self.supervisor.log_limit.due("receipt")) is not None:
-            log.warning(InstanceEvent.RECEIPT_OUTDATED, more, explain(error))
+        self.supervisor.log_limit.log(log.warning, InstanceEvent.RECEIPT_OUTDATED, explain(error))
 
     def placed(self) -> PlacedThreads:
         """Return QEMU's threads, and the receipt."""

@@ -59,8 +59,7 @@ async def report(figures: Figures, placement: ControllerPlacement, pauses: Pause
         except ControllerAbsentError as error:  # or it is busy, or older than reports
             log.debug(InstanceEvent.REPORT_MISSED, explain(error))
         except HostError as error:
-            if (more := supervisor.log_limit.due("no report")) is not None:
-                log.warning(InstanceEvent.REPORT_REFUSED, more, explain(error))
+            supervisor.log_limit.log(log.warning, InstanceEvent.REPORT_REFUSED, explain(error))
         else:
             failures = 0
             continue

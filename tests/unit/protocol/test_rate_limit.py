@@ -8,7 +8,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from runner.base.events import InstanceEvent
 from runner.base.rate_limit import MOST_PEERS, REPORTED_EVERY, LogRateLimit
+
+log = logging.getLogger(__name__)
 
 KINDS = ("reset", "refused")
 
@@ -32,6 +35,24 @@ async def test_one_of_each_kind_and_peer_in_an_interval(autojump_clock: MockCloc
     assert limit.due("reset", 1) == " (1 more since the last report)"
     await trio.sleep(REPORTED_EVERY)
     assert limit.due("reset", 1) == ""
+
+
+async def test_what_was_left_out_stands_behind_the_words(
+    caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+) -> None:
+    del autojump_clock  # it is the clock
+    limit = LogRateLimit()
+    for pause in (0, REPORTED_EVERY):
+        await trio.sleep(pause)
+        for _ in range(2):
+            limit.log(log.error, InstanceEvent.DISK_FAILED, "disk0", "write", "full", peer="disk0")
+            limit.log(log.error, InstanceEvent.GUEST_PANIC_ON_CONSOLE, "oops")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the disk disk0 has failed to write: full; the guest got the error",
+        "the guest's kernel has panicked, by its console; it is not ready until it is reset line=oops",
+        "the disk disk0 has failed to write: full (1 more since the last report); the guest got the error",
+        "the guest's kernel has panicked, by its console; it is not ready until it is reset (1 more since the last report) line=oops",
+    ]
 
 
 async def test_what_was_left_out_last_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

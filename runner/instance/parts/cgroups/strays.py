@@ -75,8 +75,7 @@ def _sweep_process(
     if (first := next(threads, None)) is not None:  # a zombie has none
         active.admit(pid)
         counters.swept += 1
-        if (more := limit.due("process")) is not None:
-            log.info(InstanceEvent.PROCESS_MOVED_TO_FLOAT, more, pid, first.name)
+        limit.log(log.info, InstanceEvent.PROCESS_MOVED_TO_FLOAT, pid, first.name)
 
 
 def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups[P], tid: int, limit: LogRateLimit) -> None:
@@ -84,8 +83,7 @@ def _sweep_thread(procfs: Procfs, counters: Counters, active: EnteredCgroups[P],
         name = procfs.name(tid)
         active.release(tid)
         counters.swept += 1
-        if (more := limit.due("thread")) is not None:
-            log.info(InstanceEvent.THREAD_MOVED_TO_FLOAT, more, tid, name)
+        limit.log(log.info, InstanceEvent.THREAD_MOVED_TO_FLOAT, tid, name)
 
 
 @contextmanager
@@ -95,7 +93,7 @@ def _tolerated(limit: LogRateLimit, what: str) -> Iterator[None]:
         yield
     except (CgroupError, PlacementError) as error:
         cause = error.errno if isinstance(error, CgroupError) else getattr(error.__cause__, "errno", None)
-        if cause not in {errno.ESRCH, errno.ENOENT} and (more := limit.due("stays", what)) is not None:
-            log.warning(InstanceEvent.STRAY_NOT_MOVED, what, more, explain(error))
+        if cause not in {errno.ESRCH, errno.ENOENT}:
+            limit.log(log.warning, InstanceEvent.STRAY_NOT_MOVED, what, explain(error), peer=what)
     except HostError:
         pass
