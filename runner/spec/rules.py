@@ -15,6 +15,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -125,6 +126,10 @@ def _wrong(value: object, suggestion: str = "") -> NoReturn:
     raise WrongValueError(f"found {found(value)}", suggestion)
 
 
+def _string(value: object) -> str:
+    return value if isinstance(value, str) else _wrong(value)
+
+
 def _refuse_unprintable(value: str) -> None:
     unprintable = next((each for each in value if not each.isprintable()), None)
     if unprintable is not None:
@@ -169,13 +174,12 @@ def text(pattern: str | None = None, allowed: str = "a string of one line withou
     """Take a string without control characters, which matches *pattern* as a whole if one is given."""
 
     def parse(value: object) -> str:
-        if not isinstance(value, str):
-            _wrong(value)
-        _refuse_unprintable(value)
-        if pattern is not None and re.fullmatch(pattern, value, re.ASCII) is None:
-            lower = value.lower()
+        written = _string(value)
+        _refuse_unprintable(written)
+        if pattern is not None and re.fullmatch(pattern, written, re.ASCII) is None:
+            lower = written.lower()
             _wrong(value, f'"{lower}"' if re.fullmatch(pattern, lower, re.ASCII) else "")
-        return value
+        return written
 
     return Rule(allowed, parse, matching(pattern or _PLAIN))
 
@@ -312,24 +316,19 @@ def document() -> Rule:
 
 def documents() -> Rule:
     """Take an array of texts or paths, as :func:`document` does."""
-
-    def parse(value: object) -> tuple[object, ...]:
-        if not isinstance(value, list):
-            _wrong(value)
-        return tuple(map(document().parse, value))
-
-    allowed = "an array of texts, or of absolute paths of files that hold them"
-    return Rule(allowed, parse, {"type": "array", "items": document().json})
+    return _array(document(), "an array of texts, or of absolute paths of files that hold them")
 
 
 def paths() -> Rule:
     """Take an array of absolute paths."""
-    one = path()
+    return _array(path(), "an array of absolute paths")
 
+
+def _array(one: Rule, allowed: str) -> Rule:
     def parse(value: object) -> tuple[object, ...]:
         return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
 
-    return Rule("an array of absolute paths", parse, {"type": "array", "items": one.json})
+    return Rule(allowed, parse, {"type": "array", "items": one.json})
 
 
 def _encodable(value: str) -> bool:
@@ -371,16 +370,20 @@ _NO_HOSTS6 = tuple(map(ipaddress.IPv6Network, ("::/8", "fe80::/10", "ff00::/8"))
 """Reserved, of one link, and multicast (RFC 4291, 2.4): a router advertisement makes no address there."""
 
 
+def _internet(kind: Callable[[str], T], value: object) -> T:
+    """Return *value* as an address or network of a *kind* of :mod:`ipaddress`."""
+    written = _string(value)
+    try:
+        return kind(written)
+    except ValueError as error:
+        raise ValueError(f"found {found(value)} ({error})") from None
+
+
 def subnet() -> Rule:
     """Take an IPv4 subnet with room for a gateway and a guest."""
 
     def parse(value: object) -> ipaddress.IPv4Network:
-        if not isinstance(value, str):
-            _wrong(value)
-        try:
-            network = ipaddress.IPv4Network(value)
-        except ValueError as error:
-            raise ValueError(f"found {found(value)} ({error})") from None
+        network = _internet(ipaddress.IPv4Network, value)
         if network.prefixlen > 30:  # noqa: PLR2004 - network, gateway, guest, broadcast
             raise ValueError(f"found {found(value)}, which has no room for a gateway and a guest")
         if any(network.overlaps(each) for each in _NO_HOSTS):
@@ -415,15 +418,7 @@ def settings(known: Mapping[str, Rule]) -> Rule:
 
 def address() -> Rule:
     """Take an IPv4 address."""
-
-    def parse(value: object) -> ipaddress.IPv4Address:
-        if not isinstance(value, str):
-            _wrong(value)
-        try:
-            return ipaddress.IPv4Address(value)
-        except ValueError as error:
-            raise ValueError(f"found {found(value)} ({error})") from None
-
+    parse = partial(_internet, ipaddress.IPv4Address)
     return Rule('an IPv4 address, such as "192.168.77.10"', parse, matching(_ADDRESS))
 
 
@@ -431,12 +426,7 @@ def subnet6() -> Rule:
     """Take an IPv6 subnet of 64 bits: hosts configure themselves only in such subnets."""
 
     def parse(value: object) -> ipaddress.IPv6Network:
-        if not isinstance(value, str):
-            _wrong(value)
-        try:
-            network = ipaddress.IPv6Network(value)
-        except ValueError as error:
-            raise ValueError(f"found {found(value)} ({error})") from None
+        network = _internet(ipaddress.IPv6Network, value)
         if network.prefixlen != 64:  # noqa: PLR2004 - RFC 4291, 2.5.4
             _wrong(value)
         if any(network.overlaps(each) for each in _NO_HOSTS6):
@@ -450,9 +440,7 @@ def descriptor_names() -> Rule:
     """Take names of descriptors, separated by commas (:data:`DESCRIPTOR_NAME`)."""
 
     def parse(value: object) -> tuple[str, ...]:
-        if not isinstance(value, str):
-            _wrong(value)
-        names = tuple(value.split(","))
+        names = tuple(_string(value).split(","))
         if not all(re.fullmatch(DESCRIPTOR_NAME, name, re.ASCII) for name in names):
             _wrong(value)
         return names
@@ -481,19 +469,12 @@ def variables() -> Rule:
 def ports() -> Rule:
     """Take an array of ports that lead to the guest (:mod:`runner.spec.ports`)."""
 
-    def parse(value: object) -> tuple[PortForward, ...]:
-        if not isinstance(value, list):
-            _wrong(value)
-        forwards = []
-        for each in value:
-            if (forward := parse_ports(each)) is None:
-                _wrong(each)
-            forwards.append(forward)
-        return tuple(forwards)
+    def parse(value: object) -> PortForward:
+        return parse_ports(value) or _wrong(value)
 
     bare = re.sub(r"\?P<\w+>", "?:", PATTERN)
     entry = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": HIGHEST}, matching(bare)]}
-    return Rule('an array of ports, such as [22, "8000-8010", "80:8080/tcp"]', parse, {"type": "array", "items": entry})
+    return _array(Rule("a port", parse, entry), 'an array of ports, such as [22, "8000-8010", "80:8080/tcp"]')
 
 
 def table(schema: type) -> Rule:
@@ -532,7 +513,7 @@ def parse_document(source: str, data: bytes) -> dict[str, object]:
         too_deep = not is_json and _has_deep_key(content)
         if not too_deep:
             document = _parse_json(source, content) if is_json else _parse_toml(source, content)
-            too_deep = _is_deeper(source, document, DEEPEST)
+            too_deep = _is_deeper(source, document)
     except RecursionError:
         too_deep = True
     if too_deep:
@@ -564,10 +545,10 @@ def _has_deep_key(content: str) -> bool:
     return re.search(_DEEP_KEY % DEEPEST, bare, re.ASCII) is not None
 
 
-def _is_deeper(source: str, document: object, most: int) -> bool:
-    """Tell whether *document* has more than *most* levels; refuse it if one of them has too many entries."""
+def _is_deeper(source: str, document: object) -> bool:
+    """Tell whether *document* has more than :data:`DEEPEST` levels; refuse it if one of them has too many entries."""
     level = [document]
-    for _ in range(most):
+    for _ in range(DEEPEST):
         if any(len(value) > MOST_ENTRIES for value in level if isinstance(value, dict | list)):
             _refuse(
                 source, f"cannot parse the document: a table or an array in it has more than {MOST_ENTRIES} entries"
