@@ -97,7 +97,7 @@ PREPARED_AGAIN = 0.01
 """Seconds until it is looked again whether there is a PID 1; its preparation takes some ten milliseconds."""
 
 REMINDED_AFTER = 1.0
-"""Seconds until a person is told what is waited for."""
+"""Seconds until it is printed what is waited for."""
 
 CONSOLE_ENDS_WITHIN = 5.0
 """Seconds that ``console`` may take to end after the instance has."""
@@ -112,7 +112,7 @@ class Trial:
     grace: float
     """Seconds that the guest may take to power down."""
     notes: tuple[str, ...] = ()
-    """What a person is told before it starts."""
+    """What is printed before it starts."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""The files from which distributions make the kubelet's configuration, told from one another to say how to get at the latter.
+"""The files from which distributions make the kubelet's configuration, recognised to say how to get that configuration.
 
 None of them is read: what a distribution makes of them depends on its version. A running kubelet answers with the result.
 """

@@ -273,7 +273,7 @@ def _passthrough(
 def _with_devices(
     placement: Placement, overhead: int, passthrough: PassthroughPlan, facts: HostFacts, problems: Problems
 ) -> Placement:
-    """Return *placement* with what the controller is told: the bytes of *overhead*, and the devices that it keeps powered.
+    """Return *placement* with what the controller receives: the bytes of *overhead*, and the devices that it keeps powered.
 
     Without one, remark what may lose its power.
     """

@@ -83,7 +83,7 @@ class ControllerBusyError(ControllerAbsentError):
 
 @frozen
 class MemoryNeed:
-    """What the controller is told of the instance's memory."""
+    """The instance's memory, as the controller receives it."""
 
     overhead: int = 0
     """Bytes that it needs besides the guest's; 0 if that is unknown."""

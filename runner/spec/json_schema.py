@@ -1,7 +1,7 @@
 """The JSON Schema of a spec (draft 7, which editors know), made from the schema of attrs classes.
 
 It refuses unknown keys, wrong values and most contradictions. It cannot express sums, comparisons of several tables, and
-what depends on a host: the parser has the last word.
+what depends on a host: these only the parser checks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The namespace reader: a process that keeps CAP_SYS_PTRACE to read in which PID namespace a process is, and nothing else.
 
-By that a peer is identified (:mod:`runner.kernel.peers`). The kernel shows it of a process to those that may trace it, and who may
-trace each process of the node has the node. So the controller itself may not.
-Without the reader it knows nobody, and ends.
+A peer is identified by it (:mod:`runner.kernel.peers`). The kernel shows a process's namespace only to processes that may trace
+it, and a process that may trace every other one has full control of the node: the controller itself is not to have that right.
+Without the reader it cannot identify any peer, and ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the machine's settings are brought to what the instances need, and what that leaves to be told."""
+"""The passes that bring the machine's settings to what the instances need: when one begins, and what it could not do."""
 
 from __future__ import annotations
 

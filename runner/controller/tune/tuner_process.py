@@ -1,6 +1,6 @@
 """The host tuner's process: keeps CAP_SYS_PTRACE, by which it writes the machine's settings (:mod:`runner.controller.tune.host_tuner`).
 
-All that it is told are the CPUs of instances and what these ask for. Which settings that means, and which values, it decides itself.
+It receives nothing but the CPUs of instances and what these ask for; which settings that means, and which values, it decides.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWERED_WITHIN = 1.0
-"""Seconds in which the clients of changes are told that the instance ends; it takes some steps of the event loop."""
+"""Seconds in which the clients of changes receive that the instance ends; it takes some steps of the event loop."""
 
 
 class Kind(Enum):

@@ -41,7 +41,7 @@ except BaseException:
 COMMITTED_WITHIN = 10
 """Seconds from exec until a program must have taken everything over, unless it has ``within`` of its own; 0.2 are usual."""
 LONGEST_REASON = 1000
-"""Characters of the reason that the program before is told."""
+"""Characters of the reason that the program before receives."""
 NAME = "instance-runner"
 """What ``ps`` shows: the name of the program before exec, and not the interpreter's."""
 FLAGS = ("-I", "-S", "-B")

@@ -82,13 +82,13 @@ class _Reporter:
         supervisor = self.figures.supervisor
         while True:
             changes = (supervisor.guest_state.changes.next, supervisor.restarted.next)
-            told = reported(await self.figures.samples() if self.answered else self.figures.state())
-            if not await first_of(partial(self._wanted, controller, told), partial(self._changed, changes)):
+            document = reported(await self.figures.samples() if self.answered else self.figures.state())
+            if not await first_of(partial(self._wanted, controller, document), partial(self._changed, changes)):
                 return
             self.answered = True
 
-    async def _wanted(self, controller: ControllerConnection, told: Mapping[str, object]) -> bool:
-        await controller.call("reportInstance", {"uuid": self.pod_uid, "report": told})
+    async def _wanted(self, controller: ControllerConnection, document: Mapping[str, object]) -> bool:
+        await controller.call("reportInstance", {"uuid": self.pod_uid, "report": document})
         return True
 
     async def _changed(self, changes: Sequence[trio.Event]) -> bool:
