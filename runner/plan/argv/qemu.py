@@ -536,29 +536,8 @@ def _virtiofsd_escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace(",", "\\,")
 
 
-_FLAGS = frozenset(
-    {
-        "-name",
-        "-uuid",
-        "-nodefaults",
-        "-no-user-config",
-        "-display",
-        "-sandbox",
-        "-machine",
-        "-accel",
-        "-cpu",
-        "-smp",
-        "-m",
-        "-object",
-        "-numa",
-        "-global",
-        "-fw_cfg",
-        "-overcommit",
-    }
-    | {"-chardev", "-mon", "-serial", "-device", "-blockdev", "-kernel", "-initrd", "-append", "-netdev"}
-    | {"-rtc", "-global", "-action", "-vnc"}
-)
-"""Options that begin a line of the script; a value may begin with a dash, too."""
+_WITHOUT_VALUE = {"-nodefaults", "-no-user-config", "-S"}
+"""Options that have no value; all others have one, which may begin with a dash, too."""
 
 
 def _made_first(plan: InstancePlan, seed: bytes | None) -> Iterator[str]:
@@ -608,6 +587,8 @@ def pasteable(plan: InstancePlan, seed: bytes | None) -> str:
         lines.append(f"{shlex.join(virtiofsd_argv(share, f'--socket-path={_share_socket(plan, index)}'))} &")
         lines.append(f"until [ -S {shlex.quote(str(_share_socket(plan, index)))} ]; do sleep 0.1; done")
     program, *options = qemu_argv(plan.machine, Paths(plan), paused=False)
-    words = (("\\\n  " if option in _FLAGS else "") + shlex.quote(option) for option in options)
-    lines.append(" ".join((shlex.quote(program), *words)))
+    words, line = iter(options), shlex.quote(program)
+    for option in words:
+        line += f" \\\n  {shlex.join([option] if option in _WITHOUT_VALUE else [option, next(words)])}"
+    lines.append(line)
     return "\n".join(lines) + "\n"
