@@ -8,7 +8,7 @@ from runner.base.judgement import Judgement, Level
 from runner.base.judging import FORMAT, judgement_lines, worst
 from runner.base.table import aligned, duration
 from runner.inspect.cpu_settings import CpuSettings
-from runner.inspect.documents import InspectDocument, InspectedDocument, SettingsDocument, ShownThreadDocument
+from runner.inspect.documents import InspectDocument, InspectedDocument, SettingsDocument
 from runner.inspect.observation import GuestMemory, PodCharge
 from runner.inspect.rules import CHARGED, EXCLUSIVE, KUBELET, LOCAL, VCPUS, InspectionReport, JudgedInstance
 from runner.placement.threads import UNNAMED, ObservedThread
@@ -147,7 +147,10 @@ def _instance_json(each: JudgedInstance) -> InspectedDocument:
         "guarantee_reason": instance.guarantee.reason or None,
         "cpus": str(instance.cpus),
         "numa_nodes": str(instance.numa_nodes),
-        "threads": [_thread_json(thread, instance.numa_node_of) for thread in instance.threads],
+        "threads": [
+            {**each.to_json(), "numa_node": instance.numa_node_of.get(each.thread.running_on)}
+            for each in instance.threads
+        ],
         "judgements": [judgement.to_json() for judgement in each.judgements],
         "memory": {
             "small_pages": {str(node): size for node, size in sorted(memory.small.items())},
@@ -170,7 +173,3 @@ def _settings_json(settings: CpuSettings) -> SettingsDocument:
         "resume_latencies_us": list(settings.resume_latencies),
         "governors": list(settings.governors),
     }
-
-
-def _thread_json(each: ObservedThread, numa_node_of: Mapping[int, int]) -> ShownThreadDocument:
-    return {**each.to_json(), "numa_node": numa_node_of.get(each.thread.running_on)}

@@ -74,7 +74,7 @@ class HttpEndpoints:
         """Return all metrics, made in steps, between which the requests of instances have their turn."""
         registered = self.loop.seen().instances().keys()
         await self.reports.fetch(registered)
-        observed = self.loop.observed or self.loop.observe()
+        observed = self.loop.latest()
         status = LoopStatus(
             self.loop.counters,
             observed,

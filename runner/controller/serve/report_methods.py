@@ -11,7 +11,6 @@ reportInstance     ``uuid``, ``report`` ``{}``, when the next report is wanted. 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -61,9 +60,6 @@ class _ReportMethod:
         self._proved[request.identify] = request.pod_uid, caller
         with checked("report"):
             report = parse_report(request.arguments["report"])
-        await self.reports.take(request.pod_uid, report, self._registered)
+        # Each registration makes a pass.
+        await self.reports.take(request.pod_uid, report, lambda: self.loop.latest().instances().keys())
         return RpcResult({})
-
-    def _registered(self) -> Collection[str]:
-        """Return the instances in the tree after the last pass, which each registration makes."""
-        return (self.loop.observed or self.loop.observe()).instances().keys()

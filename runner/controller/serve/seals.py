@@ -106,7 +106,7 @@ class Seals:
         if reason := self.impossible():
             return reason
         faults = self.loop.pass_over({}, {pod_uid: True})
-        group = (self.loop.observed or self.loop.observe()).instances().get(pod_uid)
+        group = self.loop.latest().instances().get(pod_uid)
         if group is not None and group.partition == ISOLATED:
             return ""
         if group is None or not group.populated:
@@ -119,7 +119,7 @@ class Seals:
         writer = self.loop.tree.partition_writer
         if writer is None:
             return "the controller's option --partitions is off"
-        if not writer.missing and (self.loop.observed or self.loop.observe()).exclusive is None:
+        if not writer.missing and self.loop.latest().exclusive is None:
             return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
         return writer.missing
 

@@ -162,6 +162,10 @@ class ReconcileLoop:
         self._observed_at = time.monotonic()
         return self.observed
 
+    def latest(self) -> Observed:
+        """Return the tree after the last pass."""
+        return self.observed or self.observe()
+
     def seen(self) -> Observed:
         """Return the tree as it was :attr:`Intervals.seen` seconds ago at most: to tell of it, not to decide."""
         fresh = time.monotonic() - self._observed_at < self.intervals.seen

@@ -134,6 +134,7 @@ class Qemu:
         self.shares: tuple[ShareDaemon, ...] = ()
         """The virtiofsd of each share."""
         self._replaced = trio.Event()
+        """Set when another QEMU has the guest."""
 
     @property
     def monitor(self) -> Monitor:
@@ -248,14 +249,10 @@ class Qemu:
         """Wait until the guest no longer runs, and return why."""
         while True:
             process = self.process
-            ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._another)
+            ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._replaced.wait)
             await self.decided()
             if ended is not None and process is self.process:
                 return ended
-
-    async def _another(self) -> None:
-        """Wait until another QEMU has the guest."""
-        await self._replaced.wait()
 
     async def _stopped_running(self) -> GuestEnd:
         monitor = self._monitor

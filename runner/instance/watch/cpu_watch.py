@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 import trio
 
@@ -24,7 +23,7 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.parts.vcpus import Vcpus
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask
-from runner.kernel.small_files import read_text
+from runner.kernel.small_files import read_online
 from runner.placement.backends import ControllerPlacement, Placement
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ def _watch_offline(receipts: Receipts) -> None:
     instance's cgroup (``Documentation/core-api/cpu_hotplug.rst``), and each on its own again when that is back.
     """
     state = receipts.supervisor.guest_state
-    offline = CpuSet(receipts.active.placement.pins) - _online()
+    offline = CpuSet(receipts.active.placement.pins) - read_online(Roots())
     if gone := offline - state.offline:
         log.warning(InstanceEvent.CPUS_OFFLINE, gone)
     if back := state.offline - offline:
@@ -185,7 +184,7 @@ def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
     if available is None:
         return None
     # One that is offline is still the container's: the kernel moves its threads, too.
-    lost = (own - available) & _online()
+    lost = (own - available) & read_online(Roots())
     return LostCpus(lost, available, sure) if lost else None
 
 
@@ -223,7 +222,3 @@ def _named_by_container(receipts: Receipts) -> CpuSet:
         return receipts.active.container_cpus()
     except HostError:
         return CpuSet()
-
-
-def _online() -> CpuSet:
-    return CpuSet.parse(read_text(PurePosixPath(Roots().sys / "devices/system/cpu/online")))
