@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 
+MORE = re.compile(r"(?<=[a-z])%s")
+"""A conversion that follows a word of a message: for what a rate limit says of the messages left out."""
+
 
 class Event:
     """The template of a message: *words*, then the *fields*, ``pid=%d version=%s``, which JSON has apart.
 
-    A conversion that follows a word of *words* is for what a rate limit says of the messages left out. *meaning* says in
-    Markdown what the message is where its words do not. No enumeration: to make one of these tables takes twenty times as long.
+    *words* may have one :data:`MORE`. *meaning* says in Markdown what the message is where its words do not. No enumeration: to make
+    one of these tables takes twenty times as long.
     """
 
     __slots__ = ("fields", "key", "meaning", "words")
@@ -30,8 +33,7 @@ class Event:
 
     def place_of_more(self) -> int:
         """Return the index among the arguments of what a rate limit says."""
-        before, _, _ = re.split(r"(?<=[a-z])(%s)", self.words, maxsplit=1)
-        return len(re.findall(r"%[.0-9]*[a-z]", before))
+        return len(re.findall(r"%[.0-9]*[a-z]", MORE.split(self.words)[0]))
 
     def __str__(self) -> str:
         return f"{self.words} {self.fields}" if self.fields else self.words

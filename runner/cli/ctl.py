@@ -13,10 +13,10 @@ from typing import Any
 import trio
 
 from runner.base.arguments import argument_type, sentence
-from runner.base.errors import Status, UsageError, escaped
+from runner.base.errors import Status, escaped
 from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
-from runner.cli.options import absolute_path, add_json, add_state_dir
+from runner.cli.options import absolute_path, add_json, add_state_dir, parse_pairs
 from runner.spec.rules import format_size
 
 QMP_EXAMPLES = """\
@@ -238,16 +238,14 @@ def parse_keys(words: Iterable[str]) -> dict[str, object]:
 
     Raises :exc:`~runner.base.errors.UsageError`.
     """
-    found: dict[str, object] = {}
-    for word in words:
-        name, sign, text = word.partition("=")
-        if not sign or not name or name in found:
-            raise UsageError(f"cannot understand {word!r}: keys of a disk are given once each, as key=value")
+
+    def value(text: str) -> object:
         try:
-            found[name] = tomllib.loads(f"value = {text}")["value"]
+            return tomllib.loads(f"value = {text}")["value"]
         except ValueError:
-            found[name] = text
-    return found
+            return text
+
+    return parse_pairs(words, value, "keys of a disk are given once each, as key=value")
 
 
 def answer_lines(answer: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from runner.base.events import OTHER, ControllerEvent, Event, InstanceEvent, SharedEvent, events_of
+from runner.base.events import MORE, OTHER, ControllerEvent, Event, InstanceEvent, SharedEvent, events_of
 
 INTRODUCTION = """\
 # Every event of the logs
@@ -33,5 +33,5 @@ def _lines() -> Iterator[str]:
 
 
 def _shown(event: Event) -> str:
-    """Return the message of *event*; a conversion that follows a word is one for messages that were left out."""
-    return event.meaning or f"`{re.sub(r'%[.0-9]*[a-z]s?', '…', re.sub(r'(?<=[a-z])%s', '', str(event)))}`"
+    """Return the message of *event*, as it is where none was left out before it."""
+    return event.meaning or f"`{re.sub(r'%[.0-9]*[a-z]s?', '…', MORE.sub('', str(event)))}`"

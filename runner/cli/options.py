@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -90,6 +91,20 @@ def add_json(parser: argparse.ArgumentParser, output: str, *, shown: bool = True
         default=default,
         help="the same: json, or text (the default)" if shown else argparse.SUPPRESS,
     )
+
+
+def parse_pairs(words: Iterable[str], parse: Callable[[str], object], wanted: str) -> dict[str, object]:
+    """Return the values, by *parse*, of words ``key=value``.
+
+    Raises :exc:`~runner.base.errors.UsageError` with what is *wanted* for another word, and for a key that is given twice.
+    """
+    found: dict[str, object] = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or not key or key in found:
+            raise UsageError(f"cannot understand {word!r}: {wanted}")
+        found[key] = parse(text)
+    return found
 
 
 def absolute_path(text: str) -> PurePosixPath:

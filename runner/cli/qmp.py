@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 from qemu.qmp import EventListener, ExecInterruptedError, ExecuteError, QMPClient, QMPError
 
 from runner.base.errors import HostError, RefusedError, RunnerError, UsageError, explain
+from runner.cli.options import parse_pairs
 from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
 from runner.kernel.sockets import QMP_SOCKET, connected
 
@@ -120,15 +121,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, dict[str, object] | None]:
         return command, None
     if rest[0].startswith("{"):
         return command, _parsed_object(" ".join(rest))
-    found: dict[str, object] = {}
-    for word in rest:
-        key, sign, text = word.partition("=")
-        if not sign or not key or key in found:
-            raise UsageError(
-                f"cannot understand {word!r}: arguments are one JSON object, or each given once as key=value"
-            )
-        found[key] = _parsed_value(text)
-    return command, found
+    return command, parse_pairs(rest, _parsed_value, "arguments are one JSON object, or each given once as key=value")
 
 
 def _parsed_object(text: str) -> dict[str, object]:

@@ -102,5 +102,7 @@ class PassLog:
         repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
         self.counters.repairs += repaired
         what = "sealed" if isinstance(action, Seal) else "unsealed"
-        write, event = log.warning if repaired else log.info, ControllerEvent.INSTANCE_SEAL_CHANGED
-        self.limit.log(write, event, what, group_uid(action.group), found.partition, kind=what, peer=action.group)
+        write, pod_uid = log.warning if repaired else log.info, group_uid(action.group)
+        self.limit.log(
+            write, ControllerEvent.INSTANCE_SEAL_CHANGED, what, pod_uid, found.partition, kind=what, peer=pod_uid
+        )

@@ -283,8 +283,9 @@ class Qemu:
         match event.name:
             case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
                 there = event.data.get("open") is True
-                connected, gone = InstanceEvent.GUEST_AGENT_CONNECTED, InstanceEvent.GUEST_AGENT_DISCONNECTED
-                self._log_limit.log(log.info, connected if there else gone)
+                self._log_limit.log(
+                    log.info, InstanceEvent.GUEST_AGENT_CONNECTED if there else InstanceEvent.GUEST_AGENT_DISCONNECTED
+                )
             case "WATCHDOG":
                 self._log_limit.log(log.warning, InstanceEvent.GUEST_WATCHDOG_EXPIRED, event.data.get("action"))
             case "RESET":

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import runner.base.errors
-from runner.base.events import OTHER, ControllerEvent, Event, InstanceEvent, SharedEvent, events_of
+from runner.base.events import MORE, OTHER, ControllerEvent, Event, InstanceEvent, SharedEvent, events_of
 
 PACKAGE = Path(runner.base.errors.__file__).parents[1]
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
@@ -26,6 +26,10 @@ def messages(text: str) -> Iterator[tuple[Event, int | None]]:
                 starred = any(isinstance(each, ast.Starred) for each in arguments)
                 for event in events(message):
                     yield event, None if starred else len(arguments)
+            case ast.Call(func=ast.Attribute(attr="log"), args=[ast.Attribute() | ast.Name(), message, *arguments]):
+                for event in events(message):  # by a rate limit, which adds one
+                    assert MORE.search(event.words), event.key
+                    yield event, len(arguments) + 1
 
 
 def events(node: ast.expr) -> Iterator[Event]:
