@@ -1,7 +1,7 @@
 """Judgements: what was found about a subject, how good it is, why that matters, and what fixes it.
 
 ``check``, ``inspect``, the trace and the plans have no other words for it: people get them by
-:func:`~runner.base.judging.judgement_lines`, programs by :meth:`Judgement.to_json`.
+:func:`~runner.base.subject.judgement_lines`, programs by :meth:`Judgement.to_json`.
 """
 
 from __future__ import annotations

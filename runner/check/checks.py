@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement
-from runner.base.judging import Subject
+from runner.base.subject import Subject
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.facts.host import Kvm, PodQos

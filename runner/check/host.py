@@ -19,7 +19,7 @@ import trio.to_thread
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, SpecError, explain
 from runner.base.judgement import Judgement, Level
-from runner.base.judging import FORMAT, Subject, rank, worst
+from runner.base.subject import FORMAT, Subject, rank, worst
 from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.check import cpus, devices, kernel, node, programs

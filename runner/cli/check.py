@@ -14,7 +14,7 @@ import trio
 
 from runner.base.errors import Status
 from runner.base.judgement import Level
-from runner.base.judging import judgement_lines, rank
+from runner.base.subject import judgement_lines, rank
 from runner.check.checks import CheckedHost
 from runner.check.host import CheckReport, check_host
 from runner.cli.options import absolute_path, add_json, add_spec, read_spec, source_of

@@ -33,7 +33,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.events import OTHER, ControllerEvent, Event, InstanceEvent, SharedEvent, events_of
 from runner.base.judgement import Judgement
-from runner.base.judging import FORMAT
+from runner.base.subject import FORMAT
 from runner.base.values import frozen
 from runner.check.documents import CheckDocument
 from runner.cli.documents import DocumentsDocument

@@ -21,6 +21,7 @@ from runner.base.errors import RunnerError, Status, UsageError, explain
 from runner.base.events import ControllerEvent
 from runner.base.version import VERSION
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
+from runner.controller.restarted_task import restarted
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
 from runner.controller.serve.methods import controller_methods
@@ -33,7 +34,6 @@ from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.tuning_passes import TuningPasses
-from runner.controller.tasks import restarted
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.limits import (
     INSTANCE_MEMORY,

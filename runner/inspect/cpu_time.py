@@ -13,7 +13,7 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
-from runner.base.judging import Subject, worst
+from runner.base.subject import Subject, worst
 from runner.base.values import frozen
 from runner.inspect.observation import ObservedGuarantee, Viewpoint
 from runner.inspect.rules import NO_VCPU_THREAD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from runner.base.judgement import Judgement, Level
-from runner.base.judging import FORMAT, judgement_lines, worst
+from runner.base.subject import FORMAT, judgement_lines, worst
 from runner.base.table import aligned, duration
 from runner.inspect.cpu_settings import CpuSettings
 from runner.inspect.documents import InspectDocument, InspectedDocument, SettingsDocument

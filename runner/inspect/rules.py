@@ -14,7 +14,7 @@ from typing import assert_never
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
-from runner.base.judging import Subject, worst
+from runner.base.subject import Subject, worst
 from runner.base.values import frozen
 from runner.inspect.observation import (
     GuestMemory,

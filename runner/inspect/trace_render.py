@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runner.base.judging import FORMAT, judgement_lines
+from runner.base.subject import FORMAT, judgement_lines
 from runner.base.table import aligned
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.documents import AccountDocument, TaskDocument, TracedDocument, TraceDocument

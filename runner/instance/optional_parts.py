@@ -278,7 +278,7 @@ def lost_cpus_left() -> Callable[[Receipts], Awaitable[GuestEnd]]:
 
 def verify_guest() -> Callable[[Qemu, Receipts], Awaitable[None]]:
     """Import what looks after a guest that another program has started."""
-    from runner.instance.renewal.after import verify_guest
+    from runner.instance.renewal.guest_verification import verify_guest
 
     return verify_guest
 

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 import attrs
 
-from runner.base.judging import FORMAT, judgement_lines
+from runner.base.subject import FORMAT, judgement_lines
 from runner.placement.backends import ControllerPlacement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import disk_words

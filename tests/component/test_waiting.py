@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from runner.controller.metrics import ControllerCounters
-from runner.controller.tasks import BEGUN_AGAIN, restarted
+from runner.controller.restarted_task import BEGUN_AGAIN, restarted
 from runner.kernel import inotify
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.sockets import hung_up

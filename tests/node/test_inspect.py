@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.base.judging import worst
+from runner.base.subject import worst
 from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge

@@ -23,7 +23,7 @@ from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.controller.metrics import ControllerCounters
-from runner.controller.tasks import restarted
+from runner.controller.restarted_task import restarted
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles

@@ -9,7 +9,7 @@ from typing import assert_never
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import escaped
-from runner.base.judging import FORMAT
+from runner.base.subject import FORMAT
 from runner.facts.hardware import Hardware
 from runner.kubelet.pod import CPU, ContainerKind, format_bytes
 from runner.kubelet.state import Block

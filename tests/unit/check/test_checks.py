@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
-from runner.base.judging import judgement_lines
+from runner.base.subject import judgement_lines
 from runner.check import cpus, devices, kernel, node, programs
 from runner.check.checks import Check, Init, Place, place_of
 from runner.check.cpus import CpuNeighbour
