@@ -44,6 +44,11 @@ class CpuSet:
         return cls(itertools.chain.from_iterable(disjoint_ranges(text)))
 
     @classmethod
+    def union(cls, sets: Iterable[Iterable[int]]) -> Self:
+        """Return the CPUs of all *sets*."""
+        return cls(itertools.chain.from_iterable(sets))
+
+    @classmethod
     def parse_mask(cls, text: str) -> Self:
         """Parse the kernel's mask format (``%*pb``): hexadecimal words of 32 bits, the highest first, as ``3,ffffffff``.
 

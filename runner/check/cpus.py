@@ -67,10 +67,6 @@ def exclusive_here(context: CheckContext) -> Mapping[str, CpuSet] | str:
     return pods if any(pods.values()) else "no pod has CPUs of its own now"
 
 
-def _together(owners: Mapping[str, CpuSet]) -> CpuSet:
-    return CpuSet(cpu for cpus in owners.values() for cpu in cpus)
-
-
 @check("cores", "threads of one core slow each other, and memory of another NUMA node is slower by half")
 def cores(context: CheckContext) -> Iterator[Judgement]:
     """Judge the CPUs of each owner."""
@@ -79,7 +75,7 @@ def cores(context: CheckContext) -> Iterator[Judgement]:
         yield cores.unknown(owners)
         return
     for owner, cpus in owners.items():
-        yield from judge_cores(cpus, context.hardware, _together(owners) - cpus, owner)
+        yield from judge_cores(cpus, context.hardware, CpuSet.union(owners.values()) - cpus, owner)
 
 
 def judge_cores(cpus: CpuSet, hardware: Hardware, others: CpuSet, owner: str) -> Iterator[Judgement]:
@@ -134,7 +130,7 @@ def interrupts(context: CheckContext) -> Iterator[Judgement]:
         yield interrupts.unknown(owners)
         return
     read = tuple(HostSettings(context.host.root).interrupts())
-    yield judge_interrupts(read, _together(owners), context.hardware.online)
+    yield judge_interrupts(read, CpuSet.union(owners.values()), context.hardware.online)
 
 
 def judge_interrupts(found: Sequence[InterruptLine], cpus: CpuSet, online: CpuSet) -> Judgement:
@@ -167,7 +163,7 @@ def neighbours(context: CheckContext) -> Iterator[Judgement]:
     if isinstance(owners, str) or pool is None:
         yield neighbours.unknown(str(owners))
         return
-    yield judge_neighbours(tuple(_populated_groups(context.roots.cgroup)), _together(owners), pool)
+    yield judge_neighbours(tuple(_populated_groups(context.roots.cgroup)), CpuSet.union(owners.values()), pool)
 
 
 def _populated_groups(mount: Path) -> Iterator[CpuNeighbour]:

@@ -394,10 +394,9 @@ def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
 def _claimed_cpus(environment: Mapping[str, str]) -> CpuSet:
     """Return the CPUs of the container's resource claims; none if the variables are not a DRA driver's."""
     try:
-        sets = [CpuSet.parse(cpus) for name, cpus in environment.items() if name.startswith(CLAIMED_CPUS)]
+        return CpuSet.union(CpuSet.parse(cpus) for name, cpus in environment.items() if name.startswith(CLAIMED_CPUS))
     except ValueError:
         return CpuSet()
-    return CpuSet(cpu for cpus in sets for cpu in cpus)
 
 
 def read_pod_name(environment: Mapping[str, str]) -> PodName:

@@ -129,7 +129,7 @@ class KubeletObservation:
     def wanted(self) -> CpuSet:
         """The CPUs for float: none of an instance whose threads outlive its pod, unless no other CPU is left."""
         pool = self.shared_pool & self.online
-        held = CpuSet(cpu for cpus in self.instances.values() for cpu in cpus)
+        held = CpuSet.union(self.instances.values())
         return pool - held or pool
 
     @property

@@ -45,7 +45,7 @@ async def trace(roots: Roots, observation: Observation, seconds: float) -> Trace
     Raises :class:`HostError` when neither switches nor sums are to be had.
     """
     instances = observation.instances
-    cpus = CpuSet(cpu for each in instances for cpu in each.cpus)
+    cpus = CpuSet.union(each.cpus for each in instances)
     if not cpus:
         return TraceReport(observation.seen_from, 0, "sched_switch", "", ())
     vcpus = {

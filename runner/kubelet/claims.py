@@ -189,7 +189,7 @@ def claimed_cpu_state(
     assignments: dict[str, dict[str, CpuSet]] = {}
     attributed = CpuSet()
     for name, devices in _holders(claims, containers):
-        cpus = CpuSet(cpu for each in claims.devices if each.device in devices for cpu in each.cpus)
+        cpus = CpuSet.union(each.cpus for each in claims.devices if each.device in devices)
         for pod_uid in claims.pods_of(devices) if cpus else ():
             assignments.setdefault(pod_uid, {})[name] = cpus
             attributed |= cpus

@@ -94,7 +94,7 @@ def parse_cpu_state(text: bytes, source: str = CPU_STATE) -> CpuState:
                 if not isinstance(pod.value, str)
             },
             {pod.key: cpu_set(field(pod, "cpuSet", "")) for pod in members(field(document, "podEntries"))},
-            CpuSet(cpu for entry in entries if isinstance(entry.value, str) for cpu in cpu_set(entry)),
+            CpuSet.union(cpu_set(entry) for entry in entries if isinstance(entry.value, str)),
         )
 
 

@@ -127,7 +127,7 @@ class CpuManager:
     def reserved_cores(self) -> CpuSet:
         """The reserved CPUs and all their siblings (``reservedPhysicalCPUs``)."""
         cores = {self.topology.core_of[cpu] for cpu in self.reserved}
-        return CpuSet(cpu for core in cores for cpu in self.topology.cores[core])
+        return CpuSet.union(self.topology.cores[core] for core in cores)
 
     @property
     def initial(self) -> CpuState:
@@ -358,8 +358,8 @@ class CpuManager:
         if self.options.align_by_socket:
             cpus = {cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ())}
             sockets = {topology.socket_of[cpu] for cpu in cpus}
-            return CpuSet(cpu for socket in sockets for cpu in topology.sockets[socket])
-        return CpuSet(cpu for each in numa_nodes_of(affinity) for cpu in topology.numa_nodes.get(each, ()))
+            return CpuSet.union(topology.sockets[socket] for socket in sockets)
+        return CpuSet.union(topology.numa_nodes.get(each, ()) for each in numa_nodes_of(affinity))
 
     def without(self, state: CpuState, pod_uid: str) -> CpuState:
         """Take back the CPUs of pod *pod_uid* (``RemoveContainer`` for each container).

@@ -92,7 +92,7 @@ class PodPlan:
     @property
     def cpus(self) -> CpuSet:
         """All exclusive CPUs of the pod."""
-        return self.whole_cpus | CpuSet(cpu for container in self.containers for cpu in container.cpus)
+        return self.whole_cpus | CpuSet.union(container.cpus for container in self.containers)
 
 
 @frozen
@@ -458,7 +458,7 @@ def _of_pod_level(pod: Pod, admission: Admission) -> Iterator[str]:
         yield "its devices are assigned when its containers start, not at its admission: too few do not reject it"
     unused = admission.node.cpus.pod_assignments.get(pod.pod_uid, CpuSet())
     lasting = [each.name for each in pod.containers if each.kind is not ContainerKind.INIT]
-    unused -= CpuSet(cpu for name in lasting for cpu in admission.cpus.get(name, ()))
+    unused -= CpuSet.union(admission.cpus.get(name, ()) for name in lasting)
     if admission.admitted and unused:
         yield (
             f"CPUs {unused} are the pod's and no container's: each container has its own, and spec.resources has more than they"

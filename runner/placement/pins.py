@@ -125,10 +125,10 @@ def _finding(kind: str, found: str, remedy: str = "") -> Judgement:
 
 def _findings(pins: Sequence[int], exclusive: CpuSet, hardware: Hardware, others: CpuSet | None) -> Iterable[Judgement]:
     cpus = CpuSet(pins)
-    missing = CpuSet(cpu for core in _half_cores(exclusive, hardware) for cpu in hardware.cores[core]) - exclusive
+    missing = CpuSet.union(hardware.cores[core] for core in _half_cores(exclusive, hardware)) - exclusive
     taken = missing & (others or CpuSet())
     if len(taken):
-        own = CpuSet(cpu for other in taken for cpu in hardware.siblings(other)) & exclusive
+        own = CpuSet.union(hardware.siblings(other) for other in taken) & exclusive
         yield _finding(
             "sibling-of-another",
             f"CPUs {own} share their cores with CPUs {taken}, which are exclusive to another pod: each slows the other",
@@ -136,7 +136,7 @@ def _findings(pins: Sequence[int], exclusive: CpuSet, hardware: Hardware, others
         )
     shared = missing - taken
     if len(shared):
-        own = CpuSet(cpu for other in shared for cpu in hardware.siblings(other)) & exclusive
+        own = CpuSet.union(hardware.siblings(other) for other in shared) & exclusive
         yield _finding(
             "half-core",
             f"CPUs {own} are half cores: any other pod may run on their siblings {shared}",

@@ -152,7 +152,7 @@ def sentences(violations: Iterable[Violation]) -> Iterator[str]:
 
 def _intrusion(of_process: Sequence[Intruder]) -> str:
     first = of_process[0].thread
-    cpus = CpuSet(cpu for each in of_process for cpu in each.cpus)
+    cpus = CpuSet.union(each.cpus for each in of_process)
     more = _more(of_process)
     where = f" in the cgroup '{first.thread.cgroup}'" if first.thread.cgroup else ""
     return f"{first}{more}{where} may run on '{cpus}', which belong to vCPUs"
@@ -221,7 +221,7 @@ class ThreadRules:
         if self.cgroups is None:
             return
         floating = [each for each in threads if self.cgroups.of(each.role) and self._floats(each)]
-        most = CpuSet(cpu for each in floating for cpu in each.thread.cpus)
+        most = CpuSet.union(each.thread.cpus for each in floating)
         if not self.shared:
             most -= self.cpus  # one that may run there is an intruder
         yield from (NarrowMask(each, most) for each in floating if not most <= each.thread.cpus)

@@ -60,7 +60,7 @@ def _cpus(topology: GuestTopology, passthrough: PassthroughPlan, used: list[Devi
     several = len(nodes) > 1
     numbers = sorted({_node(device, several=several) for device in used})
     for number in numbers:
-        vcpus = nodes[number].vcpus if number >= 0 else CpuSet(vcpu for each in nodes for vcpu in each.vcpus)
+        vcpus = nodes[number].vcpus if number >= 0 else CpuSet.union(each.vcpus for each in nodes)
         yield f' <cpu numaid="{number}" affinity="{vcpus.mask()}" arch="x86_64">'
         near = [device for device in used if _node(device, several=several) == number]
         for bus in dict.fromkeys(device.bus for device in near):

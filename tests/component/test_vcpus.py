@@ -534,7 +534,7 @@ async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online = [CPUS]
-    monkeypatch.setattr("runner.instance.watch.cpu_watch._online", lambda: online[0])
+    monkeypatch.setattr("runner.instance.watch.cpu_watch.read_online", lambda _: online[0])
     plan = fake_host.plan(TWO, qemu=NEWEST)
     gone = CpuSet([plan.placement.pins[1]])
 

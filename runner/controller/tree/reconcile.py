@@ -24,7 +24,7 @@ decided by the process that populates it and by binding, not by these groups. Th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 import attrs
@@ -547,7 +547,7 @@ def _seal_actions(
 ) -> Iterator[Action]:
     if observed.exclusive is None:
         return
-    together = CpuSet(cpu for cpus in sealed.values() for cpu in cpus)
+    together = CpuSet.union(sealed.values())
     missing = {
         name: cpus
         for name, cpus in sealed.items()
@@ -734,7 +734,7 @@ def _owned(
 
 def _contested(desired: Desired) -> CpuSet:
     """Return the CPUs that are not one pod's alone: those of the shared pool, and those that several pods may have."""
-    pods = Counter(cpu for choices in desired.choices.values() for cpu in _union(choices))
+    pods = Counter(cpu for choices in desired.choices.values() for cpu in CpuSet.union(choices))
     return desired.shared_pool | CpuSet(cpu for cpu, number in pods.items() if number > 1)
 
 
@@ -747,7 +747,7 @@ def _choose(current: CpuSet, choices: tuple[CpuSet, ...], contested: CpuSet) -> 
     keeps the CPU it is pinned to. An init container that has ended keeps its entry: CPUs in it that are *contested* by now say so.
     """
     valid = tuple(cpus for cpus in choices if cpus.isdisjoint(contested)) or choices
-    together = _union(valid)
+    together = CpuSet.union(valid)
     if current and current in (*valid, together):
         return current
     most = max((len(cpus & current) for cpus in valid), default=0)
@@ -755,7 +755,7 @@ def _choose(current: CpuSet, choices: tuple[CpuSet, ...], contested: CpuSet) -> 
         return together
     nearest = [cpus for cpus in valid if len(cpus & current) == most]
     apart = all(one.isdisjoint(other) for one, other in combinations(nearest, 2))
-    return current & together if apart and len(nearest) > 1 else _union(nearest)
+    return current & together if apart and len(nearest) > 1 else CpuSet.union(nearest)
 
 
 def is_resized(current: CpuSet, asked: CpuSet, choices: tuple[CpuSet, ...]) -> bool:
@@ -765,10 +765,6 @@ def is_resized(current: CpuSet, asked: CpuSet, choices: tuple[CpuSet, ...]) -> b
     """
     kept = len(asked & current)
     return bool(kept) and all(len(cpus & current) < kept for cpus in choices if cpus.isdisjoint(asked))
-
-
-def _union(sets: Iterable[CpuSet]) -> CpuSet:
-    return CpuSet(cpu for cpus in sets for cpu in cpus)
 
 
 def silent_fallbacks(observed: Observed, online: CpuSet) -> Mapping[str, Group]:

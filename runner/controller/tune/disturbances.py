@@ -267,8 +267,8 @@ def _difference(rule: AwayFrom | Added | WaysBelow, record: Record) -> tuple[Cpu
     """Return what may have been taken from the value that was there before, and what may have been added to it."""
     before, ours = rule.members(record.before), [rule.members(each) for each in record.ours]
     return (
-        CpuSet(cpu for each in ours for cpu in before - each),
-        CpuSet(cpu for each in ours for cpu in each - before),
+        CpuSet.union(before - each for each in ours),
+        CpuSet.union(each - before for each in ours),
     )
 
 

@@ -103,7 +103,7 @@ class HostTuner:
     def tune(self, instances: Mapping[str, TunedInstance]) -> Tuned:
         """Bring the settings to what *instances* need, by pod UID. Raises :class:`HostError`, ``OSError`` and ``ValueError``."""
         machine = read_online_cpus(self.sys)
-        occupied = CpuSet(cpu for each in instances.values() for cpu in each.cpus)
+        occupied = CpuSet.union(each.cpus for each in instances.values())
         records, unset = self._records(), list[Unset]()
         if occupied and (error := self.host.error()):
             unset.append(Unset("all", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))

@@ -94,7 +94,7 @@ def _parts(pod: str, whole: CpuSet, held: Mapping[str, CpuSet]) -> Iterator[tupl
     for cpus, names in sorted(parts.items(), key=lambda item: (-len(item[0]), list(item[0]))):
         if cpus:
             yield (pod if len(parts) == 1 and len(names) == 1 else f"{pod}/{', '.join(names)}"), cpus
-    if rest := whole - CpuSet(cpu for cpus in held.values() for cpu in cpus):
+    if rest := whole - CpuSet.union(held.values()):
         yield f"{pod} (no container)" if held else pod, rest
 
 
