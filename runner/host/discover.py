@@ -533,7 +533,7 @@ def _machine_id(roots: Roots) -> str:
     found = read_text(PurePosixPath("/etc/machine-id")).strip()
     if re.fullmatch(r"[0-9a-f]{32}", found):
         return found
-    return read_text(PurePosixPath(roots.sys / "class/dmi/id/product_uuid")).strip().lower()
+    return read_text(roots.sys / "class/dmi/id/product_uuid").strip().lower()
 
 
 def _interfaces(spec: InstanceSpec, roots: Roots) -> dict[str, Interface]:

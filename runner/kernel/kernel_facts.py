@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
@@ -61,7 +61,7 @@ class PciDevice:
 
 def read_line(path: Path) -> str:
     """Return the content of a small file without its line end, empty when it cannot be read."""
-    return read_text(PurePosixPath(path)).strip()
+    return read_text(path).strip()
 
 
 def read_cpus(path: Path) -> CpuSet:

@@ -92,7 +92,7 @@ def own_groups(controller: str, roots: Roots | None = None) -> Iterator[PurePosi
     there that it does not see: then it is the top of its mount.
     """
     roots = roots or Roots()
-    lines = [line.split(":", 2) for line in read_text(PurePosixPath(roots.proc / "self/cgroup")).splitlines()]
+    lines = [line.split(":", 2) for line in read_text(roots.proc / "self/cgroup").splitlines()]
     mounts, path = [roots.cgroup, roots.cgroup / "unified"], next((path for _, names, path in lines if not names), "/")
     for _, names, path_there in lines:
         if controller in names.split(","):
@@ -138,7 +138,7 @@ class _ShownLimits:
         return "the process has ended, or is in another PID namespace"
 
     def filter(self) -> str:
-        if "\nSeccomp:\t2\n" not in read_text(PurePosixPath(self.roots.proc / "self/status")):
+        if "\nSeccomp:\t2\n" not in read_text(self.roots.proc / "self/status"):
             return ""
         return (
             "the container's seccomp profile refuses the call that makes a thread, and where it does not know clone3(2) it must say "
@@ -175,7 +175,7 @@ class _ShownLimits:
         )
 
     def _all_processes(self) -> str:
-        used = read_text(PurePosixPath(self.roots.proc / "loadavg")).split()[3:4]  # 2/613: 613 threads on the machine
+        used = read_text(self.roots.proc / "loadavg").split()[3:4]  # 2/613: 613 threads on the machine
         running = used[0].partition("/")[2] if used else ""
         for name in ("kernel/threads-max", "kernel/pid_max"):
             most = self._sysctl(name)
@@ -187,9 +187,7 @@ class _ShownLimits:
         if (most := _rlimit(resource.RLIMIT_AS)) is not None:
             return f"a process here may have {most} bytes of addresses: lift that limit (RLIMIT_AS, `ulimit -v`)"
         if self._sysctl("vm/overcommit_memory") == "2":
-            info = dict(
-                each.split(":", 1) for each in read_text(PurePosixPath(self.roots.proc / "meminfo")).splitlines()
-            )
+            info = dict(each.split(":", 1) for each in read_text(self.roots.proc / "meminfo").splitlines())
             used, total = (info.get(name, "some").strip() for name in ("Committed_AS", "CommitLimit"))
             return (
                 f"the machine promises no more than {total} of memory and has promised {used}, as vm.overcommit_memory is 2: raise "
@@ -215,7 +213,7 @@ class _ShownLimits:
         """Return what has kept mmap(2) from a file of memory: not the RAM in use, as none is taken yet."""
         if _rlimit(resource.RLIMIT_AS) is not None or self._sysctl("vm/overcommit_memory") == "2":
             return self.memory()
-        info = read_text(PurePosixPath(self.roots.proc / "meminfo"))
+        info = read_text(self.roots.proc / "meminfo")
         free = re.search(r"^HugePages_Free: *([0-9]+)", info, re.MULTILINE)
         return (
             f"huge pages are short, if the guest has them (HugePages_Free is {'unknown' if free is None else free[1]}): raise "
@@ -238,7 +236,7 @@ class _ShownLimits:
 
     def mappings(self) -> str:
         parameter = self.roots.sys / "module/vfio_iommu_type1/parameters/dma_entry_limit"
-        most = read_text(PurePosixPath(parameter)).strip() or "some"
+        most = read_text(parameter).strip() or "some"
         return f"VFIO takes {most} mappings of a guest's memory: raise dma_entry_limit of the module vfio_iommu_type1, or use iommufd"
 
     def namespaces(self) -> str:
@@ -252,7 +250,7 @@ class _ShownLimits:
         )
 
     def _sysctl(self, path: str) -> str:
-        return read_text(PurePosixPath(self.roots.proc / "sys" / path)).strip() or "some"
+        return read_text(self.roots.proc / "sys" / path).strip() or "some"
 
     def _of_user(self, path: str, what: str) -> str:
         return f"user {self.user_id} may have {self._sysctl(path)} {what} {_ALL_CONTAINERS}: raise {path.replace('/', '.')}"

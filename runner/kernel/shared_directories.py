@@ -105,7 +105,7 @@ class SharedDirectories:
 def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDirectories:
     """Return the directories *paths*, with the mounts that this process has now (proc_pid_mountinfo(5))."""
     found = tuple(paths)
-    lines = read_text(PurePosixPath(roots.proc / "self/mountinfo")).splitlines() if found else []
+    lines = read_text(roots.proc / "self/mountinfo").splitlines() if found else []
     return SharedDirectories(found, tuple(map(_parse_mount, lines)))
 
 

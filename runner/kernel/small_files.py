@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 
 from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
 
 
-def read_text(path: PurePosixPath) -> str:
+def read_text(path: PurePath) -> str:
     """Return the content of a file, empty when it cannot be read."""
     try:
-        with open(path, errors="replace") as file:  # noqa: PTH123 - a pure path
+        with open(path, errors="replace") as file:  # noqa: PTH123 - it may be a pure path
             return file.read()
     except OSError:
         return ""
@@ -20,7 +20,7 @@ def read_text(path: PurePosixPath) -> str:
 
 def read_online(roots: Roots) -> CpuSet:
     """Return the CPUs that are online. Raises ``ValueError`` if the kernel's list cannot be read."""
-    return CpuSet.parse(read_text(PurePosixPath(roots.sys / "devices/system/cpu/online")))
+    return CpuSet.parse(read_text(roots.sys / "devices/system/cpu/online"))
 
 
 def read_image_digest() -> str:
