@@ -894,9 +894,11 @@ class InstanceSpec:
             if disk.path is not None and disk.fd is not None:
                 yield Problem(f"disk[{index}].fd", "path and fd are both given", "leave one of them out")
         writable = {disk.path for disk in self.disk if disk.writes and disk.fd is None}
+        seen = set[PurePosixPath | None]()
         for index, disk in enumerate(self.disk):
-            if disk.path in writable and any(other.path == disk.path for other in self.disk[:index]):
+            if disk.path in writable and disk.path in seen:
                 yield Problem(f"disk[{index}].path", f"{str(disk.path)!r} is given twice and one of them is writable")
+            seen.add(disk.path)
 
 
 def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
@@ -914,6 +916,7 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
         for earlier, other in enumerate(subnets[:index]):
             if mine is not None and other is not None and mine.overlaps(other):
                 yield Problem(f"network[{index}].subnet", f"{mine} overlaps {other} of network[{earlier}]")
+                break  # with a thousand equal ones, half a million sentences would say so
         address = networks[index].address
         if (
             mine is not None
@@ -989,7 +992,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
         raise SpecError(source, problems)
     spec = structure(InstanceSpec, document, "", problems)
     if spec is None or problems:
-        raise SpecError(source, (_with_variables(problem, written) for problem in problems))
+        raise SpecError(source, _with_variables(problems, written))
     return spec
 
 
@@ -1005,33 +1008,44 @@ def parse_elsewhere(
     try:
         return parse_instance(source, data, {**environment, **dict.fromkeys(unset, PLACEHOLDER)}), unset
     except SpecError as error:
-        written = parse_document(source, data)
-        left = [problem for problem in error.problems if not set(unset).intersection(_variables_of(problem, written))]
+        used = _used(parse_document(source, data))
+        left = [problem for problem in error.problems if not set(unset).intersection(_variables_of(problem, used))]
         if left:
             raise SpecError(source, left) from None
         return None, unset
 
 
-def _variables_of(problem: Problem, written: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the names in each ``${NAME}`` of the value that *problem* is about, in the document as it is *written*."""
+def _variables_of(problem: Problem, used: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the names in each ``${NAME}`` of the value that *problem* is about; *used* is what :func:`_used` returns."""
+    from bisect import bisect_left  # here, because only a document with a mistake needs it
+
     path = problem.path
     if "." not in path:  # a whole table
         return ()
-    named = (
-        name for where, name in references(written, "") if where == path or where.startswith((f"{path}[", f"{path}."))
+    ranges = ((path, f"{path}\0"), *((path + mark, path + chr(ord(mark) + 1)) for mark in ".["))
+    return tuple(
+        dict.fromkeys(
+            name for first, end in ranges for _, name in used[bisect_left(used, (first,)) : bisect_left(used, (end,))]
+        )
     )
-    return tuple(dict.fromkeys(named))
 
 
-def _with_variables(problem: Problem, written: Mapping[str, object]) -> Problem:
-    """Return *problem*, with the variables of its value: it comes from them, or they lack a declaration."""
-    names = _variables_of(problem, written)
-    if not names:
-        return problem
-    if "environment" in written:
-        listed = " and ".join(f"${{{name}}}" for name in names)
-        return attrs.evolve(problem, message=f"{problem.message}, which comes from {listed}")
-    return attrs.evolve(problem, remedy=f"{declaring(names)}; {problem.remedy}")
+def _used(written: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return path and name of each ``${NAME}`` in the document as it is *written*, sorted by path."""
+    return sorted(references(written, ""), key=lambda each: each[0])
+
+
+def _with_variables(problems: Sequence[Problem], written: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield *problems*, each with the variables of its value: it comes from them, or they lack a declaration."""
+    used = _used(written)
+    for problem in problems:
+        if not (names := _variables_of(problem, used)):
+            yield problem
+        elif "environment" in written:
+            listed = " and ".join(f"${{{name}}}" for name in names)
+            yield attrs.evolve(problem, message=f"{problem.message}, which comes from {listed}")
+        else:
+            yield attrs.evolve(problem, remedy=f"{declaring(names)}; {problem.remedy}")
 
 
 def declaring(names: Sequence[str]) -> str:

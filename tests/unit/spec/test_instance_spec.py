@@ -469,8 +469,10 @@ def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
         '"\\' * 100_000,
         KERNEL
         + "".join(f'[[network]]\nmode="passt"\nports={[*range(at, at + 1000)]}\n' for at in range(1, 10_000, 1000)),
+        KERNEL + '[[network]]\nsubnet="10.0.0.0/24"\n' * 600,
+        KERNEL + f"[[disk]]\npath='/d'\nbacking={['/b'] * 40}\n" * 300,
     ],
-    ids=["word", "string without an end", "strings without an end", "ports"],
+    ids=["word", "string without an end", "strings without an end", "ports", "equal subnets", "many mistakes"],
 )
 def test_a_document_takes_a_time_in_proportion_to_its_length(text: str) -> None:
     begun = time.process_time()
