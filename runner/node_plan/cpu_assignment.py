@@ -18,7 +18,7 @@ from typing import Self
 import attrs
 
 from runner.base.cpuset import CpuSet
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 from runner.facts.hardware import Hardware
 from runner.node_plan.quirks import AllocationError, KubeletHangsError, Quirk
 
@@ -395,28 +395,24 @@ def ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
+@define
 class _Distribution:
-    """One search of :func:`take_distributed`; *have* holds the free CPUs of each NUMA node in the kubelet's order."""
+    """One search of :func:`take_distributed`."""
 
-    def __init__(
-        self,
-        topology: CpuTopology,
-        free: frozenset[int],
-        count: int,
-        group: int,
-        spread: bool,  # noqa: FBT001
-        quirks: frozenset[Quirk],
-    ) -> None:
-        self.topology = topology
-        self.free = free
-        self.count = count
-        self.group = group
-        self.spread = spread
-        self.quirks = quirks
-        self.shared = Quirk.COMBINATIONS_OVERWRITTEN in quirks
-        self.remainders: dict[tuple[int, tuple[int, ...], int], tuple[float, Sequence[int]]] = {}
-        order = _Packing(topology, free, count, quirks).numa_nodes()
-        self.have = {numa_node: len(topology.numa_nodes[numa_node] & free) for numa_node in order}
+    topology: CpuTopology
+    free: frozenset[int]
+    count: int
+    group: int
+    spread: bool
+    quirks: frozenset[Quirk]
+    remainders: dict[tuple[int, tuple[int, ...], int], tuple[float, Sequence[int]]] = attrs.field(factory=dict)
+    have: dict[int, int] = attrs.field(init=False)
+    """NUMA node → its free CPUs, in the kubelet's order."""
+
+    @have.default
+    def _free_by_numa_node(self) -> dict[int, int]:
+        order = _Packing(self.topology, self.free, self.count, self.quirks).numa_nodes()
+        return {numa_node: len(self.topology.numa_nodes[numa_node] & self.free) for numa_node in order}
 
     def best(self, size: int, share: int) -> _Choice:
         """Choose *size* NUMA nodes, each of which gives *share* CPUs, and those of them that give the remaining CPUs.
@@ -426,7 +422,7 @@ class _Distribution:
         have, count, group = self.have, self.count, self.group
         best = _Choice()
         rest = count - share * size
-        for combination in _combinations(list(have), size, shared=self.shared):
+        for combination in _combinations(list(have), size, shared=Quirk.COMBINATIONS_OVERWRITTEN in self.quirks):
             if best.balance == 0:
                 break
             members = combination.values()
@@ -460,7 +456,9 @@ class _Distribution:
         best, best_subset = math.inf, _Slice([], 0)
         counted = 1 if Quirk.LIVELOCK in self.quirks else self.group
         for size in range(len(members), 0, -1):
-            for subset in _combinations(range(len(members)), size, shared=self.shared):
+            for subset in _combinations(
+                range(len(members)), size, shared=Quirk.COMBINATIONS_OVERWRITTEN in self.quirks
+            ):
                 takers = [members[place] for place in subset.values()]
                 if sum(after[each] // counted * counted for each in takers) < rest:
                     continue

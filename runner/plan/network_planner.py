@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from typing import Literal, assert_never
 
+from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
 from runner.facts.network import Interface, Route
@@ -91,32 +92,22 @@ def plan_networks(
     return _NetworkPlanner(spec, identity, vcpus, facts, claims, problems).networks()
 
 
+@frozen
 class _NetworkPlanner:
-    """The values that the decisions about all networks of one instance share; only *claims* and *problems* change."""
+    """The values that the decisions about all networks of one instance share; only claims and problems change."""
 
-    def __init__(
-        self,
-        spec: InstanceSpec,
-        identity: Identity,
-        vcpus: int,
-        facts: HostFacts,
-        claims: Claims,
-        problems: Problems,
-    ) -> None:
-        self._spec = spec
-        self._identity = identity
-        self._most_queues = min(vcpus, MOST_QUEUES)
-        self._facts = facts
-        self._claims = claims
-        self._problems = problems
-        self._refuse = problems.refuse
-        self._remark = problems.remark
+    _spec: InstanceSpec
+    _identity: Identity
+    _vcpus: int
+    _facts: HostFacts
+    _claims: Claims
+    _problems: Problems
 
     def networks(self) -> Iterator[NetworkPlan]:
         networks = self._spec.network
         made = next((index for index, each in enumerate(networks) if each.mode in {"private", "bridge"}), None)
         if made is not None and not self._facts.tun:
-            self._refuse(
+            self._problems.refuse(
                 f"network[{made}]",
                 "cannot use /dev/net/tun: it is missing or not writable",
                 "give the pod the device",
@@ -142,7 +133,7 @@ class _NetworkPlanner:
                 assert_never(other)
 
     def _queues(self, network: NetworkSpec) -> int:
-        return network.queues or self._most_queues
+        return network.queues or min(self._vcpus, MOST_QUEUES)
 
     def _mac(self, index: int, network: NetworkSpec) -> str:
         return network.mac or derived_mac(self._identity, index)
@@ -150,7 +141,7 @@ class _NetworkPlanner:
     def _mac_among_others(self, index: int, network: NetworkSpec) -> str:
         """Return the MAC address of a guest on a link with others, and remark one that another guest there may have."""
         if network.mac is None and self._identity.repeated:
-            self._remark(
+            self._problems.remark(
                 f"network[{index}].mac",
                 f"network {index} works for one guest alone if another container of this machine has the same state directory and name: "
                 "both guests have the same MAC address then",
@@ -189,9 +180,9 @@ class _NetworkPlanner:
                     f"overlaps {address.network}, the network of {name!r} here: hosts in both are not reached from here"
                 )
                 if self._facts.machines_network:
-                    self._refuse(f"network[{index}].subnet", f"{subnet} {lost}", OTHER_SUBNET)
+                    self._problems.refuse(f"network[{index}].subnet", f"{subnet} {lost}", OTHER_SUBNET)
                 else:
-                    self._remark(f"network[{index}].subnet", f"the subnet {subnet} {lost}", OTHER_SUBNET)
+                    self._problems.remark(f"network[{index}].subnet", f"the subnet {subnet} {lost}", OTHER_SUBNET)
 
     def _private_ipv6(self, index: int, network: NetworkSpec) -> Ipv6Plan | None:
         if not network.ipv6 or self._without_ipv6(index, network.mtu or 1500):
@@ -206,7 +197,7 @@ class _NetworkPlanner:
         if error is None and mtu < IPV6_LEAST_MTU:
             error = f"it takes an MTU of {IPV6_LEAST_MTU} (RFC 8200, 5), and the network's is {mtu}"
         if error is not None:
-            self._refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {error}")
+            self._problems.refuse(f"network[{index}].ipv6", f"cannot give the guest IPv6: {error}")
         return error is not None
 
     def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
@@ -214,13 +205,13 @@ class _NetworkPlanner:
         name = network.interface or "eth0"
         found = self._facts.interfaces.get(name)
         if found is None:
-            self._refuse(
+            self._problems.refuse(
                 f"network[{index}].interface",
                 f"there is no network interface {name!r} here",
                 'name the pod\'s, or use mode = "private"',
             )
         elif network.mtu is not None and network.mtu > found.mtu:
-            self._refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {found.mtu} of {name!r}")
+            self._problems.refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {found.mtu} of {name!r}")
         return found
 
     def _bridged(self, index: int, network: NetworkSpec) -> BridgedPlan | None:
@@ -229,7 +220,7 @@ class _NetworkPlanner:
             return None
         where, name = f"network[{index}].interface", pod.name
         if self._facts.machines_network:
-            self._refuse(
+            self._problems.refuse(
                 f"network[{index}].mode",
                 f"the guest would take the address of {name!r} away from the machine itself: this process is in the machine's "
                 "own network namespace",
@@ -237,10 +228,12 @@ class _NetworkPlanner:
             )
             return None
         if (reason := _no_port(pod)) is not None:
-            self._refuse(where, f"{name!r} {reason}", 'use mode = "private", or a CNI plugin that gives the pod a veth')
+            self._problems.refuse(
+                where, f"{name!r} {reason}", 'use mode = "private", or a CNI plugin that gives the pod a veth'
+            )
             return None
         if len(pod.addresses) != 1 or pod.peers:
-            self._refuse(
+            self._problems.refuse(
                 where, f"{name!r} must have exactly one IPv4 address for the guest to take over, {_found(pod)}", SERVED
             )
             return None
@@ -249,7 +242,7 @@ class _NetworkPlanner:
             (each.destination, f"via {each.gateway}") for each in pod.routes if isinstance(each.gateway, IPv6Address)
         ]
         for route, how in inexpressible:
-            self._refuse(
+            self._problems.refuse(
                 where,
                 f"{name!r} has the route {route} {how}, which DHCP cannot express and an alias cannot keep",
                 "give it one IPv4 gateway",
@@ -290,7 +283,7 @@ class _NetworkPlanner:
         routes = pod.routes + (pod.routes6 if network.ipv6 else ())
         least = min((pod.mtu, *(route.mtu for route in routes if route.mtu)))
         if network.mtu is not None and network.mtu > least:
-            self._remark(
+            self._problems.remark(
                 f"{where}.mtu",
                 f"packets of more than {least} bytes may be lost: the routes of {pod.name!r} take no larger ones, and the guest sends "
                 f"up to {network.mtu}",
@@ -301,26 +294,26 @@ class _NetworkPlanner:
     def _remark_kept(self, where: str, pod: Interface, given: Sequence[Route]) -> None:
         """Remark what the guest does not get of *pod*; it is restored at the end. ARP for IPv4 neighbours is answered."""
         if pod.virtual_function:
-            self._remark(
+            self._problems.remark(
                 where,
                 f"the guest may receive nothing: {pod.name!r} is a virtual function (SR-IOV), which passes frames to and from its own "
                 "MAC address alone unless it is trusted",
                 "on the node: `ip link set PF vf N trust on spoofchk off`, or give the guest the function itself ([[device]])",
             )
         if others := ", ".join(str(each) for each in pod.routes if each not in given):
-            self._remark(
+            self._problems.remark(
                 where,
                 f"the guest does not get the route {others} of {pod.name!r}: by DHCP it gets one to each destination, that of the "
                 "lowest metric",
             )
         lost = ", ".join(str(each.address) for each in pod.neighbours if isinstance(each.address, IPv6Address))
         if lost:
-            self._remark(
+            self._problems.remark(
                 where, f"the guest may not reach {lost}, which {pod.name!r} knows as a permanent neighbour alone"
             )
         tables = ", ".join(map(str, sorted({route.table for route in pod.other_routes})))
         if tables:
-            self._remark(
+            self._problems.remark(
                 where,
                 f"the guest routes by the main table of {pod.name!r} alone: it does not get the routes of table {tables}, which a "
                 "rule of the pod may choose",
@@ -352,19 +345,19 @@ class _NetworkPlanner:
     ) -> Ipv6Plan | None:
         where = f"network[{index}].ipv6"
         if not network.ipv6 and pod.addresses6:
-            self._remark(
+            self._problems.remark(
                 where, f"the guest does not get the IPv6 address of {pod.name!r}", "ipv6 = true gives it by DHCPv6"
             )
         if not network.ipv6 or self._without_ipv6(index, mtu):
             return None
         if len(pod.addresses6) != 1:
             found = ", ".join(map(str, pod.addresses6)) or "none"
-            self._refuse(
+            self._problems.refuse(
                 where,
                 f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {found}",
             )
             return None
-        self._remark(
+        self._problems.remark(
             where,
             f"the guest gets the IPv6 address of {pod.name!r} by DHCPv6, which has no routes: its IPv6 gateway must come from a router "
             "advertisement of the pod's network, or from the guest's own configuration",
@@ -374,7 +367,7 @@ class _NetworkPlanner:
     def _macvtap(self, index: int, network: NetworkSpec) -> MacvtapPlan | None:
         over = self._interface(index, network)
         if self._facts.user_namespace:  # mknod(2) asks the machine's first one for CAP_MKNOD (fs/namei.c)
-            self._refuse(
+            self._problems.refuse(
                 f"network[{index}].mode",
                 "a macvtap takes a device node of its own, and in a user namespace none can be made",
                 'use mode = "bridge", or let the pod do without a user namespace (hostUsers: true)',
@@ -382,7 +375,9 @@ class _NetworkPlanner:
         if over is None:
             return None
         if (reason := _no_base(over)) is not None:
-            self._refuse(f"network[{index}].interface", f"{over.name!r} {reason}", 'use mode = "private" or "passt"')
+            self._problems.refuse(
+                f"network[{index}].interface", f"{over.name!r} {reason}", 'use mode = "private" or "passt"'
+            )
         return MacvtapPlan(
             mac=self._mac_among_others(index, network),
             mtu=network.mtu or over.mtu,
@@ -394,7 +389,7 @@ class _NetworkPlanner:
 
     def _passt(self, index: int, network: NetworkSpec) -> PasstPlan | None:
         if self._facts.passt is None:
-            self._refuse(
+            self._problems.refuse(
                 f"network[{index}].mode",
                 "cannot find the program 'passt' in PATH",
                 install("passt", self._facts.os_release),
@@ -403,21 +398,21 @@ class _NetworkPlanner:
         for other in self._spec.network:
             pod = self._facts.interfaces.get(other.interface or "eth0")
             if other.mode == "bridge" and pod and any(route.destination.prefixlen == 0 for route in pod.routes):
-                self._refuse(
+                self._problems.refuse(
                     f"network[{index}].mode",
                     f'passt speaks with the address of {pod.name!r}, which another network gives away (mode = "bridge")',
                 )
         lowest = self._facts.unprivileged_port
         for each in network.forwards:
             if each.first < lowest:
-                self._refuse(
+                self._problems.refuse(
                     f"network[{index}].ports",
                     f"passt cannot listen at {each.first}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and its newer "
                     "versions give root's rights away before they listen",
                     f"set it to 0 in the pod's securityContext.sysctls (containerd 2 does so itself), or name ports from {lowest} on",
                 )
         if network.listened_at + PASST_FILES > self._facts.open_files:
-            self._refuse(
+            self._problems.refuse(
                 f"network[{index}].ports",
                 f"passt would listen at up to {network.listened_at} ports, and may have {self._facts.open_files} files open here",
                 "raise the container's limit (RLIMIT_NOFILE), or name fewer ports",
@@ -444,16 +439,16 @@ class _NetworkPlanner:
         if first is not None and any(
             each is not None and (each.kind, each.interface) != (kind, first.interface) for each in found
         ):
-            self._refuse(where, "names descriptors of different interfaces", "each queue is one of the same")
+            self._problems.refuse(where, "names descriptors of different interfaces", "each queue is one of the same")
         if len(found) > 1 and (kind == "socket" or any(each is not None and not each.multi_queue for each in found)):
-            self._refuse(
+            self._problems.refuse(
                 where, "names several, which needs a tap or macvtap that was opened with IFF_MULTI_QUEUE each time"
             )
         if kind == "socket" and network.vhost_fd:
-            self._refuse(f"network[{index}].vhost_fd", "vhost-net cannot serve a socket", "leave it out")
+            self._problems.refuse(f"network[{index}].vhost_fd", "vhost-net cannot serve a socket", "leave it out")
         if first is not None and kind == "macvtap":
             if network.mac not in {None, first.mac}:
-                self._refuse(
+                self._problems.refuse(
                     f"network[{index}].mac",
                     f"{network.mac} is not that of the macvtap {first.interface!r}, {first.mac}",
                 )

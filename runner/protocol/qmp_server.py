@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 
+import attrs
 import trio
 
 from runner.base.errors import RunnerError, explain
+from runner.base.values import define
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.packages import without_init
 from runner.kernel.sockets import hung_up
@@ -91,24 +93,18 @@ class ObjectFramer:
         return None
 
 
+@define
 class QmpSession:
-    """The conversation with one client on *connection*, which stays the caller's to close."""
+    """The conversation with one client on a connection that stays the caller's to close."""
 
-    def __init__(
-        self,
-        connection: trio.socket.SocketType,
-        version: object,
-        execute: Execute,
-        event_copies: EventCopies,
-    ) -> None:
-        self._connection = connection
-        self._version = version
-        self._execute = execute
-        self._event_copies = event_copies
-        self._sending = trio.Lock()
-        self._negotiated = trio.Event()
-        self._gone = False
-        self._wanted = trio.CancelScope()
+    _connection: trio.socket.SocketType
+    _version: object
+    _execute: Execute
+    _event_copies: EventCopies
+    _sending: trio.Lock = attrs.field(factory=trio.Lock)
+    _negotiated: trio.Event = attrs.field(factory=trio.Event)
+    _gone: bool = False
+    _wanted: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
     async def serve(self) -> None:
         """Serve the client until it hangs up, or has sent what is no QMP."""

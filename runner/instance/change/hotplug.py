@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import attrs
 import trio
 
 from runner.base.errors import HostError, RefusedError, RunnerError, SpecError, explain
 from runner.base.events import InstanceEvent
-from runner.base.values import frozen
+from runner.base.values import define, frozen
 from runner.facts.disk import LateDiskFacts
 from runner.facts.host import User
 from runner.host.discover import read_disk_facts
@@ -72,24 +73,17 @@ class DiskMachine(Protocol):
         """Return what the guest has released."""
 
 
+@define
 class DiskHotplug:
     """The disks of a running machine."""
 
-    def __init__(
-        self,
-        plan: InstancePlan,
-        machine: DiskMachine,
-        changes: Changes,
-        verify: Callable[[], Awaitable[None]],
-        in_pod_cgroup: Callable[[], AbstractContextManager[None]],
-        attached: Sequence[AttachedDisk] = (),
-    ) -> None:
-        self._plan = plan
-        self._machine = machine
-        self._changes = changes
-        self._verify = verify
-        self._in_pod_cgroup = in_pod_cgroup
-        self._attached: dict[str, AttachedDisk] = {each.plan.name: each for each in attached}
+    _plan: InstancePlan
+    _machine: DiskMachine
+    _changes: Changes
+    _verify: Callable[[], Awaitable[None]]
+    _in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+    _attached: dict[str, AttachedDisk] = attrs.field(factory=dict)
+    """Those that were attached while the guest runs, by name."""
 
     @property
     def attached(self) -> tuple[AttachedDisk, ...]:

@@ -62,7 +62,8 @@ def control_server(
     """Return the disks of a running instance, of which some are *attached*, and what serves the clients of its socket."""
     plan, machine, supervisor = receipts.plan, receipts.machine, receipts.supervisor
     in_pod_cgroup = receipts.active.in_pod_cgroup
-    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, attached)
+    known = {each.plan.name: each for each in attached}
+    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, known)
     return disks, partial(_accept, StatusReader(supervisor, plan, machine, receipts, disks, Vcpus(receipts)))
 
 
