@@ -26,7 +26,7 @@ class JudgedDocument(TypedDict):
     """What is to be said of one document."""
 
     document: str
-    """As it was named on the command line."""
+    """Its name on the command line."""
     right: bool
     unset: list[str]
     """The variables that it uses and that are not set here."""

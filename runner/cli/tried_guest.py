@@ -45,7 +45,7 @@ ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end the guest; a terminal that is closed sends the last one."""
 
 PROGRAMS = ("setpriv", "unshare", "nsenter")
-"""Of the package util-linux."""
+"""The programs of the package util-linux that are needed."""
 
 HIDDEN = PurePosixPath("/run")
 """The guest's programs have a directory of their own there, in which the state directory is."""

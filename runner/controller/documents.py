@@ -24,9 +24,9 @@ class ListedInstanceDocument(GuaranteeDocument):
     uuid: str
     """The uid of its pod."""
     cgroup_path: str
-    """Of its vCPU threads."""
+    """The cgroup of its vCPU threads."""
     float_path: str
-    """Of all its other threads."""
+    """The cgroup of all its other threads."""
     memory: int | None
     """Bytes that both may have together; ``null`` for no limit."""
     oom_kills: int
@@ -34,7 +34,7 @@ class ListedInstanceDocument(GuaranteeDocument):
     cpuset: CpuList
     """Its CPUs."""
     effective: CpuList
-    """Those of them that its vCPU threads may run on now."""
+    """The CPUs that its vCPU threads may run on now."""
     populated: bool
     """A thread is in the group of its vCPUs."""
     awaited_by: list[str]
@@ -84,7 +84,7 @@ class NodeStatusDocument(TypedDict):
     kubelet: bool
     """The kubelet shares out the CPUs; else the command line does."""
     policy: CpuPolicy | None
-    """Of the kubelet's CPU Manager; ``null`` while decisions are frozen."""
+    """The policy of the kubelet's CPU Manager; ``null`` while decisions are frozen."""
     claims: bool
     """A DRA driver gives CPUs to pods, or could."""
     shared_pool: CpuList | None

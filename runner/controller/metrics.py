@@ -55,7 +55,7 @@ class LoopStatus:
     frozen: bool = False
     """Whether decisions are frozen."""
     float_cpus: CpuSet = attrs.field(factory=CpuSet)
-    """Those of every float."""
+    """The CPUs of every float."""
     report_ages: Mapping[str, float] = attrs.field(factory=dict)
     """Seconds since the latest report of each instance that has made one."""
 

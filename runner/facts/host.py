@@ -194,7 +194,7 @@ class HostFacts:
     state_directory: PurePosixPath
     """The directory for this instance's sockets, logs and temporary files."""
     masked_cpus: CpuSet = attrs.field(factory=CpuSet)
-    """Those of the cpuset that the mask with which this process was started leaves out (``sched_setaffinity(2)``)."""
+    """The CPUs of the cpuset that the mask with which this process was started leaves out (``sched_setaffinity(2)``)."""
     limits: MemoryLimits = attrs.field(factory=MemoryLimits)
     preallocator: tuple[str, ...] = ()
     """The command that preallocates guest memory; :mod:`runner.kernel.preallocate` describes its arguments."""
@@ -207,9 +207,9 @@ class HostFacts:
     files: Mapping[PurePosixPath, FileFact] = attrs.field(factory=dict)
     """The files and directories that the spec names, and the backing files of its disks, by path."""
     in_shares: Mapping[PurePosixPath, PurePosixPath] = attrs.field(factory=dict)
-    """Those of the paths of the spec, and of the state directory, that lead through a writable share, and its path."""
+    """The paths of the spec, and of the state directory, that lead through a writable share → the path of the share."""
     links: Mapping[PurePosixPath, frozenset[int]] = attrs.field(factory=dict)
-    """Those of the same paths, and of the shares, that lead through symbolic links, and the users whose these are."""
+    """The same paths, and those of the shares, that lead through symbolic links → the users whose links these are."""
     documents: Mapping[PurePosixPath, DocumentFact] = attrs.field(factory=dict)
     """The files that the spec's table ``[cloud_init]`` names, by path."""
     users: Mapping[str, User] = attrs.field(factory=dict)

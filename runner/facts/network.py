@@ -24,7 +24,7 @@ class Route:
 
     destination: IpNetwork
     gateway: IpAddress | None = None
-    """Of another family than the destination where the kernel has ``RTA_VIA`` (RFC 8950)."""
+    """It is of another family than the destination where the kernel has ``RTA_VIA`` (RFC 8950)."""
     source: IpAddress | None = None
     metric: int = 0
     onlink: bool = False

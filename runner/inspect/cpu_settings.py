@@ -11,7 +11,7 @@ from runner.base.values import frozen
 from runner.kernel.host_settings import WORK_QUEUES, HostSettings, governor_path, latency_path
 
 _NO_LIMIT = "0"
-"""As ``pm_qos_resume_latency_us``: idle states may take any time to leave."""
+"""The value of ``pm_qos_resume_latency_us`` by which idle states may take any time to leave."""
 
 
 @frozen
@@ -19,7 +19,7 @@ class CpuSettings:
     """The settings of an instance's CPUs."""
 
     interrupts: tuple[str, ...]
-    """Those that are delivered there: number and handlers."""
+    """The interrupts that are delivered there: number and handlers."""
     work_queues: CpuSet
     """The CPUs that unbound work queues may use."""
     resume_latencies: tuple[str, ...]

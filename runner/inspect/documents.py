@@ -38,9 +38,9 @@ class SettingsDocument(TypedDict):
     """Settings of the machine that decide what else takes time from the instance's CPUs."""
 
     interrupts: list[str]
-    """Those that are delivered there: number and handlers."""
+    """The interrupts that are delivered there: number and handlers."""
     work_queues: CpuList
-    """Those of its CPUs that unbound work queues may use."""
+    """The CPUs of the instance that unbound work queues may use."""
     resume_latencies_us: list[str]
     """Each ``pm_qos_resume_latency_us`` there is; ``0`` is no limit."""
     governors: list[str]

@@ -74,7 +74,7 @@ _IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
 _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
 """The file in memory that is the guest's RAM, as ``numa_maps`` writes it."""
 _LAST = (Role.OTHER, Role.EMULATOR, Role.IOTHREAD, Role.VCPU)
-"""Of the table; the roles before them stand in the order of their births."""
+"""The roles that come last in the table, in this order; the threads of all others come first, by their numbers."""
 
 
 def _numa_node_of(roots: Roots) -> Mapping[int, int]:

@@ -52,7 +52,7 @@ class StatusNetworkDocument(TypedDict):
     mode: NetworkMode
     mac: str
     addresses: list[str]
-    """Those that the guest gets by DHCP, as far as the runner gives them."""
+    """The addresses that the guest gets by DHCP, as far as the runner gives them."""
 
 
 class ResetsDocument(TypedDict):
@@ -90,11 +90,11 @@ class RunnerDocument(TypedDict):
     """The runner, PID 1."""
 
     version: str
-    """Of the program."""
+    """The version of the program."""
     generation: int
     """How often it was renewed."""
     digest: str
-    """Of the program: the one that ``ctl upgrade`` brought, or else its image's; empty where there is no image of ours."""
+    """The digest of the program that ``ctl upgrade`` brought, or else of the image; empty where there is no image of ours."""
     outcome: Literal["renewed", "fell_back", "resumed"] | None
     """What came of the last renewal."""
     reason: str
@@ -127,7 +127,7 @@ class StatusDocument(TypedDict):
     cpu_model: str
     vcpus: int
     most_vcpus: int | None
-    """As many may be plugged; ``null`` where none can be."""
+    """The largest number of vCPUs that it may have; ``null`` where none can be plugged."""
     memory: int
     placement: StatusPlacementDocument
     agent: Literal["none", "connected", "absent"]
@@ -142,7 +142,7 @@ class StatusDocument(TypedDict):
     resets: ResetsDocument
     disks: list[DiskDocument]
     free_slots: int
-    """As many disks can be attached."""
+    """The number of disks that can still be attached."""
     change: ChangeDocument | None
     runner: RunnerDocument
     qemu: StatusQemuDocument
@@ -176,7 +176,7 @@ class VcpusAnswer(TypedDict):
     unused: CpuList
     """The CPUs of the container that no vCPU has."""
     most: int
-    """As many vCPUs can be had."""
+    """The largest number of vCPUs that it may have."""
     pause_ms: NotRequired[float]
     """Milliseconds for which the guest was stopped, after a change of their number."""
 

@@ -131,7 +131,7 @@ class Renewal:
     reason: str = ""
     """Why the program before continues, or this one has become a fresh image."""
     digest: str = ""
-    """Of this program; empty for the one that was started first."""
+    """The digest of this program; empty for the one that was started first."""
     strict: bool = False
     """Whether a thread that is not in its place is a reason to execute the program before."""
     own_faults: list[float] = attrs.field(factory=list)

@@ -141,7 +141,7 @@ class Process:
         self._dropped = 0
         self._ended = trio.Event()
         self.on_line: Callable[[str], None] | None = None
-        """As :attr:`Command.on_line`."""
+        """Called with each line of its output (:attr:`Command.on_line`)."""
         self._up = up
         self._up_or_ended = trio.Event()
 

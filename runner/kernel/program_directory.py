@@ -24,7 +24,7 @@ from runner.kernel.files import closing
 
 PREFIX: Final = "sha256:"
 MOST_BYTES: Final = 64 << 20
-"""Of all files of a program: those of the image have 30 MB."""
+"""Bytes of all files of a program: those of the image have 30 MB."""
 _READ = 1 << 20
 """Bytes that are read at once."""
 

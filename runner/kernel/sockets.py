@@ -116,7 +116,7 @@ class Manners:
     where: str
     """The socket's directory."""
     another: str
-    """That another one listens, with the remedy."""
+    """The sentence that another program listens there, with the remedy."""
     mode: int = 0o600
     backlog: int = 128
 

@@ -53,7 +53,7 @@ class Shortages:
 
 
 shortages = Shortages()
-"""Those of this process."""
+"""The shortages of this process."""
 
 
 async def persistently(act: Callable[[], Awaitable[T]]) -> T:

@@ -46,7 +46,7 @@ CDI_KIND = "dra.k8s.io/cpu"
 CDI_FILES = ("dra.k8s.io-cpu_*.json", f"{DRIVER}.json")
 """The names of its specifications: from release 0.2 on, and in 0.1."""
 _VERSION = "checkpoint.dra.kubelet.k8s.io/v1"
-"""Of ``dra_manager_state``, in Kubernetes 1.36 (``pkg/kubelet/cm/dra/state/checkpoint.go``)."""
+"""The version of ``dra_manager_state`` in Kubernetes 1.36 (``pkg/kubelet/cm/dra/state/checkpoint.go``)."""
 
 
 @frozen
@@ -79,7 +79,7 @@ class CpuClaims:
 
     claims: tuple[PreparedClaim, ...] = ()
     devices: tuple[ClaimedCpus, ...] = ()
-    """Of these claims alone."""
+    """The devices of these claims alone."""
 
     def awaited(self, containers: Iterable[ContainerResources]) -> frozenset[str]:
         """Return the CPU devices of pods that none of *containers* has: the kubelet lists active pods alone."""

@@ -15,7 +15,7 @@ from runner.facts.pci import ClaimedDevice
 from runner.spec.value import Value
 
 VERSIONS = tuple(f"metadata.resource.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
-"""Of Kubernetes 1.37 and 1.36; for what is read here they are the same."""
+"""The versions of Kubernetes 1.37 and 1.36; for what is read here they are the same."""
 KIND = "DeviceMetadata"
 PCI_ADDRESS = "resource.kubernetes.io/pciBusID"
 NUMA_NODE = "resource.kubernetes.io/numaNode"

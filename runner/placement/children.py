@@ -73,7 +73,7 @@ RESTARTS = {name: child.death for name, child in CHILDREN.items() if isinstance(
 FATAL = {name: child.death.status for name, child in CHILDREN.items() if isinstance(child.death, EndInstance)}
 IN_PODS_CGROUP = frozenset(child.role for child in CHILDREN.values() if child.in_pods_cgroup)
 DAEMONS = {name: child.role for name, child in CHILDREN.items() if name == child.role and not child.in_pods_cgroup}
-"""Those that are known by the name of their process."""
+"""The daemons that are known by the name of their process → their roles."""
 
 
 def role_of_child(name: str) -> Role:

@@ -46,9 +46,9 @@ class CgroupsDocument(TypedDict):
     pod: str
     """The container's own, in which the anchors stay."""
     floating: str
-    """That of all threads but the vCPUs."""
+    """The cgroup of all threads but the vCPUs."""
     instance: str
-    """That of the vCPUs."""
+    """The cgroup of the vCPUs."""
 
 
 class PlacedDocument(TypedDict):

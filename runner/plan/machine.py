@@ -58,7 +58,7 @@ booted in 7 % less CPU time.
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
 
 ROOT_BUS_SLOTS = 30
-"""Of 32; q35 itself takes the first and the last one."""
+"""Slots for devices, of 32: q35 itself takes the first and the last one."""
 SLOTS_OF_EVERY_GUEST = 2
 """pvpanic and the source of random numbers."""
 

@@ -62,7 +62,7 @@ class MacvtapPlan(Nic):
 
 
 EVERY = "all"
-"""Of :attr:`PasstPlan.ports`: all that are free and not ephemeral. What this program listens at, it does before passt starts."""
+"""In :attr:`PasstPlan.ports`: all ports that are free and not ephemeral. This program listens at its own before passt starts."""
 
 
 @frozen

@@ -103,7 +103,7 @@ class Registration:
     """The CPUs of the instance's cgroup as the controller has read them back."""
     cgroup_fds: CgroupFds
     protocol: int | None = None
-    """That of the controller; ``None`` if it is one by the article's words."""
+    """The controller's protocol; ``None`` if the controller is one by the article's words."""
 
     def below_tree(self, cgroup: PurePosixPath) -> str:
         """Return the path of one of both with the name of the cgroup above it: ``instance-<pod uid>/float``."""

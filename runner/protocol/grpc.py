@@ -82,7 +82,7 @@ class _Exchange:
     )
     _body: bytearray = attrs.field(factory=bytearray)
     _headers: dict[bytes, bytes] = attrs.field(factory=dict)
-    """Those before and those after the response; the names do not overlap."""
+    """The headers before and after the response; their names do not overlap."""
 
     def begin(self, request: bytes) -> bytes:
         """Return the bytes to send for *request*."""

@@ -42,7 +42,7 @@ probe out."""
 _WAITING, _WAITING_OF_EACH = 256, 16
 """Connections that wait for their address' turn, and those of one address."""
 _BACKLOG = 4096
-"""Of the kernel, which is ``net.core.somaxconn`` at most."""
+"""Connections in the kernel's queue, ``net.core.somaxconn`` at most."""
 
 
 @frozen

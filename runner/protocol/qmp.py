@@ -126,7 +126,7 @@ class MonitorRecord(NamedTuple):
     greeting: str
     """QEMU's, as JSON."""
     next_number: int
-    """Of the next command: the replies to those that no task waits for any more have other numbers."""
+    """The number of the next command: replies to commands that no task waits for any more have other numbers."""
     unfinished: bytes = b""
     """What was read and is not a whole line yet."""
     skipping: bool = False

@@ -121,7 +121,7 @@ class UnixServer:
     """By peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
-    """Of the clients that were refused and have not gone, the first refused first."""
+    """The scopes of the clients that were refused and have not gone, the first refused first."""
     _log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
 
     @property

@@ -29,7 +29,7 @@ class PortForward:
     guest: int
     protocol: Protocol = "tcp"
     address: str = ""
-    """That at which they are; empty for all of the pod's."""
+    """The address of the pod at which they are; empty for all of its addresses."""
 
     def __str__(self) -> str:
         """Return them as passt(1) takes them."""

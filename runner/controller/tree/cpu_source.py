@@ -53,7 +53,7 @@ class CpuSource:
     """Seconds after which it is asked again for a container that it has not listed, although no file has changed."""
     _reserved_by_kubelet: CpuSet = attrs.field(factory=CpuSet)
     _claims: CpuClaims = attrs.field(factory=CpuClaims)
-    """Those that the last settled state was made of."""
+    """The claims that the last settled state was made of."""
     _containers: tuple[ContainerResources, ...] = ()
     """The kubelet's answer for them: the containers that have CPUs by claims."""
     _asked_at: float = -math.inf

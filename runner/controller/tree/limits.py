@@ -34,7 +34,7 @@ NO_GROUPS = {"cgroup.max.descendants": "0"}
 """Below the group nothing can be made. A pod that may make user namespaces mounts the hierarchy from its group on, and makes
 groups there ("Delegation"); with one below it, a group cannot be removed."""
 NO_PROCESSES = "0"
-"""As ``pids.max``: nothing in the cgroup can fork. What is moved there is not refused ("PID")."""
+"""The ``pids.max`` with which nothing in the cgroup can fork. A process that is moved there is not refused ("PID")."""
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

@@ -54,7 +54,7 @@ MEMBER, ISOLATED = "member", "isolated"
 """``cpuset.cpus.partition`` of a group that is no partition, and of one that has its CPUs to itself."""
 
 BELOW = ("cpu", "pids")
-"""Those that a domain switches on for its children, besides cpuset."""
+"""The controllers that a domain switches on for its children, besides cpuset."""
 
 
 @frozen
@@ -115,7 +115,7 @@ class Observed:
     offered: frozenset[str]
     """The controllers that the parent has."""
     delegated: frozenset[str]
-    """Those that are on in the parent's ``cgroup.subtree_control``."""
+    """The controllers that are on in the parent's ``cgroup.subtree_control``."""
     exists: bool
     enabled: frozenset[str] = frozenset()
     """The root's ``cgroup.subtree_control``."""

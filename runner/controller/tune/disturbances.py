@@ -333,7 +333,7 @@ class Unset:
 
 
 MOST_REASONS = 4
-"""Those of one kind of setting that are given; the others are counted."""
+"""Reasons of one kind of setting that are given; the others are counted."""
 
 
 def sentences(unset: Iterable[Unset], managed: Mapping[str, str], occupied: CpuSet) -> Iterator[str]:

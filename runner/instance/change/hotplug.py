@@ -83,7 +83,7 @@ class DiskHotplug:
     _verify: Callable[[], Awaitable[None]]
     _in_pod_cgroup: Callable[[], AbstractContextManager[None]]
     _attached: dict[str, AttachedDisk] = attrs.field(factory=dict)
-    """Those that were attached while the guest runs, by name."""
+    """The disks that were attached while the guest runs, by name."""
 
     @property
     def attached(self) -> tuple[AttachedDisk, ...]:

@@ -45,7 +45,7 @@ LONGEST_REASON = 1000
 NAME = "instance-runner"
 """What ``ps`` shows: the name of the program before exec, and not the interpreter's."""
 FLAGS = ("-I", "-S", "-B")
-"""Of the interpreter: neither environment nor site-packages nor new bytecode files change what is executed."""
+"""The interpreter's options: neither environment nor site-packages nor new bytecode files change what is executed."""
 
 
 def stage_argv(stage: dict[str, Any], mode: str, fd: int, index: int, reason: str) -> list[str]:

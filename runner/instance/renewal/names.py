@@ -41,7 +41,7 @@ from runner.protocol.qmp import MonitorRecord
 from runner.spec.readiness import AgentSign, ConsoleSign
 
 FORMAT: Final = 2
-"""Of the state that this program writes. Format 1, of before the first release, named classes by their modules."""
+"""The format of the state that this program writes. Format 1, before the first release, named classes by their modules."""
 OLDEST: Final = 2
 """The oldest format that it reads."""
 

@@ -35,7 +35,7 @@ class LostCpus:
 
     cpus: CpuSet
     available: CpuSet
-    """Those that it has."""
+    """The CPUs that it has."""
     sure: bool
     """Whether its own cgroup says so; otherwise only the vCPU threads show it."""
 

@@ -24,7 +24,7 @@ class KubeletDocument(TypedDict):
     """What of the kubelet's configuration decides."""
 
     minor: int
-    """Of its version: 36 for 1.36."""
+    """The minor number of its version: 36 for 1.36."""
     cpu_manager_policy: str
     cpu_manager_policy_options: dict[str, str]
     memory_manager_policy: str
@@ -89,7 +89,7 @@ class ContainerDocument(TypedDict):
     cpus: CpuList
     """Its exclusive CPUs; empty where it runs in the shared pool."""
     pod_cpus: CpuList
-    """Those that it shares with other containers of its pod."""
+    """The CPUs that it shares with other containers of its pod."""
     memory: list[MemoryBlockDocument]
     shares_memory: bool
     devices: dict[str, dict[str, int]]
@@ -209,7 +209,7 @@ class NodeDocument(TypedDict):
     before: StateDocument
     pods: list[PlannedPodDocument]
     unclear_pods: list[str]
-    """Those that only one of the state files has: taken as ended."""
+    """The pods that only one of the state files has: taken as ended."""
     if_live: OutcomesDocument | None
     """The same if they have not ended."""
     instance: FitDocument | None
