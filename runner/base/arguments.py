@@ -1,4 +1,4 @@
-"""What both command lines take."""
+"""The options and the parser that both command lines share."""
 
 from __future__ import annotations
 

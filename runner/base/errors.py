@@ -123,7 +123,7 @@ class SpecError(RunnerError):
 
 
 class RefusedError(RunnerError):
-    """What the document asks for does not fit this host or pod; nothing was touched."""
+    """The refusal of a document that does not fit this host or pod; nothing was touched."""
 
     status = Status.REFUSED
 

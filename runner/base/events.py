@@ -45,7 +45,7 @@ def events_of(table: type) -> list[Event]:
 
 
 class InstanceEvent:
-    """What an instance logs."""
+    """The events of an instance."""
 
     # -- the start, in its order
     INSTANCE_STARTING = Event("starting", "instance=%s version=%s")
@@ -192,7 +192,7 @@ class InstanceEvent:
 
 
 class ControllerEvent:
-    """What the controller logs."""
+    """The events of the controller."""
 
     CONTROLLER_BUG = Event("this is a bug of instance-cgroup-controller:")
     CONTROLLER_READY = Event("ready", "socket=%s root=%s frozen=%r version=%s")
@@ -244,7 +244,7 @@ class ControllerEvent:
 
 
 class SharedEvent:
-    """What both programs log."""
+    """The events of both programs."""
 
     MESSAGES_LEFT_OUT = Event("left out of this log", "kind=%s peer=%s count=%d")
     KERNEL_SHORT = Event("the kernel is short of something, trying again", "times=%d reason=%r")

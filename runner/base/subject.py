@@ -22,7 +22,7 @@ _COLOURS = {Level.OK: "32", Level.UNKNOWN: "36", Level.WARNING: "33", Level.ERRO
 
 @frozen
 class Subject:
-    """What is judged: its *name* for machines, and *why* the result matters."""
+    """A subject that is judged: its *name* for machines, and *why* the result matters."""
 
     name: str
     why: str

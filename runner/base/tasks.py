@@ -1,4 +1,4 @@
-"""What trio has no word for: the first of several tasks, and the outcome of a task as a value."""
+"""Two functions that trio lacks: the first of several tasks, and the outcome of a task as a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is, the place it runs in, and the facts that several of them need.
+"""The class of a check, the place it runs in, and the facts that several of them need.
 
 A check stands in one place: its name, why its result matters, the function that reads for it, and below that its judgement.
 """
@@ -34,7 +34,7 @@ KubeletState = CpuState | Frozen
 
 
 class Place(enum.Enum):
-    """Where the checks run, which decides what they can read and what has to be there."""
+    """The place where the checks run, which decides what they can read and what has to be there."""
 
     NODE = "node"
     """A Kubernetes node: every process and the kubelet's files are visible."""
@@ -70,7 +70,7 @@ def for_each(names: Sequence[str], command: str) -> str:
 
 @frozen
 class CheckedHost:
-    """Where the checks read, and what the command line says."""
+    """The machine that the checks read, and the options of the command line."""
 
     root: Path
     kubelet: Path

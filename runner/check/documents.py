@@ -10,7 +10,7 @@ from runner.facts.documents import JudgementDocument
 
 
 class CheckDocument(TypedDict):
-    """Whether this node, pod or machine is fit for instances."""
+    """The judgements on whether this node, pod or machine is fit for instances."""
 
     version: Literal[2]
     place: Annotated[str, Place]

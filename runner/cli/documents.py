@@ -23,7 +23,7 @@ from runner.spec.yaml import parse_yaml
 
 
 class JudgedDocument(TypedDict):
-    """What is to be said of one document."""
+    """The result for one document."""
 
     document: str
     """Its name on the command line."""
@@ -34,7 +34,7 @@ class JudgedDocument(TypedDict):
 
 
 class DocumentsDocument(TypedDict):
-    """What ``plan --document-only`` has found, without a host."""
+    """The results of ``plan --document-only``, without a host."""
 
     version: Literal[1]
     documents: list[JudgedDocument]

@@ -141,7 +141,7 @@ async def _trace(target: InspectionTarget, seconds: float) -> TraceReport:
 
 @frozen
 class InspectionTarget:
-    """Where instances are looked for."""
+    """The paths and names by which instances are found."""
 
     receipt: Path
     """The receipt of the container's own instance."""

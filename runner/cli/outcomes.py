@@ -1,4 +1,4 @@
-"""What each exit status of ``run`` means, and what to do about it (pure)."""
+"""The meaning and the remedy of each exit status of ``run`` (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command refuses, printed for one that was to print JSON."""
+"""The refusal of a command that was to print JSON, as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.spec.rules import parse_document
 
 
 class RefusalDocument(TypedDict):
-    """Why a command could not do its work: on standard output where it was to print JSON."""
+    """The reasons why a command could not do its work: on standard output where it was to print JSON."""
 
     version: Literal[1]
     problems: list[ProblemDocument]

@@ -1,4 +1,4 @@
-"""What a runner does in place of ``run`` when it is renewed: it takes over what the runner before exec has held.
+"""The command that takes the place of ``run`` in a renewed runner: it takes over what the runner before exec has held.
 
 :mod:`runner.instance.renewal.first_stage` imports it. It is no command: there is nothing to take over for a process that did
 not become this program by exec.

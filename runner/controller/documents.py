@@ -11,7 +11,7 @@ from runner.protocol.instance_metrics import ReportedValue
 
 
 class GuaranteeDocument(TypedDict):
-    """What keeps others off the CPUs of an instance."""
+    """The guarantee that keeps others off the CPUs of an instance."""
 
     guarantee: GuaranteeKind
     reason: NotRequired[str]

@@ -22,7 +22,7 @@ from runner.protocol.instance_metrics import Samples
 
 @attrs.define
 class ControllerCounters:
-    """What has happened since the start; each but :attr:`disturbances` only grows."""
+    """Counters since the start; each but :attr:`disturbances` only grows."""
 
     passes: Counter[str] = attrs.field(factory=lambda: Counter(clean=0, changed=0, faulty=0, frozen=0))
     """Reconcile passes by outcome, each from the start: Prometheus sees no increase in a series that begins with 1."""
@@ -45,7 +45,7 @@ class ControllerCounters:
 
 @frozen
 class LoopStatus:
-    """What the metrics show: the tree after the last pass, and what was found with it."""
+    """The state that the metrics show: the tree after the last pass, and what was found with it."""
 
     counters: ControllerCounters
     observed: Observed | None = None

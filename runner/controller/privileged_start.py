@@ -1,4 +1,4 @@
-"""What the controller does with the rights of root, and the end of these rights: before it reads anything that others write."""
+"""The steps that take the rights of root, and the end of these rights: before the controller reads anything that others write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeviceFilter:
 
 @frozen
 class PrivilegedParts:
-    """What was made with the rights that are given away."""
+    """The objects that were made with the rights that are given away."""
 
     device_filter: DeviceFilter
     namespace_reader: NamespaceReader

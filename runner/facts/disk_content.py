@@ -1,4 +1,4 @@
-"""What a guest finds at the beginning of a disk: partitions, boot code, or a file that was never meant as a disk."""
+"""The content at the beginning of a disk: partitions, boot code, or a file that was never meant as a disk."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class PodName:
 
 @frozen
 class Resolver:
-    """What ``/etc/resolv.conf`` says; the plan decides what of it a guest can use."""
+    """The content of ``/etc/resolv.conf``; the plan decides what of it a guest can use."""
 
     nameservers: tuple[IPv4Address, ...] = ()
     search: tuple[str, ...] = ()

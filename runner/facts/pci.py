@@ -89,7 +89,7 @@ BridgeKind = Literal["root port", "upstream port", "downstream port", "bridge"]
 
 @frozen
 class Acs:
-    """What a bridge does with requests from one device below it to another (Access Control Services)."""
+    """The way in which a bridge treats requests from one device below it to another (Access Control Services)."""
 
     redirects: bool
     """Whether it sends them to the root complex (P2P request or completion redirect)."""

@@ -39,7 +39,7 @@ PASSED = 85
 
 @frozen
 class GuestTrial:
-    """What came of a trial guest."""
+    """The outcome of a trial guest."""
 
     accel: Literal["kvm", "tcg"]
     error: str | None

@@ -1,4 +1,4 @@
-"""Who has which CPUs of a Kubernetes node, by the files alone: for programs that look and decide nothing."""
+"""The owners of a Kubernetes node's CPUs, by the files alone: for programs that look and decide nothing."""
 
 from __future__ import annotations
 

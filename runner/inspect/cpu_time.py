@@ -109,7 +109,7 @@ class TaskTime:
 
 @frozen
 class CpuAccount:
-    """How one CPU spent a window. What adds up to the window: the vCPU, idle, the kernel's, the others, and unknown."""
+    """The time of one CPU within a window, which is the sum of the vCPU's, idle, the kernel's, the others', and unknown."""
 
     cpu: int
     vcpu: int | None
@@ -148,7 +148,7 @@ Source = Literal["sched_switch", "schedstat"]
 
 @frozen
 class TraceReport:
-    """What ran on the CPUs of instances within a window."""
+    """The tasks that ran on the CPUs of instances within a window."""
 
     seen_from: Viewpoint
     nanoseconds: int

@@ -26,7 +26,7 @@ class GuestMemoryDocument(TypedDict):
 
 
 class ChargeDocument(TypedDict):
-    """What the pod's cgroup is charged for."""
+    """The memory that the pod's cgroup is charged for."""
 
     cgroup: str
     memory: int
@@ -74,7 +74,7 @@ class InspectedDocument(TypedDict):
 
 
 class InspectDocument(TypedDict):
-    """What was observed of the instances of a node, or of a container, and how it is judged."""
+    """The observed instances of a node, or of a container, and the judgements about them."""
 
     version: Literal[2]
     seen_from: Viewpoint
@@ -99,7 +99,7 @@ class TaskDocument(TypedDict):
 
 
 class AccountDocument(TypedDict):
-    """Who had a CPU, in nanoseconds."""
+    """The time of a CPU by its users, in nanoseconds."""
 
     cpu: int
     vcpu: int | None
@@ -129,7 +129,7 @@ class TracedDocument(TypedDict):
 
 
 class TraceDocument(TypedDict):
-    """What ran on the CPUs of instances while it was recorded."""
+    """The tasks that ran on the CPUs of instances while it was recorded."""
 
     version: Literal[2]
     seen_from: Viewpoint

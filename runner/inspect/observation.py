@@ -1,4 +1,4 @@
-"""What was observed of instances at one moment: frozen values, which :mod:`runner.inspect.rules` judges."""
+"""An observation of instances at one moment: frozen values, which :mod:`runner.inspect.rules` judges."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Viewpoint = Literal["container", "node"]
 
 @frozen
 class Unknown:
-    """What could not be observed; *reason* says why, and from where it can be."""
+    """A value that could not be observed; *reason* says why, and from where it can be."""
 
     reason: str
 
 
 @frozen
 class ObservedGuarantee:
-    """What keeps other tasks off the vCPUs' CPUs."""
+    """The guarantee that keeps other tasks off the vCPUs' CPUs."""
 
     kind: GuaranteeKind | None
     """``enforced``: the instance's cgroup is an isolated partition, so that no other cpuset has these CPUs.

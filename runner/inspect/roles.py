@@ -1,4 +1,4 @@
-"""Which process of a container has which role, by the receipt that the runner wrote when every thread was in its place."""
+"""The roles of a container's processes, by the receipt that the runner wrote when every thread was in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be true of a running instance, judged from an observation of it.
+"""The rules that must hold for a running instance, judged from an observation of it.
 
 A rule that does not hold is an error, also where not everything could be observed: one violation suffices. Where none
 was observed, but not everything could be, it is unknown. Where threads may be is not decided here but by

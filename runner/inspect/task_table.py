@@ -1,4 +1,4 @@
-"""What is known of the tasks that run on recorded CPUs: from /proc, and by what was recorded of their births and moves."""
+"""The tasks that run on recorded CPUs: from /proc, and by what was recorded of their births and moves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def known_tasks(processes: ProcessTable) -> dict[int, KnownTask]:
 
 @attrs.define
 class TaskTable:
-    """What is known of tasks: from /proc before the window and within it, and by their births and moves."""
+    """The known tasks: from /proc before the window and within it, and by their births and moves."""
 
     _procfs: Procfs
     _events: TraceInstance

@@ -14,7 +14,7 @@ from runner.spec.refusals import ProblemDocument
 
 
 class EndDocument(TypedDict):
-    """How an instance ended: the termination log, one line of at most 4096 bytes."""
+    """The end of an instance: the termination log, one line of at most 4096 bytes."""
 
     version: Literal[1]
     status: int
@@ -30,7 +30,7 @@ class EndDocument(TypedDict):
 
 
 class StatusPlacementDocument(TypedDict):
-    """Where the vCPUs are, read from the kernel for this answer."""
+    """The placement of the vCPUs, read from the kernel for this answer."""
 
     backend: Backend
     guarantee: GuaranteeKind
@@ -111,7 +111,7 @@ class StatusQemuDocument(TypedDict):
 
 
 class StatusDocument(TypedDict):
-    """What an instance is and does."""
+    """The state of an instance."""
 
     name: str
     pod: PodDocument
@@ -182,7 +182,7 @@ class VcpusAnswer(TypedDict):
 
 
 class QemuCheckAnswer(TypedDict):
-    """Whether another QEMU could take over."""
+    """The reasons against another QEMU that is to take over."""
 
     running: str
     """The version of the QEMU that has the guest."""

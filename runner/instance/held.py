@@ -1,4 +1,4 @@
-"""What a runner holds, by name: made in a fresh start, found in a program that renews one (get or make).
+"""The store of what a runner holds, by name: made in a fresh start, found in a program that renews one (get or make).
 
 The descriptor store of systemd works in the same way (``FileDescriptorStoreMax=`` of systemd.service(5)). A holder of the nest
 asks for what it is to hold and cannot tell whether that was made now, or years ago by another version of this program::

@@ -58,7 +58,7 @@ _MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
 
 @frozen
 class ExitReport:
-    """How the instance ended: what the exit status and the termination log are made of."""
+    """The end of the instance, from which the exit status and the termination log are made."""
 
     status: int
     outcome: str
@@ -115,7 +115,7 @@ def _cut(text: str, most: int) -> str:
 
 @frozen
 class Streams:
-    """Where this process writes its output, and answers requests."""
+    """The outputs of this process, and the address at which it answers requests."""
 
     stdout: NonBlockingWriter
     stderr: NonBlockingWriter

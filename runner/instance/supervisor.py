@@ -43,7 +43,7 @@ ENDS_WITHIN = 1.0
 
 @define
 class Faults:
-    """What could not be released; each is logged when it happens, and all of them decide the exit status."""
+    """Failures of releases; each is logged when it happens, and all of them decide the exit status."""
 
     sentences: list[str] = attrs.field(factory=list)
     begun: Callable[[], None] = lambda: None
@@ -65,7 +65,7 @@ class Faults:
 
 @define
 class Counters:
-    """What has happened since the start; the numbers only grow."""
+    """Counters since the start; the numbers only grow."""
 
     restarts: Counter[str] = attrs.field(factory=Counter)
     """Children that ended and were started again, by role."""
@@ -111,7 +111,7 @@ ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 
 @define
 class Renewal:
-    """How this program has come to run the instance, and when and how another one may; what it holds is in :class:`Held`."""
+    """The way in which this program has come to run the instance, and in which another one may; what it holds is in :class:`Held`."""
 
     held: Held = attrs.field(factory=Held)
     generation: int = 0

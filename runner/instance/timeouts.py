@@ -1,4 +1,4 @@
-"""How long an instance waits for others, and how often it looks, as one value that is given to it."""
+"""The timeouts and intervals of an instance, as one value that is given to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this process may use io_uring: the kernel has it, and neither a sysctl nor a seccomp profile forbids it."""
+"""A probe for io_uring: the kernel has it, and neither a sysctl nor a seccomp profile forbids it."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def no_kills() -> str:
 
 @define
 class OutOfMemory:
-    """What the kernel has killed for want of memory in the cgroup that this process was in when this was made, and in its cgroup now.
+    """The kernel's kills for want of memory in the cgroup that this process was in when this was made, and in its cgroup now.
 
     ``oom_kill`` of ``memory.events`` (cgroup-v2.rst) counts those of the groups below as well, that of version 1
     (``memory.oom_control``) those of the group alone.

@@ -123,7 +123,7 @@ class _RouteMessage(rtmsg.rtmsg_base, netlink.nlmsg):
 
 @frozen
 class _Request:
-    """What is asked of the kernel: a message without its header."""
+    """A request to the kernel: a message without its header."""
 
     layout: Callable[..., _Message]
     """Also that of the answers."""

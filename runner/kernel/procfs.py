@@ -52,7 +52,7 @@ class ThreadTimes:
 
 @frozen
 class LinkTraffic:
-    """What a network link has carried in one direction since it was made."""
+    """The traffic of a network link in one direction since it was made."""
 
     bytes: int
     packets: int

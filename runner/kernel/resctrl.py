@@ -30,7 +30,7 @@ class CacheGroup:
 
 @frozen
 class CacheCapabilities:
-    """What the CPUs can do: *all_ways* of an L3 cache as a mask, 0 where its ways cannot be given away."""
+    """The CPUs' capabilities: *all_ways* of an L3 cache as a mask, 0 where its ways cannot be given away."""
 
     all_ways: int
     fewest_ways: int

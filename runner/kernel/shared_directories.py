@@ -138,7 +138,7 @@ def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) ->
 
 @frozen
 class Followed:
-    """Where a path leads."""
+    """The file that a path leads to."""
 
     place: PurePosixPath
     """Without links; what follows a name that is not there, or may not be looked up, as it was given."""

@@ -111,7 +111,7 @@ def _momentary() -> str:
 
 @frozen
 class Manners:
-    """How a program listens: who may connect (*mode*), how many wait in the *backlog*, and what an error says."""
+    """The manner in which a program listens: who may connect (*mode*), how many wait in the *backlog*, and what an error says."""
 
     where: str
     """The socket's directory."""

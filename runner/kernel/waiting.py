@@ -39,7 +39,7 @@ LOGGED_EVERY = 60.0
 
 @define
 class Shortages:
-    """How often a call has failed because something was short."""
+    """The number of calls that have failed because something was short."""
 
     count: int = 0
     _logged_at: float = -math.inf

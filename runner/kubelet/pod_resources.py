@@ -37,7 +37,7 @@ _HIGHEST_FIELD = 2**29 - 1
 
 @frozen
 class ContainerResources:
-    """What the kubelet says that a running container has."""
+    """The resources of a running container, as the kubelet lists them."""
 
     pod: str
     """``namespace/name``; the API does not tell the pod's UID."""

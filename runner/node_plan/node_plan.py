@@ -106,7 +106,7 @@ class WhatIf:
 
 @frozen
 class Fit:
-    """Whether an instance of *vcpus* fits: into *container* of *pod* with *placement*, or not, because of *error*."""
+    """The fit of an instance of *vcpus*: into *container* of *pod* with *placement*, or none, because of *error*."""
 
     vcpus: int
     pod: str = ""

@@ -20,7 +20,7 @@ GuaranteeKind = Literal["enforced", "arranged"]
 
 @frozen
 class CpuTuning:
-    """What the node's controller is asked for besides the CPUs, by the spec's ``[cpu]`` and its devices; by default nothing."""
+    """The request to the node's controller besides the CPUs, by the spec's ``[cpu]`` and its devices; by default for nothing."""
 
     latency: LatencyChoice = "default"
     cache_ways: int | None = None

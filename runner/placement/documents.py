@@ -52,7 +52,7 @@ class CgroupsDocument(TypedDict):
 
 
 class PlacedDocument(TypedDict):
-    """Where the threads of an instance are."""
+    """The places of an instance's threads."""
 
     version: Literal[1]
     backend: Backend

@@ -20,7 +20,7 @@ from runner.facts.hardware import Hardware
 
 
 class PinPolicy(enum.Enum):
-    """How vCPUs are assigned to CPUs."""
+    """The order in which vCPUs are assigned to CPUs."""
 
     PACKED_SIBLINGS = "packed-siblings"
     """vCPUs that are threads of one guest core are pinned to siblings of one host core."""

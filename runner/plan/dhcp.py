@@ -1,4 +1,4 @@
-"""What DHCP can tell a guest: the limits of dnsmasq and of clients, and what of a pod's routes and resolver fits into them."""
+"""The limits of dnsmasq and of DHCP clients, and what of a pod's routes and resolver fits into them."""
 
 from __future__ import annotations
 

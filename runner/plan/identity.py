@@ -1,4 +1,4 @@
-"""What tells an instance from every other one, so that whatever must be unique can be derived from it."""
+"""The identity of an instance, from which everything is derived that must be unique."""
 
 from __future__ import annotations
 

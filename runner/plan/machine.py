@@ -77,7 +77,7 @@ class FilePlan:
 
 @frozen
 class VcpuHotplugPlan:
-    """How the number of vCPUs can change while the guest runs."""
+    """The bounds within which the number of vCPUs can change while the guest runs."""
 
     most: int
     """The greatest number of vCPUs."""

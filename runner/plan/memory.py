@@ -53,7 +53,7 @@ LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
 
 @frozen
 class RamPlan:
-    """Where the guest's RAM comes from; :class:`~runner.placement.guest_topology.GuestTopology` says from which NUMA nodes."""
+    """The source of the guest's RAM; :class:`~runner.placement.guest_topology.GuestTopology` says from which NUMA nodes."""
 
     page_size: int | None
     """Bytes of a huge page; ``None`` for ordinary pages."""

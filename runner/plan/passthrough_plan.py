@@ -21,7 +21,7 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 
 @frozen
 class LinkSpeed:
-    """What a PCI Express link can do."""
+    """The speed and width of a PCI Express link."""
 
     speed: str
     """Transfers per second as sysfs shows them, such as ``16.0 GT/s PCIe``."""

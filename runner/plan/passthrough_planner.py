@@ -88,7 +88,7 @@ class Asked:
 
 
 class _NoDevicesError(Exception):
-    """Why a ``[[device]]`` gets no devices, and the remedy."""
+    """The reason why a ``[[device]]`` gets no devices, and the remedy."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message, remedy)

@@ -40,7 +40,7 @@ class Placed:
 
 @frozen
 class DevicePlace:
-    """Where a device is in the guest."""
+    """The place of a device in the guest."""
 
     bus: str
     port: str

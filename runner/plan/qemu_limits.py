@@ -1,4 +1,4 @@
-"""What QEMU refuses at its start, by version and accelerator: one table, so that a plan refuses it first.
+"""The limits that QEMU checks at its start, by version and accelerator: one table, so that a plan refuses first.
 
 Sources are QEMU's ``hw/i386``; ``tests/machine/test_qemu_limits.py`` starts this machine's QEMU at each border.
 """

@@ -1,4 +1,4 @@
-"""What an instance tells of itself: one table for its own metrics, for its reports to the controller, and for the controller's.
+"""The metrics of an instance: one table for its own endpoint, for its reports to the controller, and for the controller's.
 
 A report has numbers by the names and label values of this table alone. Labels that count parts, such as vCPUs, are summed, so that a
 report has 4 KiB at most, however large the machine is. The few labels that are texts of the instance's own bear ``reported_``

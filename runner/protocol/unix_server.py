@@ -58,7 +58,7 @@ Identify = Callable[[], Peer]
 
 @frozen
 class SocketLimits:
-    """What clients may take of a server."""
+    """The share of a server that its clients may take."""
 
     message: int = 16 * 1024
     """Bytes of one message, which takes up to 2 ms to be parsed."""
@@ -80,7 +80,7 @@ class SocketLimits:
 
 
 class RpcService(Protocol):
-    """What a :class:`UnixServer` serves."""
+    """The service of a :class:`UnixServer`."""
 
     @property
     def peers(self) -> Peers:

@@ -1,4 +1,4 @@
-"""What is refused, as data: a program that reads it needs no sentence of ours."""
+"""Refusals as data: a program that reads them needs no sentence of ours."""
 
 from __future__ import annotations
 

@@ -262,6 +262,21 @@ def test_the_docstring_of_a_function_says_what_it_does(name: str, path: Path) ->
     assert {function: word for function, word in begins.items() if word in NO_IMPERATIVE} == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [(name, path) for name, path in modules() if name != "spec.instance" and path.name != "__init__.py"],
+)
+def test_the_docstring_of_a_module_or_class_begins_with_what_it_is(name: str, path: Path) -> None:
+    """Not those of the spec's tables, which are a sentence of its reference."""
+    tree = ast.parse(path.read_text())
+    begins = {
+        getattr(node, "name", name): (ast.get_docstring(node) or "-").split()[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef)
+    }
+    assert {each: word for each, word in begins.items() if word in NO_IMPERATIVE} == {}
+
+
 def test_a_forbidden_import_is_found(tmp_path: Path) -> None:
     by_name = tmp_path / "by_name.py"
     by_name.write_text('modules = {"tun": "runner.kernel.tun"}\n')

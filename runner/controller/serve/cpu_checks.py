@@ -1,4 +1,4 @@
-"""Whether an instance may have the CPUs that it asks for: by the kubelet's state, its container, and the other instances."""
+"""The checks of the CPUs that an instance asks for: by the kubelet's state, its container, and the other instances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which peer may act for which instance, and on which CPUs: the decisions behind a registration (pure).
+"""The decisions behind a registration (pure): which peer may act for which instance, and on which CPUs.
 
 A request names an instance. Whether its sender may act for that instance is never taken from the request: the kernel names
 the process that connected, and its cgroup names the pod. Once the process has moved to float, its PID namespace names the

@@ -1,4 +1,4 @@
-"""How much memory the domain of an instance gets (:mod:`runner.controller.tree.limits` has the options)."""
+"""The memory that the domain of an instance gets (:mod:`runner.controller.tree.limits` has the options)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.kubelet.pod_cgroups import ContainerCgroup
 
 @frozen
 class MemoryRequest:
-    """What a registration says of memory."""
+    """The memory that a registration asks for."""
 
     overhead: int
     """Bytes that the instance needs besides the guest's memory; 0 if they are not named."""

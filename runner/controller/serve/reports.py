@@ -1,4 +1,4 @@
-"""What the instances of this node report of themselves: how often they may, and how the latest of all is had.
+"""The reports of this node's instances: how often one may come, and how the latest of all are read.
 
 Each instance has one call of ``reportInstance`` under way on a socket of its own, which is answered when the next report is
 wanted. Nothing of a report but numbers by known names is kept (:mod:`runner.protocol.instance_metrics`), one for each
@@ -32,7 +32,7 @@ class ReportIntervals:
 
 @attrs.define(eq=False)
 class _Instance:
-    """What one instance has reported."""
+    """The reports of one instance."""
 
     turn: trio.Lock = attrs.field(factory=trio.Lock)
     """One report at a time."""

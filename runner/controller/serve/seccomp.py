@@ -1,4 +1,4 @@
-"""Which pods may be root of a user namespace, as which they can write the files of their cgroups."""
+"""The check for pods that may be root of a user namespace, as which they can write the files of their cgroups."""
 
 from __future__ import annotations
 

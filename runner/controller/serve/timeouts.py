@@ -1,4 +1,4 @@
-"""How long requests wait."""
+"""The timeouts of requests."""
 
 from __future__ import annotations
 

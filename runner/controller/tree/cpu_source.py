@@ -1,4 +1,4 @@
-"""Where a node's CPU assignments are read: the kubelet's files first, and its PodResources API for what they do not hold.
+"""The source of a node's CPU assignments: the kubelet's files first, and its PodResources API for what they do not hold.
 
 Under the CPU Manager's policy ``static`` ``cpu_manager_state`` says who has which CPUs. Under ``none`` it is the node's resource
 claims (:mod:`runner.kubelet.claims`), if a DRA driver gives CPUs to any, and the API says which container has which claim.

@@ -1,4 +1,4 @@
-"""What is wrong with the tree (pure): actions without their effect, and what no action can put right."""
+"""The faults of the tree (pure): actions without their effect, and what no action can fix."""
 
 from __future__ import annotations
 

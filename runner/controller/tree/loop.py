@@ -64,7 +64,7 @@ _STRANGERS_NAMED = 8
 
 @frozen
 class Intervals:
-    """How often to look."""
+    """The intervals between looks."""
 
     pause: float = 0.01
     """Between two readings of a state file that must be equal."""

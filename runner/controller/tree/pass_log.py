@@ -1,4 +1,4 @@
-"""What passes do and find, as an operator reads it: the log, and the counters of its metrics."""
+"""The log of passes, and the counters of its metrics: what a pass has done and found."""
 
 from __future__ import annotations
 

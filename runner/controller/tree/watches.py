@@ -1,4 +1,4 @@
-"""What the kernel reports of the kubelet's files, of the tree and of the end of pods, as far as it calls for a pass."""
+"""The kernel's reports that call for a pass: of the kubelet's files, of the tree and of the end of pods."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _PERCENT = 100
 
 @frozen
 class CacheRequest:
-    """What the instance of pod *pod_uid* on *cpus* asks for."""
+    """The request of the instance of pod *pod_uid* on *cpus*."""
 
     pod_uid: str
     cpus: CpuSet

@@ -1,4 +1,4 @@
-"""What else than threads disturbs an instance's CPUs, and the settings of the machine that keep it away (pure).
+"""The settings of the machine that keep disturbances other than threads off an instance's CPUs (pure).
 
 No setting has a name for "as before", so what was there before is recorded, in a file, before it is first changed. What is
 wanted is derived anew each time: from the instances there are, and from the recorded value as far as one of ours is still
@@ -147,7 +147,7 @@ class Setting:
 
 @frozen
 class Record:
-    """What a setting was *before*, and the values that are *ours*, the last of them as it was written last.
+    """The value of a setting *before*, and the values that are *ours*, the last of them as it was written last.
 
     One of them that is found again is not another program's.
     """

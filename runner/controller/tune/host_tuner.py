@@ -76,7 +76,7 @@ _VFIO = "vfio-"
 
 @frozen
 class TuningOptions:
-    """What may be changed for instances."""
+    """The kinds of settings that may be changed for instances."""
 
     interrupts: bool = True
     work_queues: bool = True

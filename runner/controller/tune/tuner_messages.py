@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 
 @frozen
 class Tuning:
-    """What an instance asks for; by default nothing."""
+    """The request of an instance; by default for nothing."""
 
     latency: Latency = "default"
     """``low``: its CPUs wake up at once and keep their highest frequency."""
@@ -99,7 +99,7 @@ def _instance(value: object) -> TunedInstance:
 
 @frozen
 class Tuned:
-    """What a pass over the machine's settings could not do."""
+    """The failures of a pass over the machine's settings."""
 
     reasons: tuple[str, ...] = ()
     """Why instances' CPUs are disturbed nevertheless."""

@@ -35,7 +35,7 @@ ANSWERED_WITHIN = 1.0
 
 
 class Kind(Enum):
-    """What is to be done; the value completes "cannot"."""
+    """The kind of a change; the value completes "cannot"."""
 
     START = "start the instance"
     """A step of it."""
@@ -50,7 +50,7 @@ class Kind(Enum):
 
 
 class Precedence(Enum):
-    """What one that comes does about another that is in progress, or came before it and waits."""
+    """The decision about a change that comes while another is in progress, or came before it and waits."""
 
     WAIT = "wait"
     REFUSE = "refuse"
@@ -96,7 +96,7 @@ class OvertakenError(RefusedError):
 
 
 class StopRequest:
-    """Whether this instance was asked to stop; the first request counts, later ones change nothing."""
+    """The request to stop this instance; the first one counts, later ones change nothing."""
 
     def __init__(self) -> None:
         self._event = trio.Event()

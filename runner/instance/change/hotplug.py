@@ -62,7 +62,7 @@ class AttachedDisk:
 
 
 class DiskMachine(Protocol):
-    """What disks are attached to: a running :class:`~runner.instance.parts.qemu.Qemu`."""
+    """The machine that disks are attached to: a running :class:`~runner.instance.parts.qemu.Qemu`."""
 
     @property
     def monitor(self) -> Monitor:

@@ -1,4 +1,4 @@
-"""Which QMP commands an operator may execute: those that only show, and a few that concern the guest alone.
+"""The QMP commands that an operator may execute: those that only show, and a few that concern the guest alone.
 
 Everything else is refused, with the reason and what to do instead. What PID 1 has decided and verified must stay true: where
 each thread runs, which files and connections QEMU has, and whether the guest runs.

@@ -1,4 +1,4 @@
-"""What ``ctl status`` shows of a running instance."""
+"""The state of a running instance that ``ctl status`` shows."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _macvtap(supervisor: Supervisor, plan: MacvtapPlan, name: str) -> Iterator[i
 
 @attrs.define
 class AddressWatch:
-    """Whether the guest gets the address of *network* that it asks for, by what dnsmasq says (``src/rfc2131.c``)."""
+    """A watch over the address of *network* that the guest asks for, by what dnsmasq prints (``src/rfc2131.c``)."""
 
     network: BridgedPlan
     note: Callable[[str, str], None]

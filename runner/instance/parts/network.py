@@ -1,4 +1,4 @@
-"""What carries the packets of a guest, held by descriptor: taps of bridges and macvtaps, passt, and inherited descriptors."""
+"""The carriers of a guest's packets, held by descriptor: taps of bridges and macvtaps, passt, and inherited descriptors."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def devices_returned(
 
 @frozen
 class _Left:
-    """Why a device is not as it was, and whether that is the device's own state."""
+    """The reason why a device is not as it was, and whether that is the device's own state."""
 
     reason: str
     wedged: bool = False

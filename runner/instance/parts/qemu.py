@@ -87,7 +87,7 @@ def _remedy(output: str) -> str:
 
 @frozen
 class GuestEnd:
-    """Why the guest no longer runs."""
+    """The reason why the guest no longer runs."""
 
     status: Status
     detail: str

@@ -1,4 +1,4 @@
-"""What is done when the event loop itself has ended under a guest that runs: it runs no task, and no release, any more.
+"""The steps after the event loop itself has ended under a guest that runs: it runs no task, and no release, any more.
 
 A failed system call of the loop's own is enough, such as the write that wakes it up (``WakeupSocketpair`` of trio), or a lack of
 memory in it. Everything that the tasks held is held still, so that, in this order,

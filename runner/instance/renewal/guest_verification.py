@@ -1,4 +1,4 @@
-"""What a renewed runner does first, once everything is its own: it proves the receipt again, and asks QEMU for the guest."""
+"""The first step of a renewed runner once everything is its own: it proves the receipt again, and asks QEMU for the guest."""
 
 from __future__ import annotations
 

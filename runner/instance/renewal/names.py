@@ -1,4 +1,4 @@
-"""What goes from one program to the next, by name: the promise between two versions of this program.
+"""The state that goes from one program to the next, by name: the promise between two versions of this program.
 
 A document of the state is ``{name: value}``. How a value of a type looks is in :mod:`runner.instance.renewal.documents`; the names
 and types of the fields of a class are those of its attributes. What is after a colon in a name, as in ``anchor:0``, tells those of
@@ -48,7 +48,7 @@ OLDEST: Final = 2
 
 @frozen
 class Name:
-    """What a name stands for; *since* is the first format that has it."""
+    """The type that a name stands for; *since* is the first format that has it."""
 
     type: Any
     since: int = 2

@@ -1,4 +1,4 @@
-"""What the runner looks for in the output of the guest's console: a panic of its kernel, and the sign that it is ready."""
+"""The search in the output of the guest's console: for a panic of its kernel, and for the sign that it is ready."""
 
 from __future__ import annotations
 

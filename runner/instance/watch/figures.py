@@ -1,4 +1,4 @@
-"""What an instance says of itself in numbers, read when it is asked for: at its own port, and by its controller."""
+"""The figures of an instance, read when they are asked for: at its own port, and by its controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long other tasks have run on the vCPUs' CPUs; imported where metrics are served."""
+"""The time that other tasks have run on the vCPUs' CPUs; imported where metrics are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to say of an instance in numbers; imported at the first request for them.
+"""The metrics of an instance; imported at the first request for them.
 
 The names stand in :mod:`runner.protocol.instance_metrics`. The instance's own endpoint has all of it; the controller gets sums.
 """

@@ -1,4 +1,4 @@
-"""Whether the guest is ready: it runs, it has given its sign if ``guest.ready`` names one, and nothing says that it is down.
+"""The readiness of the guest: it runs, it has given its sign if ``guest.ready`` names one, and nothing says that it is down.
 
 It is down while QEMU does not answer, while it is suspended or QEMU has stopped it, from a panic to the next reset, and while it
 is reset again and again. The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset
@@ -54,7 +54,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 
 
 class Readiness:
-    """Whether the guest is ready, kept by what the console, QEMU's events, the agent and the guest's port say."""
+    """The readiness of the guest, kept by what the console, QEMU's events, the agent and the guest's port say."""
 
     def __init__(self, supervisor: Supervisor, plan: InstancePlan) -> None:
         self._supervisor = supervisor

@@ -1,4 +1,4 @@
-"""Where the figures of an instance are shown: at its own port for HTTP, and by the controller that has placed it."""
+"""The places where an instance's figures are shown: its own port for HTTP, and the controller that has placed it."""
 
 from __future__ import annotations
 

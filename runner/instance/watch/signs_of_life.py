@@ -56,7 +56,7 @@ class Silence:
 
 @define
 class SignsOfLife:
-    """What a guest that runs has shown so far."""
+    """The signs of life that a guest has shown so far."""
 
     console_written: trio.Event = attrs.field(factory=trio.Event)
     """Set by its first output."""

@@ -21,7 +21,7 @@ class HostDocument(TypedDict):
 
 
 class KubeletDocument(TypedDict):
-    """What of the kubelet's configuration decides."""
+    """The kubelet's configuration, as far as it decides."""
 
     minor: int
     """The minor number of its version: 36 for 1.36."""
@@ -35,7 +35,7 @@ class KubeletDocument(TypedDict):
 
 
 class StateDocument(TypedDict):
-    """What the node has given away, and what is left."""
+    """The resources that the node has given away, and those that are left."""
 
     shared_pool: CpuList
     available: CpuList
@@ -71,7 +71,7 @@ class HintDocument(TypedDict):
 
 
 class PinningDocument(TypedDict):
-    """Where vCPUs would be."""
+    """The CPUs that vCPUs would be on."""
 
     policy: Annotated[str, PinPolicy]
     threads: int
@@ -82,7 +82,7 @@ class PinningDocument(TypedDict):
 
 
 class ContainerDocument(TypedDict):
-    """What a container would get."""
+    """The resources that a container would get."""
 
     name: str
     kind: Annotated[str, ContainerKind]
@@ -100,7 +100,7 @@ class ContainerDocument(TypedDict):
 
 
 class AskedDocument(TypedDict):
-    """What a resource can be had on."""
+    """The NUMA nodes that a resource can be had on."""
 
     provider: str
     resource: str
@@ -108,7 +108,7 @@ class AskedDocument(TypedDict):
 
 
 class MergeDocument(TypedDict):
-    """How the Topology Manager came to its answer."""
+    """The steps by which the Topology Manager came to its answer."""
 
     container: str | None
     """``null`` with scope ``pod``."""
@@ -130,7 +130,7 @@ class MissingDocument(TypedDict):
 
 
 class OtherwiseDocument(TypedDict):
-    """What another policy of the Topology Manager would do."""
+    """The result of another policy of the Topology Manager."""
 
     topology_manager_policy: Annotated[str, Policy]
     outcome: Annotated[str, Outcome]
@@ -140,7 +140,7 @@ class OtherwiseDocument(TypedDict):
 
 
 class PlannedPodDocument(TypedDict):
-    """What the kubelet would do with a pod."""
+    """The kubelet's decision about a pod."""
 
     name: str
     uid: str
@@ -167,7 +167,7 @@ class PlannedPodDocument(TypedDict):
 
 
 class OutcomesDocument(TypedDict):
-    """What would become of the pods."""
+    """The decisions about all pods."""
 
     pods: list[PlannedPodDocument]
     after: StateDocument
@@ -185,7 +185,7 @@ class WhatIfDocument(TypedDict):
 
 
 class FitDocument(TypedDict):
-    """Whether the instance of SPEC fits."""
+    """The fit of the instance of SPEC."""
 
     vcpus: int
     pod: str
@@ -196,7 +196,7 @@ class FitDocument(TypedDict):
 
 
 class NodeDocument(TypedDict):
-    """What a Kubernetes node would do with pods."""
+    """The decisions of a Kubernetes node about pods."""
 
     version: Literal[2]
     fits: bool

@@ -64,7 +64,7 @@ REPORT_INTERVAL = "1"
 
 
 class Endpoints(Protocol):
-    """How QEMU reaches files, sockets and devices."""
+    """The ways in which QEMU reaches files, sockets and devices."""
 
     def monitor(self) -> Iterator[str]:
         """Yield the options that make a chardev ``qmp`` or another monitor, and the serial console's chardev ``console``."""

@@ -107,7 +107,7 @@ OUT_OF_MEMORY = "out of memory in float; raise limits.memory, or give the guest 
 
 @attrs.define
 class OomKills:
-    """What the kernel has killed in a domain, as its ``memory.events`` says, open as *fd*; *elsewhere* says it of other cgroups.
+    """The kernel's kills in a domain, by its ``memory.events``, open as *fd*; *elsewhere* returns those of other cgroups.
 
     The domain's directory is none that this process sees.
     """
