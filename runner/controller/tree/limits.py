@@ -15,7 +15,7 @@ MIB = 1 << 20
 LEAST_MEMORY = 1 << 30
 """Bytes for the processes of some instances on a small machine, of which it may take half."""
 INSTANCE_MEMORY = 320 << 20
-"""Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 138 to 266 MiB as ``plan`` counts them."""
+"""Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 146 to 274 MiB as ``plan`` counts them."""
 LEAST_INSTANCE_MEMORY = 64 << 20
 """Bytes without which none is registered that does not name what it needs: PID 1 has 40 MiB."""
 LEFT_BEHIND = 16 << 20

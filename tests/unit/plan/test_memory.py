@@ -175,29 +175,29 @@ def test_qemu_allocates_private_memory_itself() -> None:
         (
             ALL_CPUS + '[memory]\nsize = "2GiB"\nhugepages = "2MiB"\n',
             {"memory": 64 * MIB},
-            "memory.hugepages: 136MiB of overhead in ordinary pages (QEMU, this program) do not fit into the 64MiB",
+            "memory.hugepages: 144MiB of overhead in ordinary pages (QEMU, this program) do not fit into the 64MiB",
         ),
         (
             ALL_CPUS + '[memory]\nsize = "8GiB"\n',
             {},
             (
-                "memory.size: 8GiB and 168MiB of overhead (QEMU, page tables, this program) do not fit into the 8192MiB "
-                "this pod may use; at most 8024MiB do, or raise limits.memory"
+                "memory.size: 8GiB and 176MiB of overhead (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "this pod may use; at most 8016MiB do, or raise limits.memory"
             ),
         ),
         (
             ALL_CPUS + '[memory]\nsize = "900TiB"\n',
             {},
             (
-                "memory.size: 900TiB and 3686536MiB of overhead (QEMU, page tables, this program) do not fit into the 8192MiB "
-                "this pod may use; at most 8024MiB do, or raise limits.memory"
+                "memory.size: 900TiB and 3686544MiB of overhead (QEMU, page tables, this program) do not fit into the 8192MiB "
+                "this pod may use; at most 8016MiB do, or raise limits.memory"
             ),
         ),
         (
             ALL_CPUS + '[memory]\nsize = "1GiB"\n',
-            {"memory": 140 * MIB},
+            {"memory": 148 * MIB},
             (
-                "memory.size: 1GiB and 140MiB of overhead (QEMU, page tables, this program) do not fit into the 140MiB "
+                "memory.size: 1GiB and 148MiB of overhead (QEMU, page tables, this program) do not fit into the 148MiB "
                 "this pod may use; raise limits.memory"
             ),
         ),
@@ -237,7 +237,7 @@ def test_qemu_allocates_private_memory_itself() -> None:
             ALL_CPUS + '[memory]\nsize = "limits"\n',
             {"limits": MemoryLimits(memory=128 * MIB)},
             (
-                "memory.size: memory.max is 128MiB, of which 137MiB are overhead: what is left is less than the "
+                "memory.size: memory.max is 128MiB, of which 145MiB are overhead: what is left is less than the "
                 "32MiB that a guest has at least; raise limits.memory"
             ),
         ),
@@ -313,7 +313,7 @@ def test_the_limits_are_used_up_and_not_exceeded() -> None:
     left = 4 * GIB + 3 * MIB - plan.machine.memory - plan.machine.ram.overhead
     assert 0 <= left < 6 * MIB, "less than a page for each NUMA node, and its page tables"
     assert plan.machine.memory % (4 * MIB) == 0
-    assert "3944MiB" in next(iter(plan_lines(plan)))
+    assert "3936MiB" in next(iter(plan_lines(plan)))
     huge = plan_of(ALL_CPUS + '[memory]\nsize = "limits"\nhugepages = "2MiB"\n', facts)
     assert huge.machine.memory == 3 * GIB, "both NUMA nodes have as much"
 
@@ -325,23 +325,23 @@ def test_memory_overhead_grows_with_every_part() -> None:
         assert spec.memory.size != "limits"
         return memory_overhead(spec, spec.cpu.count, spec.memory.size, accel) // MIB
 
-    assert overhead('[memory]\nsize = "1GiB"\n') == 112
-    assert overhead('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 108
-    assert overhead('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 236
-    assert overhead('[memory]\nsize = "81GiB"\n') == 112 + 320
-    assert overhead('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 152
-    assert overhead('[memory]\nsize = "1GiB"\nlock = true\n') == 200, "four workers"
-    assert overhead('[memory]\nsize = "1GiB"\n[[network]]\n') == 122
+    assert overhead('[memory]\nsize = "1GiB"\n') == 120
+    assert overhead('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n') == 116
+    assert overhead('[memory]\nsize = "1GiB"\nhugepages = "2MiB"\n', "tcg") == 244
+    assert overhead('[memory]\nsize = "81GiB"\n') == 120 + 320
+    assert overhead('[cpu]\ncount = 11\n[memory]\nsize = "1GiB"\n') == 160
+    assert overhead('[memory]\nsize = "1GiB"\nlock = true\n') == 208, "four workers"
+    assert overhead('[memory]\nsize = "1GiB"\n[[network]]\n') == 130
     passt = '[memory]\nsize = "1GiB"\n[[network]]\nmode = "passt"\nports = {}\n'
-    assert [overhead(passt.format(each)) for each in ("[]", '["1001-2000"]', '"all"')] == [146, 151, 362]
-    assert overhead('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 124
+    assert [overhead(passt.format(each)) for each in ("[]", '["1001-2000"]', '"all"')] == [154, 159, 370]
+    assert overhead('[memory]\nsize = "1GiB"\n[[share]]\ntag = "a"\npath = "/a"\n') == 132
     none = '[memory]\nsize = "1GiB"\n[hotplug]\ndisks = {}\n'
-    assert overhead(none.format(0)) == 104
-    assert overhead(none.format(16)) == 136
+    assert overhead(none.format(0)) == 112
+    assert overhead(none.format(16)) == 144
     device = '[memory]\nsize = "1GiB"\n[[device]]\n'
-    assert overhead(device + 'address = "0000:01:00.0"\n') == 114
-    assert overhead(device + 'resource = "a/b"\ncount = 8\n') == 128
-    assert overhead(device + 'resource = "a/b"\n') == 144
+    assert overhead(device + 'address = "0000:01:00.0"\n') == 122
+    assert overhead(device + 'resource = "a/b"\ncount = 8\n') == 136
+    assert overhead(device + 'resource = "a/b"\n') == 152
 
 
 def test_files_copied_into_memory_count_as_overhead() -> None:

@@ -507,7 +507,7 @@ def test_all_descriptors_are_passed_on() -> None:
         (
             KERNEL + '[memory]\nsize = "16GiB"\n',
             {},
-            "memory.size: 16GiB and 172MiB of overhead (QEMU, page tables, this program) do not fit into the 16384MiB",
+            "memory.size: 16GiB and 180MiB of overhead (QEMU, page tables, this program) do not fit into the 16384MiB",
         ),
         (
             KERNEL + "[cpu]\ncount = 9\n",
