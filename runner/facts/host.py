@@ -248,6 +248,8 @@ class HostFacts:
     vhost_net: bool = False
     """Whether /dev/vhost-net can be opened; tried only if the spec has networks."""
     passt: PurePosixPath | None = None
+    passt_error: str = ""
+    """How passt ends where it does not start here, by its own words; empty if it starts, and without a network of it."""
     unprivileged_port: int = 0
     """The lowest port at which every process may listen (``net.ipv4.ip_unprivileged_port_start``)."""
     open_files: int = 1 << 20

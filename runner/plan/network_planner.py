@@ -389,12 +389,11 @@ class _NetworkPlanner:
 
     def _passt(self, index: int, network: NetworkSpec) -> PasstPlan | None:
         if self._facts.passt is None:
-            self._problems.refuse(
-                f"network[{index}].mode",
-                "cannot find the program 'passt' in PATH",
-                install("passt", self._facts.os_release),
-            )
+            missing = install("passt", self._facts.os_release)
+            self._problems.refuse(f"network[{index}].mode", "cannot find the program 'passt' in PATH", missing)
             return None
+        if self._facts.passt_error:
+            self._problems.refuse(f"network[{index}].mode", f"passt does not start here: it {self._facts.passt_error}")
         for other in self._spec.network:
             pod = self._facts.interfaces.get(other.interface or "eth0")
             if other.mode == "bridge" and pod and any(route.destination.prefixlen == 0 for route in pod.routes):

@@ -73,6 +73,20 @@ def test_a_qemu_that_would_not_start_is_refused(
     assert f"cannot use {program}: {reason}" in done.stderr
 
 
+def test_a_passt_that_would_not_start_is_refused(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod with the runtime's seccomp profile, which allows no user namespace."""
+    program = tmp_path / "bin" / "passt"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "Couldn\'t create user namespace: Operation not permitted" >&2; exit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    spec.write_text(spec.read_text() + '[[network]]\nmode = "passt"\n')
+    done = plan(spec)
+    assert done.returncode == 30, done.stdout
+    assert "network[0].mode: passt does not start here: it exited with status 1, saying" in done.stderr
+    assert "(a pod's RuntimeDefault allows none, `seccompProfile: {type: Unconfined}` does)" in done.stderr
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_directory_in_the_place_of_the_console_log_is_refused(spec: Path, tmp_path: Path, *, named: bool) -> None:
     """Also where it is that of the state directory, which no key names."""

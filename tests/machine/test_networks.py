@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -109,3 +110,25 @@ def test_passt_listens_where_every_process_may(tmp_path: Path, lowest: int) -> N
             assert (listens(), failed()) == (lowest == 80, lowest != 80), (tmp_path / "log").read_text()
         finally:
             passt.kill()
+
+
+WITHOUT_NAMESPACES = """
+ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
+ip route add default via 10.9.9.2 && echo "$0" >/proc/sys/user/max_user_namespaces
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("most", [0, 8])
+def test_a_passt_that_may_make_no_namespace_is_refused_before_anything_is_started(tmp_path: Path, most: int) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text(f'[boot]\nkernel = "{tmp_path}/none"\n[[network]]\nmode = "passt"\n')
+    argv = ["unshare", "--user", "--map-root-user", "--net", "sh", "-ec", WITHOUT_NAMESPACES, str(most)]
+    argv += [sys.executable, "-m", "runner", "plan", str(spec)]
+    done = subprocess.run(argv, cwd=PROJECT, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    refusal = (
+        "network[0].mode: passt does not start here: it exited with status 1, saying \"Couldn't create user namespace: No space "
+        'left on device"; a user may make 0 user namespaces here: raise user.max_user_namespaces on the node\n'
+    )
+    assert (refusal in done.stderr) == (most == 0), done.stderr
+    assert ("network[0]" in done.stderr) == (most == 0), done.stderr
