@@ -199,3 +199,15 @@ def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path, s
     assert done.returncode == 1, done.stderr
     assert "cannot run with Python 3.10: it takes 3.11 or later" in done.stderr
     assert not calls.exists(), calls.read_text()
+
+
+def test_a_guest_whose_kernel_cannot_be_fetched_is_missing_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "apt-get").write_text("#!/bin/sh\necho 'E: Failed to fetch …  404  Not Found' >&2; exit 100\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = [PROJECT / "examples/quickstart/make-guest", tmp_path / "guest"]
+    done = subprocess.run(argv, check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "404  Not Found" in done.stderr
+    assert "where apt says 404, run apt-get update" in done.stderr
+    assert not (tmp_path / "guest").exists()
