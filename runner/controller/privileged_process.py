@@ -30,8 +30,8 @@ ANSWERS_WITHIN = 30.0
 """Seconds. For a partition the kernel rebuilds its scheduling domains, which takes 0.1 s on an emulated machine, and the settings
 of 2000 interrupts take 0.5 s (measured)."""
 _READY = b"ready\n"
-_LONGEST = 1 << 20
-"""Bytes of a line that is obeyed: 300 for an instance, 4000 for one that names as many devices as it may."""
+_LONGEST = 1 << 23
+"""Bytes of a line that is obeyed: 300 for an instance, 5600 for one that names as many devices as it may."""
 
 
 _OURS: list[socket.socket] = []
@@ -112,7 +112,9 @@ class PrivilegedProcess:
         return bool(poll.poll(0))
 
     def ask(self, line: bytes) -> bytes:
-        """Send *line* and wait for the answer to it. Raises :class:`EndedError`."""
+        """Send *line* and wait for the answer to it. Raises :class:`EndedError`, and :class:`HostError` for a line that is too long."""
+        if len(line) >= _LONGEST:
+            raise HostError(f"a line for the {self.title} has {len(line)} bytes, more than {_LONGEST - 1}")
         answer = bytearray()
         try:
             self.connection.sendall(line + b"\n")

@@ -23,7 +23,8 @@ from runner.controller.serve import namespaces
 from runner.controller.serve.namespaces import NamespaceReader
 from runner.controller.tune import tuner_process
 from runner.controller.tune.host_tuner import HostTuner
-from runner.controller.tune.tuner_messages import Tuned
+from runner.controller.tune.tuner_messages import MOST_DEVICES, Tuned, TunedInstance, Tuning, parse_instances
+from runner.controller.tune.tuner_process import TunerProcess
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.privileges import CAP_SYS_ADMIN, CAP_SYS_PTRACE
 from runner.kernel.procfs import Procfs
@@ -136,6 +137,23 @@ async def test_the_host_tuner_takes_instances_alone(node: Node, line: bytes) -> 
         [reason] = answer.reasons
         assert reason.startswith("the machine's settings stay as they are: ")
         assert (node.host.root / "proc/irq/24/smp_affinity_list").read_text() == "0-19\n"
+
+
+def test_more_instances_than_a_line_has_room_for_do_not_end_the_host_tuner() -> None:
+    addresses = tuple(f"000000:00:{number >> 3:02x}.{number & 7}" for number in range(MOST_DEVICES))
+    wanted = TunedInstance(CpuSet.parse("4-7"), Tuning(devices=addresses))
+
+    def obey(line: bytes) -> bytes:
+        return Tuned((f"{len(parse_instances(line))} instances",)).to_json()
+
+    with in_a_thread(obey) as connection:
+        process = TunerProcess(connection)
+        for number in (400, 4000, 1):
+            tuned = process.tune({f"00000000-0000-4000-8000-{each:012}": wanted for each in range(number)})
+            assert [reason.partition(":")[0] for reason in tuned.reasons] == (
+                ["the machine's settings stay as they are"] if number == 4000 else [f"{number} instances"]
+            )
+        assert not process.lost
 
 
 async def test_a_bug_of_the_host_tuner_does_not_end_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
