@@ -29,7 +29,7 @@ from runner.cli.spec_table import spec_markdown
 from runner.controller.main import command_line
 from runner.controller.serve.callers import MOST_PROCESSES
 from runner.controller.serve.methods import CODES
-from runner.controller.serve.registrations import MOST_WAITING
+from runner.controller.serve.registrations import MOST_WAITING, REST
 from runner.controller.serve.report_methods import LIMITS
 from runner.controller.serve.reports import ReportIntervals
 from runner.controller.serve.timeouts import Timeouts
@@ -313,6 +313,7 @@ def test_the_protocol_of_the_controller_is_as_shown() -> None:
         f"{limits.in_flight}",
         f"{MOST_WAITING}",
         f"{MOST_PROCESSES}",
+        f"{REST} times what it took",
         f"{timeouts.sealed_again:g} s, {timeouts.seals_apart:g} s",
         f"{LEAST:g} s",
         f"{limits.first_byte:g} s, {limits.idle:g} s",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
+from weakref import WeakValueDictionary
 
 import attrs
 import trio
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 32
 """Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
+REST = 10
+"""Times as long as a registration took, after which the instance may have the next: each looks at the whole tree, and no request is
+answered meanwhile."""
 
 
 @frozen
@@ -49,6 +55,10 @@ class Registrations:
     seals_required: bool
     """Whether a client that names no protocol, and so seals nothing, is refused."""
     most_waiting: int = MOST_WAITING
+    _turns: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
+    """By instance: of the requests to register it, one at a time is looked at."""
+    _earliest: dict[str, float] = attrs.field(factory=dict)
+    """When the instances that rest may be registered again, on trio's clock."""
     _waits: trio.Semaphore = attrs.field(init=False)
 
     @_waits.default
@@ -77,16 +87,31 @@ class Registrations:
             )
         if (peer := self.callers.peer(request.identify)) is not None:
             self.seccomp.check(peer, pod_uid)
-        result = await self._agreed(partial(self._register_once, request, caller, asked, memory), caller)
+        register_once = partial(self._register_once, request, caller, asked, memory)
+        result = await self._agreed(partial(self._in_turn, pod_uid, register_once), caller)
         if caller is not None:
             await self._float_kernel_threads(request, self.callers.pods.mount.at(caller.cgroup))
         return result
 
-    async def _agreed(self, register_once: Callable[[], RpcResult], caller: ContainerIdentity | None) -> RpcResult:
+    async def _in_turn(self, pod_uid: str, register_once: Callable[[], RpcResult]) -> RpcResult:
+        """Register once, :data:`REST` times as long after the last time for the same instance as that took."""
+        async with self._turns.setdefault(pod_uid, trio.Lock()):
+            await trio.sleep_until(self._earliest.get(pod_uid, -math.inf))
+            began = time.perf_counter()
+            try:
+                return register_once()
+            finally:
+                now = trio.current_time()
+                for rested in [uid for uid, earliest in self._earliest.items() if earliest <= now]:
+                    del self._earliest[rested]
+                self._earliest[pod_uid] = now + REST * (time.perf_counter() - began)
+
+    async def _agreed(
+        self, register_once: Callable[[], Awaitable[RpcResult]], caller: ContainerIdentity | None
+    ) -> RpcResult:
         """Register as soon as the kubelet agrees; its files and the container's CPUs are followed until then."""
-        await trio.lowlevel.checkpoint()
         try:
-            return register_once()
+            return await register_once()
         except RequestRefusedError as error:
             if error.lasting:
                 raise
@@ -104,7 +129,7 @@ class Registrations:
                     with trio.move_on_at(deadline) as timeout:
                         await self.loop.next_pass()
                     try:
-                        return register_once()
+                        return await register_once()
                     except RequestRefusedError as again:
                         if again.lasting or timeout.cancelled_caught:
                             raise

@@ -9,8 +9,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -21,9 +22,10 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.main import LimitOptions
 from runner.controller.serve.callers import BETWEEN_CHECKPOINTS, MOST_PROCESSES
+from runner.controller.serve.registrations import REST
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.held_files import FILES, HeldFiles
-from runner.controller.tree.loop import Intervals
+from runner.controller.tree.loop import Intervals, ReconcileLoop
 from runner.controller.tree.reconcile import Evict, Observed
 from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.kernel.cgroup import CgroupError
@@ -189,6 +191,31 @@ async def test_a_registration_reads_the_tree_before_and_after_it(node: Node, mon
         assert len(looks) == 2
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert len(looks) == 3, "nothing was to be done"
+
+
+async def test_a_pod_that_registers_without_end_leaves_others_their_turn(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.become(B)
+    passes, pass_over = list[float](), ReconcileLoop.pass_over
+
+    def slow(loop: ReconcileLoop, grants: Mapping[str, CpuSet], *others: object, **more: object) -> object:
+        if grants:
+            passes.append(time.monotonic())
+            time.sleep(0.02)
+        return pass_over(loop, grants, *others, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReconcileLoop, "pass_over", slow)
+
+    async def register() -> None:
+        async with connected(node.socket) as client:
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")
+
+    async with controlled(node), trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(register)
+    assert len(passes) == 4
+    assert min(after - before for before, after in pairwise(passes)) > 0.02 * REST
 
 
 async def test_what_a_process_may_do_is_not_read_for_each_registration(
