@@ -17,6 +17,7 @@ from runner.kubelet.pod import (
     CPU,
     EPHEMERAL_STORAGE,
     HUGEPAGES_PREFIX,
+    LARGEST,
     MEMORY,
     SYSTEM_CRITICAL_PRIORITY,
     Container,
@@ -275,7 +276,7 @@ def _check_pairs(
 
 
 def _spelled(amount: Fraction) -> str:
-    return str(amount.numerator) if amount.denominator == 1 else str(float(amount))
+    return str(float(amount)) if amount.denominator > 1 and amount < LARGEST else str(round(amount))
 
 
 def _qos(parts: Mapping[str, _Resources]) -> tuple[QosClass, list[str]]:

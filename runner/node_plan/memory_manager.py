@@ -456,7 +456,7 @@ def _init_blocks_used_again(
     for used in blocks:
         left = used.size
         for earlier in pod.init_containers:
-            if earlier.name == container.name:
+            if not left or earlier.name == container.name:
                 break
             if earlier.kind is ContainerKind.SIDECAR or earlier.name not in shrunk:
                 continue
@@ -465,7 +465,7 @@ def _init_blocks_used_again(
                 same = (block.resource, block.numa_nodes) == (used.resource, used.numa_nodes)
                 taken = min(left, block.size) if same else 0
                 left -= taken
-                kept.append(attrs.evolve(block, size=block.size - taken))
+                kept.append(attrs.evolve(block, size=block.size - taken) if taken else block)
             shrunk[earlier.name] = tuple(kept)
     return shrunk
 

@@ -612,7 +612,7 @@ def _too_big(pod: Pod, hardware: Hardware, configuration: KubeletConfiguration) 
 def format_amount(resource: str, amount: int) -> str:
     """Write *amount* of *resource*, thousandths of CPUs or bytes, for people: ``3.98 CPUs``, ``2Gi memory``."""
     if resource == CPU:
-        number = f"{amount / 1000:.3f}".rstrip("0").rstrip(".")
+        number = f"{amount // 1000}.{amount % 1000:03}".rstrip("0").rstrip(".")
         return f"{number} CPU{'' if number == '1' else 's'}"
     return f"{format_bytes(amount)} {resource}"
 

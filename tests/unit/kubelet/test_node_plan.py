@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import RefusedError
+from runner.base.errors import RefusedError, SpecError
 from runner.facts.hardware import Hardware
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.node_plan.admission import KubeletConfiguration, Outcome
@@ -168,6 +168,18 @@ def test_a_pod_beyond_node_allocatable_is_noted() -> None:
         f"it asks for 60Gi memory, more than the node's allocatable 39558Mi memory: {beyond}",
         f"it asks for 300Gi hugepages-2Mi, more than the node's allocatable 221696Mi hugepages-2Mi: {beyond}",
     )
+
+
+def test_a_request_beyond_all_numbers_is_noted() -> None:
+    [note] = planned(EPYC, pod("huge", "1e999"), topologyManagerPolicy="none").pods[0].notes
+    assert note.startswith(f"it asks for 1{'0' * 999} CPUs, more than the node's allocatable 127 CPUs: ")
+    resources = {"requests": {"cpu": 1}}
+    containers = [
+        {"name": name, "resources": {"requests": {"cpu": cpu}}} for name, cpu in (("a", "1e999"), ("b", "1m"))
+    ]
+    whole = {"kind": "Pod", "spec": {"containers": containers, "resources": resources}}
+    with pytest.raises(SpecError, match=r"must not be below the 10{999} that its containers request together"):
+        planned(EPYC, whole)
 
 
 def test_no_pod_is_presented_to_a_kubelet_that_has_crashed() -> None:
