@@ -1,8 +1,7 @@
 """Facts of a running kernel that are only read, below any root: mounts, swap, boot options, PCI devices.
 
-The files are described in ``Documentation/filesystems/proc.rst``, ``Documentation/core-api/irq/irq-affinity.rst``,
-``Documentation/admin-guide/mm/transhuge.rst`` and ``Documentation/ABI/testing/sysfs-bus-pci``. A file that an
-older or smaller kernel does not have reads as empty.
+The files are described in ``Documentation/filesystems/proc.rst``, ``Documentation/admin-guide/mm/transhuge.rst`` and
+``Documentation/ABI/testing/sysfs-bus-pci``. A file that an older or smaller kernel does not have reads as empty.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ class _ShownLimits:
     def no_namespaces(self) -> str:
         return (
             "a user namespace is not allowed here, by the container's seccomp profile (a pod's RuntimeDefault allows none, "
-            "`seccompProfile: {type: Unconfined}` does) or by the node (kernel.unprivileged_userns_clone, "
-            "kernel.apparmor_restrict_unprivileged_userns)"
+            "`seccompProfile: {type: Unconfined}` does), by its AppArmor profile, or by the node "
+            "(kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)"
         )
 
     def _sysctl(self, path: str) -> str:

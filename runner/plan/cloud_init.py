@@ -44,9 +44,11 @@ MIME_WITHIN = 4096
 """Bytes within which the words ``MIME-Version:`` make it a MIME message (``convert_string``)."""
 LARGEST_UNPACKED = 16 << 20
 """Bytes of decompressed user-data that are looked at."""
-LARGEST_MESSAGE = 16 << 10
-"""Bytes of a MIME message that is looked at: the parser compares each line with the boundaries of all parts around it, and is
-nested as they are. Clouds take no more."""
+LARGEST_MESSAGE = 256 << 10
+"""Bytes of a MIME message that is looked at; few clouds take as much."""
+MOST_NESTED, MOST_COMPARED = 200, 500_000
+"""Parts in parts of a MIME message that is looked at, and lines times boundaries: the parser compares each line with the boundaries of
+all parts around it, and is nested as they are; 0.7 s at most (measured)."""
 
 OTHER_READERS = {
     "cloudbase-init (Windows)": ("#ps1", "rem cmd", "<powershell>", "<script>"),
@@ -219,17 +221,24 @@ def _is_base64(content: bytes) -> bool:
 def handled(content: bytes) -> bool:
     """Tell whether cloud-init handles some of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes.
 
-    Of a long MIME message the answer is that it may.
+    Of a MIME message that would take long to parse the answer is that it may.
     """
     content = _unpacked(content)
     if b"mime-version:" not in content[:MIME_WITHIN].lower():
         return _text(content).startswith(KINDS)
-    if len(content) > LARGEST_MESSAGE:
+    if _is_costly(content):
         return True
     from email import message_from_bytes  # here, because little user-data is MIME
 
     parts = (part for part in message_from_bytes(content).walk() if part.get_content_maintype() != "multipart")
     return any(_handled_part(part.get_content_type(), part.get_payload(decode=True)) for part in parts)
+
+
+def _is_costly(message: bytes) -> bool:
+    lower = message.lower()
+    nested = lower.count(b"boundary") + lower.count(b"message/")
+    lines = message.count(b"\n") + message.count(b"\r")
+    return len(message) > LARGEST_MESSAGE or nested > MOST_NESTED or (nested + 1) * lines > MOST_COMPARED
 
 
 def yaml_kind(content: bytes) -> type[object] | None:

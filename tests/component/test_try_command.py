@@ -203,7 +203,9 @@ def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path, s
 
 def test_a_guest_whose_kernel_cannot_be_fetched_is_missing_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "apt-get").write_text("#!/bin/sh\necho 'E: Failed to fetch …  404  Not Found' >&2; exit 100\n")
-    (tmp_path / "apt-get").chmod(0o755)
+    (tmp_path / "apt-cache").write_text("#!/bin/sh\necho '  Depends: linux-image-6.12.0-cloud-amd64'\n")
+    for name in ("apt-get", "apt-cache"):
+        (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     argv = [PROJECT / "examples/quickstart/make-guest", tmp_path / "guest"]
     done = subprocess.run(argv, check=False, env=environment, capture_output=True, text=True)

@@ -132,3 +132,4 @@ def test_a_passt_that_may_make_no_namespace_is_refused_before_anything_is_starte
     )
     assert (refusal in done.stderr) == (most == 0), done.stderr
     assert ("network[0]" in done.stderr) == (most == 0), done.stderr
+    assert "boot.kernel" in done.stderr, "it was planned"

@@ -153,10 +153,11 @@ class Callers:
 
         It may have ended since it was read there, and the peer may have given its number to another one, in a cgroup of its own.
         """
+        if self.peers.namespace(process.pid) != peer.pid_namespace:
+            return False
         try:
-            shares = self.peers.namespace(process.pid) == peer.pid_namespace
-            return shares and self.pods.procfs.cgroup(process.pid) == process.cgroup
-        except HostError:
+            return self.pods.procfs.cgroup(process.pid) == process.cgroup
+        except HostError:  # it has ended
             return False
 
     async def look_at_each(self, processes: Iterable[T], peer: Peer | None, look: Callable[[T], None]) -> None:

@@ -325,7 +325,7 @@ def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
     """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them.
 
     Pods see the directory of *old*. Raises :class:`HostError` where a process has leased *old*: without what it records,
-    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other unset are logged.
+    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other failures are logged.
     """
     try:
         Path(store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)

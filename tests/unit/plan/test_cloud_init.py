@@ -16,7 +16,7 @@ from runner.facts.disk import DocumentFact
 from runner.facts.host import HostFacts
 from runner.instance.parts.seed import seed_image
 from runner.plan.argv.qemu import pasteable
-from runner.plan.cloud_init import LARGEST, Secret, SeedPlan, check_user_data, read_keys
+from runner.plan.cloud_init import LARGEST, Secret, SeedPlan, check_user_data, handled, read_keys
 from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines
 from tests.support.json_schemas import fitting
@@ -264,3 +264,10 @@ def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
     assert blkid is not None
     probed = subprocess.run([blkid, "-p", "-o", "export", path], check=True, capture_output=True, text=True).stdout
     assert {"LABEL=CIDATA", "TYPE=iso9660", "VERSION=Joliet\\ Extension"} <= set(probed.splitlines())
+
+
+def test_a_long_message_is_judged_if_that_takes_no_time() -> None:
+    message = b"MIME-Version: 1.0\nContent-Type: text/plain\n\n" + b"hello\n" * 3000
+    assert not handled(message)
+    assert handled(message.replace(b"text/plain", b"text/cloud-config"))
+    assert handled(message + b"boundary\n" * 1000), "it may"
