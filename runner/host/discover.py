@@ -304,14 +304,18 @@ async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
 
 
 def _refuse_programs_in_shares(found: Iterable[PurePosixPath | None], spec: InstanceSpec, roots: Roots) -> None:
-    """Refuse a program that the guest may change, here and not by the plan: to be asked for its version, it is executed."""
+    """Refuse a program that the guest may change, here and not by the plan: to be asked for its version, it is executed.
+
+    This program is one as well: most of its modules are imported when they are needed, also while a guest runs.
+    """
     writable = [share.path for share in spec.share if not share.read_only]
     if not writable:
         return
     from runner.kernel.shared_directories import shared_directories  # here, because few instances share directories
 
     directories = shared_directories(writable, roots)
-    for path in (*found, find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)):
+    own = (PurePosixPath(each) for each in (*sys.path, str(PREALLOCATOR.parent)) if each.startswith("/"))
+    for path in (*found, find_program("virtiofsd", VIRTIOFSD_DIRECTORIES), *own):
         if path is not None and (share := directories.holding(path)) is not None:
             raise RefusedError(
                 f"cannot use {str(path)!r}: the guest may change it by the share {str(share)!r}",

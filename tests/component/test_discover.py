@@ -14,6 +14,7 @@ from runner.base.errors import HostError, RefusedError, explain
 from runner.facts.host import User
 from runner.facts.roots import Roots
 from runner.host.discover import find_virtiofsd, read_allowed_cpus, read_host_facts, version_output
+from runner.kernel import preallocate
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.processes import open_processes
 from runner.spec.instance import parse_instance
@@ -105,3 +106,11 @@ async def test_a_program_that_the_guest_may_change_is_refused_before_it_is_execu
         with pytest.raises(RefusedError, match=rf"cannot use '{program}': the guest may change it by the share"):
             await read_host_facts(spec, processes, Roots(), PurePosixPath(tmp_path / "state"), None)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("directory", [Path(preallocate.__file__).parents[1], Path(preallocate.__file__).parents[2]])
+async def test_a_share_in_which_this_program_is_installed_is_refused(tmp_path: Path, directory: Path) -> None:
+    spec = parse_instance("spec", f'[boot]\nkernel = "/none"\n[[share]]\ntag = "a"\npath = "{directory}"\n'.encode())
+    async with open_processes() as processes:
+        with pytest.raises(RefusedError, match=f"the guest may change it by the share '{directory}'"):
+            await read_host_facts(spec, processes, Roots(), PurePosixPath(tmp_path / "state"), None)
