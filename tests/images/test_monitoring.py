@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import trio
@@ -22,13 +17,12 @@ from runner.protocol.instance_metrics import FAMILIES
 from tests.images.built import PROJECT
 from tests.images.conftest import NO_KVM, PODMAN, SECONDS, Run
 from tests.support.fake_node import B, Node, connected, controlled
-from tests.support.monitoring import EXAMPLES, alerts, queries, rules, selected
+from tests.support.monitoring import EXAMPLES, alerts, filled_in, queries, rules, selected
+from tests.support.prometheus import Prometheus, prometheus, promtool, unpacked
 
 TARGET = {"namespace": "n", "pod": "p", "container": "c", "endpoint": "e", "node": "o"}
 """The labels of a target that a PodMonitor makes, besides ``job`` and ``instance``."""
 CONTROLLER = "127.0.0.1:9440"
-GRAFANA = {"$__rate_interval": "10s", "$__range": "5m", "$node": ".*", "$instance": ".*"}
-"""What Grafana puts in the place of its variables."""
 NOT_EVERYWHERE = {
     "instance_runner_memory_charged_bytes",
     "instance_runner_vcpu_foreign_seconds_total",
@@ -37,21 +31,6 @@ NOT_EVERYWHERE = {
 }
 """Metrics that are left out where no cgroup v2 is mounted, the kernel keeps no statistics of its scheduler, nothing reports, or the
 guest has no disk."""
-CLIENT = """
-import json, sys, urllib.error, urllib.request
-for line in sys.stdin:
-    try:
-        answer = urllib.request.urlopen("http://127.0.0.1:9090" + json.loads(line), timeout=20)
-    except urllib.error.URLError as error:
-        if getattr(error, "code", 503) == 503:  # it does not listen yet, or has not opened its data base
-            print(json.dumps({"status": "error", "error": str(error)}), flush=True)
-            continue
-        answer = error
-    print(answer.read().decode().strip(), flush=True)
-"""
-"""Asks Prometheus for the path in each line, a JSON string, and prints each answer as a line."""
-
-Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +38,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with ``prometheus`` and ``promtool``."""
     if "RUNNER_PROMETHEUS" not in os.environ:
         pytest.skip("Prometheus is missing: tests/images/run fetches it and names it in RUNNER_PROMETHEUS")
-    directory = tmp_path_factory.mktemp("prometheus")
-    with tarfile.open(os.environ["RUNNER_PROMETHEUS"]) as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return unpacked(os.environ["RUNNER_PROMETHEUS"], tmp_path_factory.mktemp("prometheus"))
 
 
 @pytest.fixture
@@ -71,12 +47,6 @@ def rules_file(tmp_path: Path) -> Path:
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(rules()))
     return path
-
-
-def promtool(programs: Path, *arguments: str | Path) -> str:
-    done = subprocess.run([programs / "promtool", *arguments], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_rules_are_valid(programs: Path, rules_file: Path) -> None:
@@ -148,8 +118,8 @@ def inside(pid: int) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def ask(programs: Path, rules_file: Path, instance: int, controller: str, tmp_path: Path) -> Iterator[Ask]:
-    """Start Prometheus where the two programs answer, and return a function that asks it for a path, with parameters."""
+def reader(programs: Path, rules_file: Path, instance: int, controller: str, tmp_path: Path) -> Iterator[Prometheus]:
+    """Start Prometheus where the two programs answer."""
     targets = {"instance-runner": "127.0.0.1:9441", "instance-cgroup-controller": controller}
     configuration = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
@@ -159,65 +129,32 @@ def ask(programs: Path, rules_file: Path, instance: int, controller: str, tmp_pa
             for job, address in targets.items()
         ],
     }
-    file = tmp_path / "prometheus.yaml"
-    file.write_text(yaml.safe_dump(configuration))
-    promtool(programs, "check", "config", file)
-    argv = [
-        *(*inside(instance), str(programs / "prometheus"), f"--config.file={file}"),
-        *(f"--storage.tsdb.path={tmp_path / 'tsdb'}", "--web.listen-address=127.0.0.1:9090"),
-    ]
-    client = (*inside(instance), sys.executable, "-c", CLIENT)
-    with (
-        (tmp_path / "prometheus.log").open("wb") as log,
-        subprocess.Popen(argv, stdout=log, stderr=log) as prometheus,
-        subprocess.Popen(client, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asked,
-    ):
-
-        def ask(path: str, **parameters: str) -> Any:
-            assert asked.stdin is not None
-            assert asked.stdout is not None
-            print(json.dumps(f"/api/v1/{path}?{urlencode(parameters)}"), file=asked.stdin, flush=True)
-            answer = json.loads(asked.stdout.readline())
-            return answer["data"] if answer["status"] == "success" else answer
-
-        try:
-            yield ask
-        finally:
-            asked.kill()
-            prometheus.terminate()
+    with prometheus(programs, configuration, tmp_path, inside(instance)) as it:
+        yield it
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"waited {SECONDS} s for {what}"
-        time.sleep(0.2)
-
-
-def result(ask: Ask, expression: str) -> list[Any]:
-    """Return the series that *expression* selects now; it must be one that Prometheus evaluates without error."""
-    answer = ask("query", query=expression)
-    assert answer.get("resultType") == "vector", (expression, answer)
-    return list(answer["result"])
-
-
-def test_a_prometheus_reads_the_metrics_and_answers_the_dashboard(ask: Ask) -> None:
-    wait_for(lambda: len(ask("query", query="count_over_time(up[10s]) >= 5").get("result", ())) == 2, "five scrapes")
+def test_a_prometheus_reads_the_metrics_and_answers_the_dashboard(reader: Prometheus) -> None:
+    ask, result = reader.ask, reader.result
+    five = "count_over_time(up[10s]) >= 5"
+    reader.wait_for(lambda: len(ask("query", query=five).get("result", ())) == 2, "five scrapes", SECONDS)
     health = {each["labels"]["job"]: (each["health"], each["lastError"]) for each in ask("targets")["activeTargets"]}
     assert health == {"instance-runner": ("up", ""), "instance-cgroup-controller": ("up", "")}
     assert not [name for name in ask("labels") if name.startswith("exported_")], (
         "labels of ours that Prometheus renamed"
     )
-    [info] = result(ask, "instance_runner_info")
+    [info] = result("instance_runner_info")
     names = {"name": "demo", "pod_name": "web-1", "pod_namespace": "prod", "node_name": "n1"}
     assert info["metric"].items() >= {**TARGET, **names, "job": "instance-runner"}.items()
     for name, expression in alerts().items():
-        assert isinstance(result(ask, expression), list), name
-    wait_for(lambda: {each["health"] for group in ask("rules")["groups"] for each in group["rules"]} == {"ok"}, "rules")
+        assert isinstance(result(expression), list), name
+
+    def healths() -> set[str]:
+        return {each["health"] for group in ask("rules")["groups"] for each in group["rules"]}
+
+    reader.wait_for(lambda: healths() == {"ok"}, "rules", SECONDS)
     served = set(ask("label/__name__/values"))
     for title, query in queries():
-        expression = re.sub(r"\$\w+", lambda found: GRAFANA[found[0]], query)
-        assert result(ask, expression) or (selected(query) - served) & NOT_EVERYWHERE, title
+        assert result(filled_in(query)) or (selected(query) - served) & NOT_EVERYWHERE, title
 
 
 def test_kustomize_makes_the_objects_and_the_dashboard() -> None:

@@ -22,6 +22,9 @@ THEIRS = {
 }
 """Metrics of kube-state-metrics and their labels (its docs/metrics/workload/pod-metrics.md)."""
 
+GRAFANA = {"$__rate_interval": "10s", "$__range": "5m", "$node": ".*", "$instance": ".*"}
+"""What Grafana puts in the place of its variables."""
+
 
 def exported_by_an_instance() -> set[str]:
     """Return the names of an instance's metrics without ``instance_runner_``."""
@@ -66,6 +69,11 @@ def queries() -> Iterator[tuple[str, str]]:
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
+
+
+def filled_in(query: str) -> str:
+    """Return a *query* of the dashboard as Grafana asks it: for all nodes and instances."""
+    return re.sub(r"\$\w+", lambda found: GRAFANA[found[0]], query)
 
 
 def selected(expression: str) -> set[str]:
