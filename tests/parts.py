@@ -108,6 +108,6 @@ PARTS = (
         "soak",
         "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component tests/machine",
     ),
-    Part("the kernel's cgroups and the stand-in kubelet", "node", "tests/node/run --cpus 8 -- -m node_itself", "node"),
+    Part("the kernel's cgroups, stand-in kubelet, guest", "node", "tests/node/run --cpus 8 -- -m node_itself", "node"),
     Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
 )
