@@ -29,6 +29,7 @@ from tests.cluster.control_plane import PROGRAMS
 from tests.emulated_node.artefacts import PROJECT, kustomize, rom
 from tests.emulated_node.cache import EmulatedNodeError, directory, fetch, say
 from tests.images import built
+from tests.images.artefacts import prometheus
 from tests.images.command import write_manifests
 
 KUBELET, KUBECTL, DEVICE_PLUGIN = "kubelet", "kubectl", "generic-device-plugin"
@@ -37,7 +38,11 @@ KUBECTL_SKEW = 1
 CLAIMS = "with-claims"
 STAGES = {
     "without-node": ["tests/cluster/test_without_a_node.py"],
-    "with-node": ["tests/cluster/test_with_a_node.py", "tests/cluster/test_disks_and_devices.py"],
+    "with-node": [
+        "tests/cluster/test_fleet.py",
+        "tests/cluster/test_with_a_node.py",
+        "tests/cluster/test_disks_and_devices.py",
+    ],
     CLAIMS: ["tests/cluster/test_with_claims.py"],
 }
 NO_TESTS = 5
@@ -77,6 +82,7 @@ def main() -> int:
             os.environ["RUNNER_NODE_MANIFESTS"] = str(PROJECT / write_manifests(images).removeprefix("/project/"))
         if "with-node" in stages:
             given["server-disk"] = str(fetch(artefacts.server_disk()))
+            given["prometheus"] = str(fetch(prometheus()))
     except EmulatedNodeError as error:
         say(str(error))
         return 70

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from runner.base.cpuset import CpuSet
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.kubectl import Kubectl, Object, until
 from tests.cluster.node_side import KUBELET_DIRECTORY
+from tests.images.manifests import EXAMPLES
 
 SOON, GUEST_SECONDS, POD_SECONDS = 60, 600, 240
 """Seconds: for an object; for the demo guest, an emulated machine's guest, to boot; for a pod to start."""
@@ -141,6 +143,19 @@ def planned(node: JoinedNode, kubectl: Kubectl, objects: list[Object]) -> list[O
     assert shown.returncode in {0, 3}, shown.stderr
     found: list[Object] = json.loads(shown.stdout)["pods"]
     return found
+
+
+def program_of(it: Deployed, directory: Path) -> None:
+    """Copy the runner of the image of *it* into *directory*; `kubectl exec` alone may lose the end of so long an output."""
+    [packages] = re.findall(r"^\$ new=(\S+)$", (EXAMPLES / "upgrade.md").read_text(), re.MULTILINE)
+    source = f"{it.name}:{packages}"
+    it.kubectl("cp", "--retries=20", "-n", "instances", source, str(directory), timeout=GUEST_SECONDS)
+
+
+def digest_of(directory: Path) -> str:
+    """Return the digest of a program by the document's line."""
+    lines = "find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
+    return subprocess.check_output(["sh", "-c", lines], cwd=directory, text=True).split()[0]
 
 
 @contextmanager

@@ -37,6 +37,29 @@ def patched(examples: Path, directory: str, pod: str, spec: Object) -> str:
     return place.name
 
 
+def variant(examples: Path, name: str, spec: str, container: Object) -> str:
+    """Write, beside *examples*, an overlay of the instance as users do, and return its directory; the pod is ``instance-<name>``.
+
+    It has another *spec*, and what *container* says instead.
+    """
+    place = examples / "variants" / name
+    place.mkdir(parents=True)
+    (place / "spec.toml").write_text(spec)
+    containers = [{"name": "instance", **container}]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "instance"}, "spec": {"containers": containers}}
+    kustomization = {
+        "namespace": "instances",
+        "nameSuffix": f"-{name}",
+        "resources": ["../../instance"],
+        "labels": [{"includeSelectors": True, "pairs": {"app.kubernetes.io/instance": f"instance-{name}"}}],
+        "configMapGenerator": [{"name": "instance-spec", "behavior": "merge", "files": ["spec.toml"]}],
+        "generatorOptions": {"immutable": True},
+        "patches": [{"patch": json.dumps(pod)}],
+    }
+    (place / "kustomization.yaml").write_text(json.dumps(kustomization))
+    return str(place.relative_to(examples))
+
+
 def of_kind(kind: str, text: str) -> list[Object]:
     """Return the objects of one kind in YAML documents."""
     return [found for found in yaml.safe_load_all(text) if found and found["kind"] == kind]

@@ -26,16 +26,17 @@ from tests.cluster.instances import (
     SOON,
     STATE,
     Deployed,
+    digest_of,
     exclusive_cpus,
     inspected,
     instances_left,
     planned,
+    program_of,
 )
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.kubectl import Kubectl, Object, until
 from tests.cluster.manifests import Patch, of_kind, patched
 from tests.cluster.node_side import HUGE_PAGES, KUBELET_DIRECTORY, NEXT, RESERVED
-from tests.images.manifests import EXAMPLES
 
 pytestmark = pytest.mark.timeout(1800)
 MEMORY_STATE = KUBELET_DIRECTORY / "memory_manager_state"
@@ -147,20 +148,14 @@ def test_the_node_is_worked_on_under_a_running_instance(kubectl: Kubectl, node: 
 
 def test_a_new_runner_under_its_guest(kubectl: Kubectl, node: JoinedNode, start: Any, tmp_path: Path) -> None:
     """By the commands of the documents; the program is that of the pod's image."""
-    [packages] = re.findall(r"^\$ new=(\S+)$", (EXAMPLES / "upgrade.md").read_text(), re.MULTILINE)
     it = start("instance", "instance")
     it.up()
-
-    def piped(*argv: str, given: bytes = b"") -> bytes:
-        command = kubectl.argv("exec", "-i", "-n", "instances", it.name, "--", *argv)
-        return subprocess.run(command, check=True, input=given, stdout=subprocess.PIPE, timeout=POD_SECONDS).stdout
-
-    program = piped("tar", "-C", packages, "-c", ".")
-    subprocess.run(["tar", "-x", "-C", tmp_path], check=True, input=program)
-    lines = "find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum"
-    digest = subprocess.check_output(["sh", "-c", lines], cwd=tmp_path, text=True).split()[0]
+    program_of(it, tmp_path)
+    program, digest = subprocess.check_output(["tar", "-C", tmp_path, "-c", "."]), digest_of(tmp_path)
     place = "/run/instance-runner/0.2.0"
-    piped("sh", "-c", 'mkdir -p "$0" && tar -x --no-same-owner -C "$0"', place, given=program)
+    argv = kubectl.argv("exec", "-i", "-n", "instances", it.name, "--")
+    argv += ["sh", "-c", 'mkdir -p "$0" && tar -x --no-same-owner -C "$0"', place]
+    subprocess.run(argv, check=True, input=program, stdout=subprocess.DEVNULL, timeout=POD_SECONDS)
     refused = kubectl.run("exec", "-n", "instances", it.name, "--", RUNNER, "ctl", "qemu-update", "--check")
     assert refused.returncode == 30
     assert "the machine was not started for it" in refused.stdout + refused.stderr
