@@ -20,6 +20,14 @@ behaviour = {**DEFAULTS, **globals()["BEHAVIOUR"]}
 if sys.argv[1:] == ["--version"]:
     print(behaviour["version"])
     sys.exit(0)
+if globals()["NAME"] == "passt" and behaviour["refuses"] is None:
+    [stream] = (int(word.removeprefix("--fd=")) for word in sys.argv if word.startswith("--fd="))
+    with socket.socket(fileno=os.dup(stream)) as client:
+        try:
+            if not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                sys.exit(0)  # it is asked whether it starts, with a client that has gone
+        except BlockingIOError:
+            pass  # there is one
 LOG = globals()["LOG"]
 
 
