@@ -62,7 +62,7 @@ def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
 
 
 def test_the_documented_command_works_in_any_directory(installed: Path, tmp_path: Path) -> None:
-    readme = (ROOT / "examples/plan/README.md").read_text()
+    readme = (ROOT / "examples/plan/README.md").read_text().replace("\\\n    ", "")
     (shown,) = re.findall(r"```console\n\$ instance-runner plan (--node .*)\n((?:.*\n)*?)```", readme)
     done = run(installed, "plan", *shown[0].split(), cwd=tmp_path)
     assert (done.stdout, done.stderr) == (shown[1], "")

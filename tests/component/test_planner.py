@@ -55,7 +55,7 @@ def test_the_article_s_host_gives_the_article_s_cpus() -> None:
 
 
 def test_the_readme_shows_the_printed_report_and_the_example_the_drawing(tmp_path: Path) -> None:
-    readme = (ROOT / "examples/plan/README.md").read_text()
+    readme = (ROOT / "examples/plan/README.md").read_text().replace("\\\n    ", "")
     (shown,) = re.findall(r"```console\n\$ instance-runner plan (--node .*)\n((?:.*\n)*?)```", readme)
     svg = tmp_path / "node.svg"
     assert plan(*shown[0].split(), "--svg", str(svg)) == shown[1]

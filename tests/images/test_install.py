@@ -100,7 +100,8 @@ def works(debian: Debian) -> None:
         assert completed.strip().endswith(f" {program}")
     debian.run("instance-runner plan --document-only examples/instances/*.toml")
     (shown,) = re.findall(
-        r"```console\n\$ (instance-runner plan --node .*)\n", (PROJECT / "examples/plan/README.md").read_text()
+        r"```console\n\$ (instance-runner plan --node .*)\n",
+        (PROJECT / "examples/plan/README.md").read_text().replace("\\\n    ", ""),
     )
     assert "admitted" in debian.run(f"cd / && {shown}")
     checked = debian.run("instance-runner check; test $? = 3")  # a clean Debian has no QEMU
