@@ -52,14 +52,11 @@ from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
 from runner.kernel.small_files import read_online, read_os_release, read_text
-from runner.kernel.sockets import connected_pair
 from runner.kernel.sysfs import read_hardware, read_huge_pools
-from runner.plan.argv.networks import passt_argv
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj, too_old
 from runner.plan.machine import EVERY_QEMUS_MODELS, QEMU_USERS, model_name, parse_cpu_models
-from runner.plan.network_plan import PasstPlan
 from runner.plan.qemu_limits import ASKED_FROM
 from runner.spec.instance import DiskSpec, InstanceSpec
 
@@ -142,7 +139,7 @@ async def read_host_facts(
         tun=not spec.network or may_open(roots.dev / "net/tun"),
         vhost_net=bool(spec.network) and may_open(roots.dev / "vhost-net"),
         passt=passt,
-        passt_error="" if passt is None else await _passt_error(processes, passt),
+        passt_error=await _passt_error(processes, passt),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         unprivileged_port=int(procfs.setting("net/ipv4/ip_unprivileged_port_start") or 0),
         ipv6_error=_ipv6_error(procfs),
@@ -341,19 +338,12 @@ async def version_output(processes: Processes, role: str, path: PurePosixPath, u
         return "", explain(error)
 
 
-async def _passt_error(processes: Processes, passt: PurePosixPath) -> str:
-    """Return how *passt* ends if it does not start here, as :attr:`HostFacts.passt_error` has it.
+async def _passt_error(processes: Processes, passt: PurePosixPath | None) -> str:
+    if passt is None:
+        return ""
+    from runner.host.passt import why_it_does_not_start  # here, because few guests have a network of its
 
-    It is started as for a guest, but with a stream whose other end is closed: it makes its sandbox and ends.
-    """
-    with connected_pair("passt") as (ours, theirs):
-        ours.close()
-        argv = passt_argv(PasstPlan(mac="", mtu=1500, queues=1, program=passt), f"--fd={theirs.fileno()}")
-        command = Command("passt-probe", tuple(argv), (theirs.fileno(),), level=logging.DEBUG)
-        async with processes.daemon(command, 0) as process:
-            with trio.move_on_after(ANSWERS_WITHIN):
-                await process.wait()
-            return process.why_it_ended() if process.returncode else ""
+    return await why_it_does_not_start(processes, passt, ANSWERS_WITHIN)
 
 
 async def _cpu_models(asked: str | None, processes: Processes, qemu: PurePosixPath | None) -> frozenset[str]:
