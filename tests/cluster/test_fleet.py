@@ -196,26 +196,26 @@ def test_prometheus_answers_an_operators_questions(
     """Which instances are not enforced, not ready, silent, emulated, slow, and since when: from the controllers' pages alone."""
     its = {uid(it): mode for mode, it in fleet.items()}
 
-    def told(expression: str) -> dict[str, float]:
+    def by_mode(expression: str) -> dict[str, float]:
         """Return mode → value of the series that *expression* selects."""
         return {its[each["metric"]["pod_uid"]]: float(each["value"][1]) for each in reader.result(expression)}
 
     of_all = dict.fromkeys(MODES, 1.0)
     uptimes = "count_over_time(instance_runner_guest_uptime_seconds[1m]) >= 4"
-    reader.wait_for(lambda: reader.ask("query", query=uptimes).get("result") and len(told(uptimes)) == 3, "it", 240)
+    reader.wait_for(lambda: reader.ask("query", query=uptimes).get("result") and len(by_mode(uptimes)) == 3, "it", 240)
     [target] = reader.ask("targets")["activeTargets"]
     [controller] = kubectl.items("pods", "-n", "instance-runner", f"-l=app.kubernetes.io/name={CONTROLLER}")
     assert (target["health"], target["lastError"]) == ("up", "")
     assert target["labels"].items() >= {"pod": controller["metadata"]["name"], "node": node.name}.items()
-    assert told("instance_cgroup_controller_instance_enforced") == of_all
-    assert told("instance_cgroup_controller_instance_enforced == 0") == {}
-    assert told("instance_runner_emulated > 0") == {EMULATED: 1}
-    assert told(alerts()["InstanceRunnerNotReady"]) == {AWAITS_SIGN: 1}
-    assert told('instance_runner_guest_unready{reason="awaits_sign"} > 0') == {AWAITS_SIGN: 1}
-    assert told("instance_runner_guest_ready") == of_all | {AWAITS_SIGN: 0}
-    assert told('instance_runner_guest_unready{reason="silent"}') == dict.fromkeys(MODES, 0)
+    assert by_mode("instance_cgroup_controller_instance_enforced") == of_all
+    assert by_mode("instance_cgroup_controller_instance_enforced == 0") == {}
+    assert by_mode("instance_runner_emulated > 0") == {EMULATED: 1}
+    assert by_mode(alerts()["InstanceRunnerNotReady"]) == {AWAITS_SIGN: 1}
+    assert by_mode('instance_runner_guest_unready{reason="awaits_sign"} > 0') == {AWAITS_SIGN: 1}
+    assert by_mode("instance_runner_guest_ready") == of_all | {AWAITS_SIGN: 0}
+    assert by_mode('instance_runner_guest_unready{reason="silent"}') == dict.fromkeys(MODES, 0)
     for family in ("run_delay", "foreign", "cpu"):
-        rates = told(f"rate(instance_runner_vcpu_{family}_seconds_total[1m])")
+        rates = by_mode(f"rate(instance_runner_vcpu_{family}_seconds_total[1m])")
         assert set(rates) == set(MODES), family
         assert all(0 <= rate <= 2.1 for rate in rates.values()), (family, rates)
     names = {

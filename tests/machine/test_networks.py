@@ -47,10 +47,14 @@ def test_the_example_with_two_interfaces_and_a_disk_by_its_descriptor(start: Pro
     assert "faults=0" in run.log
 
 
-FORMS = '[22, "8000-8010", "80:8080/tcp", "127.0.0.1/9000-9001:90-91", "53/udp"]'
-IN_A_POD = """
+POD_NETWORK = """
 ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
-ip route add default via 10.9.9.2 && echo 0 >/proc/sys/net/ipv4/ip_unprivileged_port_start
+ip route add default via 10.9.9.2
+"""
+"""An interface that passt can use."""
+FORMS = '[22, "8000-8010", "80:8080/tcp", "127.0.0.1/9000-9001:90-91", "53/udp"]'
+IN_A_POD = f"""
+{POD_NETWORK}echo 0 >/proc/sys/net/ipv4/ip_unprivileged_port_start
 exec setpriv --bounding-set=-all,+setuid,+setgid "$@"
 """
 
@@ -84,9 +88,8 @@ def listened_at(pid: int, protocol: str) -> list[int]:
     return []
 
 
-LISTEN = """
-ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
-ip route add default via 10.9.9.2 && echo "$1" >/proc/sys/net/ipv4/ip_unprivileged_port_start
+LISTEN = f"""
+{POD_NETWORK}echo "$1" >/proc/sys/net/ipv4/ip_unprivileged_port_start
 exec setpriv --bounding-set=-all,+setuid,+setgid passt --foreground --one-off --tcp-ports=80:80 --udp-ports=none --socket="$2"
 """
 
@@ -112,9 +115,8 @@ def test_passt_listens_where_every_process_may(tmp_path: Path, lowest: int) -> N
             passt.kill()
 
 
-WITHOUT_NAMESPACES = """
-ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
-ip route add default via 10.9.9.2 && echo "$0" >/proc/sys/user/max_user_namespaces
+WITHOUT_NAMESPACES = f"""
+{POD_NETWORK}echo "$0" >/proc/sys/user/max_user_namespaces
 exec "$@"
 """
 
