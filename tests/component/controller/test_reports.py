@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from runner.controller.serve.report_methods import LIMITS
-from runner.controller.serve.reports import ReportIntervals
+from runner.controller.serve.reports import ReportIntervals, Reports
 from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.instance_metrics import FAMILIES, Samples, reported
 from tests.support.exposition import figures
@@ -188,6 +188,20 @@ async def test_one_that_floods_is_heard_twice_a_second(node: Node, autojump_cloc
                 await (client if each is other else other).line()
                 took.append(trio.current_time())
     assert [later - before for before, later in itertools.pairwise(took)] == pytest.approx([0.5] * 5)
+
+
+async def test_a_report_that_waits_for_its_turn_is_answered_when_its_instance_has_gone(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Else its connection would stay for ever, one of those that all instances share."""
+    del autojump_clock
+    reports = Reports()
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(reports.take, B, {}, lambda: {B})
+                await trio.testing.wait_all_tasks_blocked()
+            await reports.fetch([])
 
 
 async def test_one_that_owes_a_report_delays_a_scrape_once(node: Node, autojump_clock: trio.testing.MockClock) -> None:
