@@ -46,20 +46,21 @@ LARGEST_UNPACKED = 16 << 20
 """Bytes of decompressed user-data that are looked at."""
 LARGEST_MESSAGE = 256 << 10
 """Bytes of a MIME message that is looked at; few clouds take as much."""
-MOST_NESTED, MOST_COMPARED = 200, 500_000
-"""Parts in parts of a MIME message that is looked at, and lines times boundaries: the parser compares each line with the boundaries of
-all parts around it, and is nested as they are; 0.7 s at most (measured)."""
+MOST_NESTED, MOST_COMPARED, MOST_COUNTED = 200, 500_000, 1 << 29
+"""Parts in parts of a MIME message that is looked at; lines times boundaries; and bytes times semicolons. The parser compares each line
+with the boundaries of all parts around it, is nested as they are, and may count the quotation marks before each semicolon of a header
+(``_parseparam`` of ``email/message.py``); 0.7 s at most (measured)."""
 
 OTHER_READERS = {
     "cloudbase-init (Windows)": ("#ps1", "rem cmd", "<powershell>", "<script>"),
     "Talos": ("version: v1alpha1", "apiversion: v1alpha1"),
 }
 """Programs that read the seed as well → what the user-data begins with that they take and cloud-init ignores, in lower case."""
-_LEADING = re.compile(r"(?:(?:#(?!ps1).*|---.*|[ \t]*)\n)+")
+_LEADING = re.compile(r"(?:(?:#(?!ps1).*|---.*|[ \t]*)\n)++")
 """What may come before the first words of a YAML document: comments, its marker, empty lines."""
-_IGNITION = re.compile(r'\{\s*"ignition"|(?:#.*\n|---\n|\s)*variant:')
+_IGNITION = re.compile(r'\{\s*"ignition"|(?:#.*\n|---\n|\s)*+variant:')
 """The beginning of a configuration for Ignition, and of one that Butane makes into one."""
-_NETWORK = re.compile(r"(?:#.*\n|---\n|\s)*network:")
+_NETWORK = re.compile(r"(?:#.*\n|---\n|\s)*+network:")
 _KEY = re.compile(r"(?:.+[ \t])?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+[ \t]+AAAA[A-Za-z0-9+/]+={0,3}(?:[ \t].*)?")
 
 
@@ -221,7 +222,7 @@ def _is_base64(content: bytes) -> bool:
 def handled(content: bytes) -> bool:
     """Tell whether cloud-init handles some of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes.
 
-    Of a MIME message that would take long to parse the answer is that it may.
+    Of a MIME message that would take long to parse, or that Python's parser fails for, the answer is that it may.
     """
     content = _unpacked(content)
     if b"mime-version:" not in content[:MIME_WITHIN].lower():
@@ -230,15 +231,19 @@ def handled(content: bytes) -> bool:
         return True
     from email import message_from_bytes  # here, because little user-data is MIME
 
-    parts = (part for part in message_from_bytes(content).walk() if part.get_content_maintype() != "multipart")
-    return any(_handled_part(part.get_content_type(), part.get_payload(decode=True)) for part in parts)
+    try:
+        parts = (part for part in message_from_bytes(content).walk() if part.get_content_maintype() != "multipart")
+        return any(_handled_part(part.get_content_type(), part.get_payload(decode=True)) for part in parts)
+    except ValueError:  # a number of thousands of digits, or a NUL in the name of a character set
+        return True
 
 
 def _is_costly(message: bytes) -> bool:
     lower = message.lower()
     nested = lower.count(b"boundary") + lower.count(b"message/")
     lines = message.count(b"\n") + message.count(b"\r")
-    return len(message) > LARGEST_MESSAGE or nested > MOST_NESTED or (nested + 1) * lines > MOST_COMPARED
+    compared, counted = (nested + 1) * lines, len(message) * message.count(b";")
+    return len(message) > LARGEST_MESSAGE or nested > MOST_NESTED or compared > MOST_COMPARED or counted > MOST_COUNTED
 
 
 def yaml_kind(content: bytes) -> type[object] | None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -166,13 +167,28 @@ def test_user_data_that_cloud_init_handles_is_accepted(name: str) -> None:
         (b"x" + b" " * (1 << 20), True),
         (VERSION + b"".join(MULTIPART % (number, number) for number in range(2000)), False),
         (gzip.compress(VERSION + b"".join(MULTIPART % (n, n) for n in range(300)) + b"x\n" * (4 << 20)), False),
+        (VERSION + b'Content-Type: multipart/mixed; "' + b";" * (250 << 10) + b"\n\nx\n", False),
     ],
-    ids=["spaces", "parts in parts", "many lines in parts in parts"],
+    ids=["spaces", "parts in parts", "many lines in parts in parts", "semicolons in quotation marks"],
 )
 def test_user_data_of_any_form_is_judged_in_seconds(content: bytes, *, refused: bool) -> None:
     begun, found = time.process_time(), Problems()
     check_user_data(content, found)
     assert (bool(found.found), time.process_time() - begun < 10) == (refused, True)
+
+
+def test_user_data_of_comments_alone_is_refused_in_little_memory() -> None:
+    content, found = gzip.compress(b"#\n" * (8 << 20)), Problems()
+    tracemalloc.start()
+    check_user_data(content, found)
+    assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    tracemalloc.stop()
+    assert found.found
+
+
+@pytest.mark.parametrize("boundary", [b"boundary*" + b"9" * 5000 + b"=a", b"boundary*=x\0'x'%ff"])
+def test_user_data_that_pythons_parser_fails_for_may_be_handled(boundary: bytes) -> None:
+    assert handled(VERSION + b"Content-Type: multipart/mixed; " + boundary + b"\n\n--a\n\nx\n--a--\n")
 
 
 @pytest.mark.parametrize("name", IGNORED)
