@@ -424,6 +424,15 @@ class Cgroup:
         stat = {name: int(value) for name, value in map(str.split, self.read("memory.stat").splitlines())}
         return max(self.memory_in_use() - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
 
+    def reclaim(self) -> None:
+        """Take back what the kernel can, such as page cache and names of files ("memory.reclaim", since Linux 5.19).
+
+        What a pipe or a socket holds it cannot, and looks at every page of it 16 times before it gives up: seconds for
+        each GiB.
+        """
+        with contextlib.suppress(CgroupError):  # EAGAIN, as it cannot take back all, or the group is gone
+            self.write("memory.reclaim", str(self.memory_in_use()))
+
     def memory_limit(self) -> int | None:
         """Return ``memory.max``; ``None`` if there is no limit, or no memory controller."""
         text = self.read_if_there("memory.max")

@@ -153,6 +153,24 @@ for line in sys.stdin:
                     socket.send_fds(connection, [b"x"], [taken])
                 os._exit(0)
             result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        elif do == "cache":  # read a file: its pages are charged to the cgroup that reads them first
+            path, mebibytes = arguments
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, mebibytes << 20, os.POSIX_FADV_DONTNEED)
+            result = sum(len(os.pread(file, 1 << 20, at << 20)) for at in range(mebibytes)) >> 20
+            os.close(file)
+        elif do == "splice":  # into pipes: the kernel cannot take these pages back
+            path, mebibytes = arguments
+            file, result = os.open(path, os.O_RDONLY), 0
+            for _ in range(mebibytes):
+                reading, writing = os.pipe()
+                fcntl.fcntl(writing, 1031, 1 << 20)  # F_SETPIPE_SZ
+                fds += [reading, writing]
+                left = 1 << 20
+                while left and (moved := os.splice(file, writing, left)):
+                    left -= moved
+                result += (1 << 20) - left
+            os.close(file)
         elif do == "push":
             def push(fd, tid):
                 while True:

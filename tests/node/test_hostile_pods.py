@@ -258,6 +258,26 @@ def test_memory_that_was_left_behind_stays_charged_to_the_pod_that_took_it(machi
         until(lambda: not machine.domain(A).exists())
 
 
+def test_page_cache_that_another_program_pins_stays_charged_to_the_pod_that_took_it(machine: Machine) -> None:
+    """A reads a file of the node in float, and B, which needs no more than the same file, holds its pages in pipes."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    size, file = max((each.stat().st_size, str(each)) for each in Path("/usr/bin").iterdir() if each.is_file())
+    mebibytes = min(size >> 20, 48)
+    assert mebibytes > 16, "less may be left of a pod that has gone"
+    with machine.controller("--memory-max=384M", "--pod-memory=96M"):
+        registered(machine, a)
+        assert a.execute("cache", file, mebibytes) == mebibytes
+        assert b.execute("splice", file, mebibytes) == mebibytes << 20
+        a.end()
+        machine.pods.remove(a)
+        machine.put_state({B: machine.b})
+        until(lambda: "MiB are charged to it that another program holds" in str(machine.ask("getStatus")["faults"]))
+        assert machine.domain(A).children() == ()
+        assert int(machine.domain(A).read("memory.max")) >= mebibytes << 20
+        b.execute("forget")
+        until(lambda: not machine.domain(A).exists())
+
+
 def test_a_pod_that_takes_all_epoll_watches_keeps_the_controller_from_nothing(machine: Machine) -> None:
     """As user 0 of a container without a user namespace of its own: epoll_ctl(2) is ENOSPC for every program of root's."""
     limit = Path("/proc/sys/fs/epoll/max_user_watches")

@@ -67,7 +67,8 @@ def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterato
         yield Fault(
             instance_group(pod_uid),
             f"cannot remove {root / instance_group(pod_uid)}: {charged >> 20} MiB are charged to it that another program holds since "
-            "its pod has gone, in a memfd that was passed on or in tmpfs; --memory-max leaves so much less until that program ends",
+            "its pod has gone, in a memfd that was passed on, in tmpfs or in a pipe; --memory-max leaves so much less until that "
+            "program ends",
             unlimited=True,
         )
     for file, value in withheld(desired, observed):

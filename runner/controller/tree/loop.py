@@ -16,6 +16,7 @@ from pathlib import Path
 
 import attrs
 import trio
+import trio.to_thread
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
@@ -27,7 +28,7 @@ from runner.controller.restarted_task import restarted
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles
-from runner.controller.tree.limits import Limits
+from runner.controller.tree.limits import LEFT_BEHIND, Limits
 from runner.controller.tree.pass_log import PassLog
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.reconcile import (
@@ -82,6 +83,8 @@ class Intervals:
     """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
     repaired: float = 1.0
     """The same after one that has put right what others had changed: each seal costs all CPUs of the node a moment."""
+    reclaimed: float = 5.0
+    """From one attempt to take back memory of a domain that is left over to the next; five times what that took, if it is longer."""
     seen: float = 0.1
     """For so long a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
 
@@ -113,6 +116,8 @@ class ReconcileLoop:
     _passed: trio.Event = attrs.field(factory=trio.Event)
     _followed: list[Path] = attrs.field(factory=list)
     """The files of :meth:`following`."""
+    _reclaimed: dict[str, float] = attrs.field(factory=dict)
+    """Pod UID → when :meth:`reclaim` tries its domain again, on trio's clock."""
     _evicting: frozenset[str] = frozenset()
     """The instances whose pods have gone and that were not empty after the last pass."""
     _changed: bool = True
@@ -158,7 +163,8 @@ class ReconcileLoop:
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
         self.pass_log.add_oom_kills(observed)
-        self.observed = attrs.evolve(observed, gone=frozenset(filter(self.pods.gone, candidates)))
+        gone, reclaimed = frozenset(filter(self.pods.gone, candidates)), frozenset(self._reclaimed)
+        self.observed = attrs.evolve(observed, gone=gone, reclaimed=reclaimed)
         self._observed_at = time.monotonic()
         return self.observed
 
@@ -351,6 +357,23 @@ class ReconcileLoop:
             return self.intervals.frozen
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
+    async def reclaim(self) -> None:
+        """Take back the memory of domains of which nothing else is left, as far as the kernel can; never return.
+
+        In a thread, and not by a lower ``memory.max``: pods choose how much there is, and how much of it can be taken back. Little is
+        not worth it: the kernel may interrupt each CPU for it (``lru_add_drain_all``).
+        """
+        while True:
+            left = [] if self.observed is None else [*self.observed.left_over(LEFT_BEHIND)]
+            self._reclaimed = {pod_uid: at for pod_uid, at in self._reclaimed.items() if pod_uid in left}
+            for pod_uid in left:
+                if self._reclaimed.get(pod_uid, -math.inf) <= (began := trio.current_time()):
+                    await trio.to_thread.run_sync(self.tree.domain(pod_uid).reclaim, abandon_on_cancel=True)
+                    now = trio.current_time()
+                    self._reclaimed[pod_uid] = now + max(self.intervals.reclaimed, 5 * (now - began))
+                    self.disturb()
+            await self.next_pass()
+
     async def once(self, watches: Watches) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
         await trio.lowlevel.checkpoint()
@@ -384,6 +407,7 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 ("events", watches.listen),
                 ("reconcile", partial(loop.follow, watches)),
                 ("leases", partial(loop.held.outwait_leases, loop.disturb)),
+                ("reclaim", loop.reclaim),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)
             try:

@@ -99,7 +99,12 @@ class Domain:
     oom_kills: int = 0
     """Processes that the kernel has ended because the domain was out of memory."""
     charged: int = 0
-    """Bytes that it is charged for, page cache not counted; read where nothing runs in it."""
+    """Bytes that it is charged for; read where nothing runs in it."""
+
+    @property
+    def charged_mebibytes(self) -> int:
+        """The least ``memory.max`` for which the kernel need not take anything back, in whole MiB."""
+        return -(-self.charged // MIB) * MIB
 
     @property
     def memory_max(self) -> int | None:
@@ -132,6 +137,8 @@ class Observed:
     gone: frozenset[str] = frozenset()
     """The UIDs of pods that have a domain here and no cgroup of their own any more. One that the kubelet still names is among them only
     if its domain is all that is left."""
+    reclaimed: frozenset[str] = frozenset()
+    """The UIDs of pods of whose domains nothing else is left, and from which the kernel has taken back what it could."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)
@@ -148,6 +155,10 @@ class Observed:
     def is_left_over(self, pod_uid: str) -> bool:
         """Tell whether the domain of *pod_uid* has no group any more: it is there for the memory that is charged to it."""
         return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
+
+    def left_over(self, more: int) -> Iterator[str]:
+        """Yield the pods of which nothing but the domain is left, which is charged for *more* bytes than that."""
+        return (uid for uid, each in self.domains.items() if each.charged > more and self.is_left_over(uid))
 
     def shares_float(self, pod_uid: str) -> bool:
         """Tell whether the vCPUs' group of *pod_uid* has CPUs of its float and no others, as :func:`evictions` leaves it."""
@@ -447,7 +458,7 @@ def _domains(
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
         elif keeps_memory(pod_uid, desired, observed):
             # No more, also for sockets that were made in it, whose buffers are charged to it wherever their process is.
-            left = {MEMORY_MAX: str(-(-observed.domains[pod_uid].charged // MIB) * MIB)}
+            left = {MEMORY_MAX: str(observed.domains[pod_uid].charged_mebibytes)}
             yield from _restrictions(instance_group(pod_uid), left, observed.domains[pod_uid].limits, observed)
         else:
             yield Remove(instance_group(pod_uid))
@@ -456,10 +467,11 @@ def _domains(
 def keeps_memory(pod_uid: str, desired: Desired, observed: Observed) -> bool:
     """Tell whether the domain of *pod_uid*, of which nothing else is left, is to stay for the memory that is charged to it.
 
-    Memory that others hold, such as a memfd that was passed on or a file in tmpfs, stays charged when its processes have left. When
-    its domain is removed, only the root is charged for it, whose limit is that of all pods: one that registers and leaves again and
-    again could fill it, and the kernel would end another's guest. While the pod may register every byte counts; what has gone for
-    good leaves some kernel memory for a while.
+    Memory that others hold, such as a memfd that was passed on, a file in tmpfs or page cache in a pipe, stays charged when its
+    processes have left; which page cache that is shows when the kernel has taken back the rest. When the domain is removed, only the
+    root is charged for it, whose limit is that of all pods: one that registers and leaves again and again could fill it, and the
+    kernel would end another's guest. While the pod may register every byte counts; what has gone for good leaves some kernel memory
+    for a while.
     """
     return observed.domains[pod_uid].charged > (LEFT_BEHIND if _has_gone(pod_uid, desired, observed) else 0)
 
@@ -470,6 +482,7 @@ def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
         pod_uid: domain.charged
         for pod_uid, domain in observed.domains.items()
         if observed.is_left_over(pod_uid)
+        and pod_uid in observed.reclaimed
         and _has_gone(pod_uid, desired, observed)
         and keeps_memory(pod_uid, desired, observed)
     }
@@ -494,10 +507,14 @@ def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
 
 
 def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others: int) -> int:
-    """Return the ``memory.max`` of a domain: what it is to get, else what it has, else what every one gets at first."""
+    """Return the ``memory.max`` of a domain: what it is to get, else what it has, else what every one gets at first.
+
+    Never less than it is charged for: the writer would wait until the kernel has taken that back, or has given up.
+    """
     if wanted is None and found is not None and found.memory_max is not None:
         return found.memory_max
-    return memory_for(limits.instance_memory if wanted is None else wanted, limits, others)
+    most = memory_for(limits.instance_memory if wanted is None else wanted, limits, others)
+    return most if found is None else max(most, found.charged_mebibytes)
 
 
 def _domain_actions(path: str, desired: Desired, observed: Observed, found: Domain) -> Iterator[Action]:

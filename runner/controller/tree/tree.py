@@ -119,7 +119,7 @@ class Tree:
             if "memory" in enabled and not any(
                 path in groups and groups[path].populated for path in (float_group(pod_uid), vcpus_group(pod_uid))
             ):
-                charged = _while_there(Cgroup.memory_kept, each)
+                charged = _while_there(Cgroup.memory_in_use, each)
                 domains[pod_uid] = attrs.evolve(domain, charged=charged or 0)
         return Observed(
             offered,
