@@ -57,10 +57,12 @@ class PassLog:
         for fault in faults:
             if fault in self.faults:
                 continue
-            if fault.unlimited:  # by the kernel or this program's options, not by what a pod does
-                log.warning(ControllerEvent.LIMIT_MISSING, fault.group, fault.reason)
+            # That of no pod is by the kernel or this program's options, and there may be several.
+            peer = fault if fault.pod_uid is None else fault.group
+            if fault.unlimited:
+                self.limit.log(log.warning, ControllerEvent.LIMIT_MISSING, fault.group, fault.reason, peer=peer)
             else:
-                self.limit.log(log.error, ControllerEvent.GROUP_FAILED, fault.group, fault.reason, peer=fault.group)
+                self.limit.log(log.error, ControllerEvent.GROUP_FAILED, fault.group, fault.reason, peer=peer)
         self.faults = faults
 
     def add_oom_kills(self, observed: Observed) -> None:
@@ -87,11 +89,14 @@ class PassLog:
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
                     log.info(ControllerEvent.LIMIT_WRITTEN, self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
-                    left, found = self.left.get(group), observed.groups.get(group)
+                    left, found, limited = self.left.get(group), observed.groups.get(group), not self.kubelet
                     if left is not None and found is not None and found.cpus != left:
                         self.counters.repairs += 1
-                        log.warning(ControllerEvent.CPUSET_CHANGED_BY_OTHERS, group, found.cpus)
-                    more = "" if self.kubelet else self.limit.due("written", group)
+                        limited = True
+                        self.limit.log(
+                            log.warning, ControllerEvent.CPUSET_CHANGED_BY_OTHERS, group, found.cpus, peer=group
+                        )
+                    more = self.limit.due("written", group) if limited else ""
                     if group_uid(group) not in granted and more is not None:
                         log.info(ControllerEvent.CPUSET_WRITTEN, more, group or self.tree.root.name, value)
                 case _:

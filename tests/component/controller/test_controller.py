@@ -11,13 +11,21 @@ from pathlib import Path
 import pytest
 import trio
 
+from runner.base.cpuset import CpuSet
+from runner.base.rate_limit import LogRateLimit
+from runner.controller.metrics import ControllerCounters
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve import registrations
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.tree.faults import Fault
 from runner.controller.tree.loop import Intervals
+from runner.controller.tree.pass_log import PassLog
 from runner.controller.tree.pods import MemberProcess, PodCgroups
-from runner.kernel.cgroup import CgroupError
+from runner.controller.tree.reconcile import Group, Observed, Write
+from runner.controller.tree.tree import Tree
+from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.kubelet_files import Frozen
+from runner.kubelet.pod_cgroups import vcpus_group
 from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,
@@ -736,6 +744,26 @@ async def test_a_pod_can_neither_flood_the_log_nor_keep_another_out_of_it(
         assert sum(line.startswith(words) for line in lines) == (2 if words == "request refused" else 1), words
     left = [record.args[2] for record in caplog.records if "left out of this log" in str(record.msg) and record.args]  # type: ignore[index] # a tuple
     assert left == [49] * 4
+
+
+async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that may make user namespaces does with the CPUs of its groups, and one whose seal the kernel refuses each second."""
+    group, written = vcpus_group(A), Write(vcpus_group(A), "cpuset.cpus", "1")
+    pass_log = PassLog(Tree(Cgroup("/nowhere")), ControllerCounters(), LogRateLimit(), kubelet=True)
+    pass_log.left = {group: CpuSet([1])}
+    found = Group("threaded", CpuSet([2]), CpuSet(), CpuSet(), populated=True)
+    observed = Observed(frozenset(), frozenset(), exists=True, groups={group: found})
+    caplog.set_level(logging.INFO)
+    for _ in range(50):
+        pass_log.add_actions([written], observed, ())
+        pass_log.add_faults((Fault(group, "refused", unlimited=True),))
+        pass_log.add_faults(())
+    assert [record.getMessage().split(" group")[0] for record in caplog.records] == [
+        "cpuset changed by others",
+        "cpuset written",
+        "limit missing",
+    ]
+    assert pass_log.counters.repairs == 50
 
 
 @pytest.mark.parametrize("backwards", [False, True])
