@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from runner.kernel import character_devices
+from runner.plan.argv.networks import passt_argv
+from runner.plan.memory import FORWARDED_PORT, PASST
+from runner.plan.network_plan import EVERY, PasstPlan
 from tests.node.instances import NodeFixture, members_of, uid_of, until
 from tests.node.test_runner import NAMESPACES, PROJECT, ROM, RUNNER
 
@@ -127,3 +131,43 @@ def test_a_tap_inherited_from_the_runtime(node_fixture: NodeFixture) -> None:
         assert instance.stop() == 0
         assert "ended outcome=stopped status=0 faults=0" in instance.running.output
     until(lambda: not Path("/sys/class/net/inherited0").exists(), "the last process to close the tap", 10)
+
+
+KEPT = 941
+EVERY_PORT = f"""
+ip link set lo up && ip tuntap add pod mode tap && ip address add 10.9.9.1/24 dev pod && ip link set pod up
+ip route add default via 10.9.9.2 && echo 0 >/proc/sys/net/ipv4/ip_unprivileged_port_start
+echo "1024 64000" >/proc/sys/net/ipv4/ip_local_port_range # 2558 ports are left, because the emulated kernel is slow
+python3 -c 'import socket, sys; kept = socket.create_server(("", {KEPT})); sys.stdin.read()' <&0 &
+until grep -q :{KEPT:04X} /proc/net/tcp; do sleep 0.1; done
+echo $$ >"$0/cgroup.procs" && exec setpriv --bounding-set=-all,+setuid,+setgid "$@"
+"""
+"""A pod in which a port is taken; then passt in the cgroup of the first argument."""
+
+
+def test_every_port_that_is_free_is_passts_and_costs_what_is_planned() -> None:
+    group = Path("/sys/fs/cgroup/every-port")
+    Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+memory")
+    group.mkdir()
+    free = {*range(1, 1024), *range(64_001, 1 << 16)} - {KEPT}
+    plan = PasstPlan("02:00:00:00:00:01", 1500, 1, PurePosixPath("passt"), (EVERY,))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        argv = ("unshare", "--net", "bash", "-ec", EVERY_PORT, str(group), *passt_argv(plan, f"--fd={theirs.fileno()}"))
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),)) as passt:
+            table = Path(f"/proc/{passt.pid}/net/tcp")  # the pod has no IPv6
+
+            def listened_at() -> set[int]:
+                return {int(each, 16) for each in re.findall(r": \w+:(\w{4}) 0+:0000 0A", table.read_text())}
+
+            until(lambda: passt.poll() is not None or len(listened_at()) > len(free), "passt", 120)
+            assert passt.poll() is None
+            assert listened_at() == free | {KEPT}
+            charged = int((group / "memory.current").read_text())
+            ours.close()  # --one-off: it ends with its client
+            theirs.close()
+            assert passt.wait(60) == 0
+    print(f"{len(free)} ports, {charged} bytes")
+    assert 3000 * len(free) < charged < PASST + len(free) * FORWARDED_PORT
+    until(lambda: not (group / "cgroup.procs").read_text(), "the cgroup to be empty")
+    group.rmdir()
