@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import Cgroup
+from tests.node.cgroups import SECONDS, Cgroup
 from tests.node.instances import FLOAT, TREE, Controller, Instance, NodeFixture, pool, start_instance, until
+from tests.node.minimal_pods import ask
 from tests.node.standin_kubelet import MIB, PROJECT
 
 pytestmark = [pytest.mark.many_cpus, pytest.mark.usefixtures("rom")]
@@ -194,6 +196,54 @@ def test_an_end_while_memory_is_preallocated(start: Start, ending: str) -> None:
     assert "QEMU is up" not in instance.running.output
     assert not Path(f"/proc/{pid}").exists()
     assert not instance.group.path.exists()
+
+
+HOARD = """
+import os, pathlib, signal
+pathlib.Path("/proc/self/comm").write_text("hoarder")
+os.kill(os.getpid(), signal.SIGSTOP)
+taken = os.memfd_create("hoard")
+while True:
+    os.write(taken, bytes(4 << 20))
+"""
+"""Stops itself; when it goes on, it takes memory that counts as no process's until it is ended.
+
+That of QEMU, which the kernel ends before it, is charged to the pod, so that its end does not suffice.
+"""
+
+
+@pytest.mark.parametrize("controller_options", [("--metrics=127.0.0.1:9440", "--partitions=off")], ids=["arranged"])
+def test_an_end_for_want_of_memory_in_float_is_told_everywhere(start: Start, controller: Controller) -> None:
+    """By the controller's log, status and metrics, and by the instance, whose own end comes of it.
+
+    What is started in the pod comes to float where the instance is no partition.
+    """
+    instance = start('size = "64MiB"')
+    instance.up()
+    instance.running.execute("sh", "-c", 'exec "$0" -c "$1" </dev/null >/dev/null 2>&1 &', sys.executable, HOARD)
+
+    def hoarder() -> int | None:
+        in_float = [each.pid for each in instance.threads() if each.cgroup == str(instance.float_group)]
+        stats = {pid: Path(f"/proc/{pid}/stat").read_text() for pid in in_float}
+        return next((pid for pid, stat in stats.items() if "(hoarder) T" in stat), None)
+
+    pid = until(hoarder, "it to be in float, stopped")
+    [qemu] = instance.processes()["qemu"]
+    # containerd gives it what all of the pod have, crun none; then QEMU is chosen first, which has mapped more
+    Path(f"/proc/{pid}/oom_score_adj").write_text(Path(f"/proc/{qemu}/oom_score_adj").read_text())
+    os.kill(instance.running.pid, signal.SIGSTOP)  # it must not end the domain before it was looked at
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: ask(controller.socket, "getStatus")["oom_kills"] == {instance.uid: 2}, "the status")
+    listed = {each["uuid"]: each["oom_kills"] for each in ask(controller.socket, "listInstances")["instances"]}
+    assert listed[instance.uid] == 2
+    most = instance.domain.read("memory.max")  # the log is limited to one line for both, as they may come in two
+    told = rf"out of memory in float uuid={instance.uid} processes=[12] most={most}\n"
+    assert len(re.findall(told, controller.log.read_text())) == 1
+    with urlopen("http://127.0.0.1:9440/metrics", timeout=SECONDS) as page:
+        assert b"instance_cgroup_controller_oom_kills_total 2.0" in page.read()
+    os.kill(instance.running.pid, signal.SIGCONT)
+    assert instance.running.wait() == 20
+    assert "QEMU was killed by the kernel: out of memory in float; raise limits.memory" in instance.running.output
 
 
 TAKE = """
