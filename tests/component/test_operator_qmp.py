@@ -348,12 +348,12 @@ def test_the_fake_qemu_is_one_to_qemus_own_client(fake_host: FakeHost) -> None:
                 await client.execute("query-balloon")
             vcpus = await client.execute("query-cpus-fast")
             await client.execute("quit")
-            with suppress(EOFError):  # it has ended
+            assert await asyncio.to_thread(process.wait, 10) == 0  # before: it tells about its end after the answer
+            with suppress(EOFError):
                 await client.disconnect()
             return vcpus
 
         vcpus = asyncio.run(talk())
-    assert process.wait(10) == 0
     assert isinstance(vcpus, list)
     assert sorted(each["cpu-index"] for each in vcpus) == [0, 1]
     assert all(os.getpid() != each["thread-id"] for each in vcpus)
