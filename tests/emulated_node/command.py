@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         help="a read-only disk; may be repeated",
     )
     out.add_argument("--boot-timeout", type=float, metavar="S", help="default: 60 s and 2 s a CPU")
-    out.add_argument("--timeout", type=float, default=2400, metavar="S", help="for the tests (default %(default)s)")
+    out.add_argument("--timeout", type=float, default=3600, metavar="S", help="for the tests (default %(default)s)")
     out.add_argument(
         "--alive-within",
         type=float,
@@ -199,6 +199,8 @@ def in_node(options: argparse.Namespace) -> int:
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
     if not options.shell:
         command = [
+            # so that it shows what failed before, and where it is
+            *(() if interactive else ("timeout", "--signal=INT", f"{0.95 * options.timeout:g}")),
             *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
             *("-o", f"faulthandler_timeout={HANGING_SECONDS}"),
             f"--color={'yes' if sys.stdout.isatty() else 'no'}",
