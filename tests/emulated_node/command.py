@@ -35,7 +35,7 @@ OWN_FOLDERS = (*SYSTEMD_TESTS, *ARTICLE_TESTS, *DEVICE_TESTS, QEMU_TESTS[0], *IM
 TESTS = ["tests/node", *(f"--ignore={folder}" for folder in OWN_FOLDERS)]
 ARTICLE = {"cpus": 128, "numa": 2, "memory": 8192, "boot_timeout": 900.0}
 HANGING_SECONDS = 300
-"""Seconds after which a test's stack is shown."""
+"""Seconds after which a test's stack is shown; after three times as long it fails, unless it names a time of its own."""
 BOOTS = 2
 """Attempts to boot a node: one emulated boot with 16 CPUs in a few dozen ends before the kernel prints anything. No test has been
 run then."""
@@ -202,7 +202,7 @@ def in_node(options: argparse.Namespace) -> int:
             # so that it shows what failed before, and where it is
             *(() if interactive else ("timeout", "--signal=INT", f"{0.95 * options.timeout:g}")),
             *("python3", "-m", "pytest", "--junitxml=/results/junit.xml"),
-            *("-o", f"faulthandler_timeout={HANGING_SECONDS}"),
+            *("-o", f"faulthandler_timeout={HANGING_SECONDS}", "-o", f"timeout={3 * HANGING_SECONDS}"),
             f"--color={'yes' if sys.stdout.isatty() else 'no'}",
             *options.pytest,
         ]

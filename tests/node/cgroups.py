@@ -30,8 +30,8 @@ LEASABLE = KERNEL < (7, 0)
 CLEARABLE = KERNEL >= (7, 0)
 """Whether the cpuset of a populated cgroup can be cleared; it inherits its parent's then."""
 IN_DELETE = 0x200
-SECONDS = 60 * max(1, (os.cpu_count() or 1) // 16)
-"""How long to wait for what must happen; emulated CPUs are slow, and the more of them the slower."""
+SECONDS = 180 * max(1, (os.cpu_count() or 1) // 16)
+"""How long to wait for what must happen; emulated CPUs are slow, the more of them the slower, and others run beside the node."""
 
 
 class Cgroup:

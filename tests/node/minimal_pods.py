@@ -19,6 +19,7 @@ from typing import Any
 from runner.base.cpuset import CpuSet
 from runner.kernel.cgroup import Cgroup, CgroupError
 from tests.node import forked_controllers
+from tests.node.cgroups import SECONDS
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
 A, B, C = (
@@ -27,8 +28,6 @@ A, B, C = (
     "b41f38d8-2c21-4168-af77-6d0cc5482dcb",
 )
 ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
-TIMEOUT = 60.0
-"""Seconds for anything that must happen; emulated CPUs are slow."""
 
 
 def effective_mems(group: Cgroup) -> CpuSet:
@@ -240,8 +239,8 @@ class Pod:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps(command), file=self.process.stdin, flush=True)
-        ready, _, _ = select.select([self.process.stdout], [], [], 2 * TIMEOUT)
-        assert ready, f"waited {2 * TIMEOUT} s for {command[0]}"
+        ready, _, _ = select.select([self.process.stdout], [], [], 2 * SECONDS)
+        assert ready, f"waited {2 * SECONDS} s for {command[0]}"
         line = self.process.stdout.readline()
         assert line, "the pod's process has ended"
         result: object = json.loads(line)
@@ -269,9 +268,9 @@ def children(pid: int) -> list[int]:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait until *condition* holds."""
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT} s"
+        assert time.monotonic() < deadline, f"waited {SECONDS} s"
         time.sleep(0.01)
 
 

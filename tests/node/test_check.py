@@ -20,8 +20,6 @@ UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
 PROJECT = Path(__file__).resolve().parents[2]
 BLOCK = "--block-signal=TERM,INT,HUP"
 CHECK = ("env", BLOCK, "python3", "-m", "runner", "check", "--json")
-TIMEOUT = 4 * SECONDS
-"""Seconds for a program that starts five others, all on emulated CPUs."""
 SPEC = '[cpu]\nplacement = "{0}"\naccel = "tcg"\n[memory]\nsize = "64MiB"\n[boot]\nkernel = "/spec/kernel"\n'
 
 
@@ -32,7 +30,7 @@ def findings(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
     """Run the check on the node, where every process is visible."""
     argv = [sys.executable, "-m", "runner", "check", "--json", "--kubelet-dir", str(kubelet.directory), *more]
-    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(argv, cwd=PROJECT, check=False, capture_output=True, text=True, timeout=SECONDS)
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
@@ -40,7 +38,7 @@ def checked_here(kubelet: Kubelet, *more: str) -> tuple[int, dict[str, Any]]:
 def checked_in(kubelet: Kubelet, pod: Pod) -> tuple[int, dict[str, Any]]:
     """Run *pod*, whose command is the check, to its end."""
     main = kubelet.run(pod)["main"]
-    status = main.wait(TIMEOUT)
+    status = main.wait(SECONDS)
     assert main.output.startswith("{"), main.output
     return status, json.loads(main.output)
 
@@ -125,7 +123,7 @@ def test_run_refuses_what_check_calls_an_error(kubelet: Kubelet, tmp_path: Path)
     script += f"exec env {BLOCK} python3 -m runner run /spec/auto"
     container = Container(("sh", "-c", script), mounts=((tmp_path, "/spec", "ro"),))
     main = kubelet.run(Pod(UID, (container,), qos="burstable"))["main"]
-    assert main.wait(TIMEOUT) == 30, main.output
+    assert main.wait(SECONDS) == 30, main.output
     sentence = "the pod is Burstable (its oom_score_adj is 900), so it shares its CPUs with other pods"
     assert [line.split()[:2] for line in main.lines if line.startswith("error")] == [["error", "own-cpus"]], main.output
     assert "check 3" in main.lines

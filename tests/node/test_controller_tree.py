@@ -18,9 +18,9 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError
+from tests.node.cgroups import SECONDS
 from tests.node.minimal_pods import (
     MOUNT,
-    TIMEOUT,
     A,
     B,
     Machine,
@@ -52,7 +52,7 @@ def test_the_tree_is_built_and_follows_the_kubelet(machine: Machine) -> None:
         assert foreign.kind() == "domain"
         assert foreign.cpus() == CpuSet()
         process.terminate()
-        assert process.wait(TIMEOUT) == 0
+        assert process.wait(SECONDS) == 0
     assert machine.float_cgroup.effective_cpus() == shared
 
 

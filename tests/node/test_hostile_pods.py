@@ -21,9 +21,9 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.held_files import FILES
+from tests.node.cgroups import SECONDS
 from tests.node.minimal_pods import (
     BYSTANDER,
-    TIMEOUT,
     A,
     B,
     C,
@@ -171,7 +171,7 @@ def test_a_pod_that_leases_files_keeps_nobody_waiting(machine: Machine) -> None:
         assert "cpuset.cpus: a process holds a lease on it (fcntl(2), F_SETLEASE)" in str(refused)
         registered(machine, b)
         assert {each["uuid"] for each in machine.ask("listInstances")["instances"]} == {A, B}
-        with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
+        with urlopen("http://127.0.0.1:9440/metrics", timeout=SECONDS) as page:
             assert b"instance_cgroup_controller_instances 2.0" in page.read()
 
 
@@ -289,7 +289,7 @@ def test_a_pod_that_takes_all_epoll_watches_keeps_the_controller_from_nothing(ma
             limit.write_text("1")
             registered(machine, b)
             assert {each["uuid"] for each in machine.ask("listInstances")["instances"]} == {A, B}
-            with urlopen("http://127.0.0.1:9440/metrics", timeout=TIMEOUT) as page:
+            with urlopen("http://127.0.0.1:9440/metrics", timeout=SECONDS) as page:
                 assert b"instance_cgroup_controller_instances 2.0" in page.read()
             with socket.socket(socket.AF_UNIX) as slow:  # what has come already takes no watch
                 slow.connect(str(machine.socket))
