@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -75,17 +76,17 @@ class PodCgroups:
 
         Raises :class:`~runner.kernel.cgroup.LeasedError`.
         """
-        for top in self.existing(pod_uid):
-            for directory, _, _ in islice(os.walk(top), _MOST_GROUPS):
-                yield from self._members(Path(directory))
+        for top in map(Cgroup, self.existing(pod_uid)):
+            for group in _groups(top):
+                yield from self._members(group)
 
-    def _members(self, directory: Path) -> Iterator[MemberProcess]:
-        path = f"/{directory.relative_to(self.mount.path)}"
+    def _members(self, group: Cgroup) -> Iterator[MemberProcess]:
+        path = f"/{group.path.relative_to(self.mount.path)}"
         container = self.container(path)
         if container is None:
             return
         try:
-            for pid in Cgroup(directory).each_process():
+            for pid in group.each_process():
                 yield MemberProcess(container, path, pid)
         except LeasedError:
             raise
@@ -132,3 +133,13 @@ class PodCgroups:
                 break
             pid = process.parent
         return f"the cgroup {first!r}"
+
+
+def _groups(top: Cgroup) -> Iterator[Cgroup]:
+    """Yield *top* and the groups below it, level by level, at most :data:`_MOST_GROUPS`: no container's hide another one's."""
+    found = [top]
+    for group in found:
+        yield group
+        with contextlib.suppress(OSError), os.scandir(group.path) as entries:  # or it has been removed
+            inner = (each.name for each in entries if each.is_dir(follow_symlinks=False))
+            found += map(group.child, islice(inner, _MOST_GROUPS - len(found)))

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
+from runner.controller.tree.pods import PodCgroups
 from runner.kernel.cgroup import Cgroup, CgroupError, write_control
+from runner.kernel.procfs import Procfs
+from runner.kubelet.pod_cgroups import pod_groups
+from tests.support.fake_node import A
 
 
 @pytest.fixture
@@ -105,3 +109,13 @@ def test_errors_explain_the_kernels_error_numbers(group: Cgroup) -> None:
     finally:
         os.close(read_only)
     assert caught.value.errno == errno.EBADF
+
+
+def test_a_container_with_many_groups_hides_no_process_of_another_one(tmp_path: Path) -> None:
+    pod = tmp_path / pod_groups(A)[0]
+    for number in range(10):
+        for inner in range(256 if number else 1):
+            (pod / f"cri-containerd-{number:064x}.scope" / str(inner)).mkdir(parents=True)
+    (pod / f"cri-containerd-{0:064x}.scope" / "cgroup.procs").write_text("7\n")
+    found = PodCgroups(Cgroup(tmp_path), Procfs(tmp_path), kubelet=True).processes(A)
+    assert [each.pid for each in found] == [7]
