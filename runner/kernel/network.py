@@ -127,7 +127,7 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
     if link.alias.startswith(f"{OURS} was "):
         try:
             return _parse_alias(name, link.alias + _rest(rtnetlink, name), link.kind)
-        except ValueError:
+        except (TypeError, ValueError):  # a word too many is a TypeError
             raise HostError(
                 f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed; "
                 "recreate the pod"

@@ -308,8 +308,9 @@ def test_the_addresses_of_others_are_read(pod: str) -> None:
     assert "vmbr0" not in found
 
 
-def test_a_malformed_alias_is_an_error(pod: str) -> None:
-    ip("link", "set", pod, "alias", "instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 10.9.0.0/16,10.0.0.1,")
+@pytest.mark.parametrize("route", ["10.9.0.0/16,10.0.0.1,", "10.9.0.0/16,10.0.0.1,,0,3,,,254,7"])
+def test_a_malformed_alias_is_an_error(pod: str, route: str) -> None:
+    ip("link", "set", pod, "alias", f"instance-runner was 02:00:00:00:00:01 1500 10.0.0.5/24 {route}")
     with pytest.raises(HostError, match="is malformed; recreate the pod"):
         network.read_interfaces([pod])
 
