@@ -21,7 +21,7 @@ from runner.spec.value import Value
 MAX_BYTES = 3 << 20
 """Size of the largest file accepted; etcd stores at most half of that for one object."""
 MAX_VALUES = 100_000
-"""Largest number of values in one document after aliases are expanded."""
+"""Largest number of values in a file, and in one of its documents after aliases are expanded."""
 
 
 def parse_yaml(source: str, data: bytes, *, repeated: bool = False) -> list[Value]:
@@ -60,6 +60,14 @@ class _Loader(yaml.SafeLoader):
 
     repeated: ClassVar[bool] = False
     """Whether a key may be repeated; the last value counts."""
+    values: int = 0
+    """Those of the file that were read, before aliases are expanded."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.values += 1  # first, as each takes 40 µs and 0.5 KB
+        if self.values > MAX_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_VALUES} values", self.get_mark())
+        return super().compose_node(parent, index)
 
     def get_data(self) -> Any:
         node = self.get_node()

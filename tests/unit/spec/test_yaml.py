@@ -82,13 +82,14 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a: &a [*a]\n", "line 1, column 4: an alias contains itself"),
         ("[" * 100_000, "it is nested too deeply"),
         (BOMB, "more than 100000 values with aliases expanded"),
+        ("[" + "a," * 200_000 + "a]", "line 1, column 200002: more than 100000 values"),
         ("{[1]: 2}", "line 1, column 2: a key must be a scalar"),
         ("a: !!python/object:os.system x", "could not determine a constructor for the tag"),
         (b"\xff\xfe\x00", "truncated data"),
         ("a: \x00", "special characters are not allowed"),
         ("a: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
     ],
-    ids=["twice", "twice-inside", "end", "itself", "deep", "bomb", "key", "tag", "utf-16", "nul", "digits"],
+    ids=["twice", "twice-inside", "end", "itself", "deep", "bomb", "many", "key", "tag", "utf-16", "nul", "digits"],
 )
 def test_unsupported_yaml_is_refused(text: str | bytes, message: str) -> None:
     assert complaint(text).startswith("f.yaml: cannot parse the document as YAML: ")
