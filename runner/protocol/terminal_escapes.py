@@ -224,6 +224,8 @@ def without_questions(data: bytes, output: TerminalOutput | None = None) -> byte
     return encoded(drawn + output.begun.replace(_ENQ, "") * whole)
 
 
+LONGEST_MODE = 4
+"""Digits of a private mode: the highest that is known is 9001. A guest could fill the memory with the numbers of longer ones."""
 RESETS = {"\x1b[4h": "\x1b[4l", "\x1b[2h": "\x1b[2l", "\x1b[20h": "\x1b[20l", "\x1b[12l": "\x1b[12h"}
 """Modes of ECMA-48 that spoil a shell's line: what inserts, locks the keyboard, adds line feeds, or shows nothing typed."""
 USUALLY_ON = {"7", "8", "25", "1034", "1035"}
@@ -251,7 +253,7 @@ class TerminalModes:
             elif (found := _CONTROL.fullmatch(unit)) is None:
                 self._take_other(unit)
             elif found[1] == "?" and found[4] in "hl":
-                for number in found[2].split(";"):
+                for number in (each for each in found[2].split(";") if len(each) <= LONGEST_MODE):
                     changed, back = (self._on, self._off) if found[4] == "h" else (self._off, self._on)
                     back.discard(number)
                     changed.add(number)

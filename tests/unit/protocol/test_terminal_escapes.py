@@ -197,3 +197,10 @@ def test_what_is_left_switched_on_is_switched_off(output: bytes, reset: bytes) -
     for each in output:
         bytewise.feed(bytes([each]))
     assert whole.reset() == bytewise.reset() == reset
+
+
+def test_modes_that_no_terminal_has_are_not_kept() -> None:
+    """A guest could fill the memory of the client with their numbers."""
+    modes = TerminalModes()
+    modes.feed(b"".join(b"\x1b[?%dh\x1b[?%dl" % (number, number + 1) for number in range(10_000, 10_100, 2)))
+    assert modes.reset() == b""
