@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def test_the_one_configuration_of_a_file() -> None:
         ("machine:\n  kubelet:\n    extraConfig: {}", "Talos' machine configuration"),
         ("kubelet-arg:\n- cpu-manager-policy=static", "RKE2's or k3s' config.yaml"),
         ("[settings.kubernetes]\ncpu-manager-policy = 'static'", "Bottlerocket's settings"),
+        ("[motd]\n[ settings.kubernetes ]\ncpu-manager-policy = 'static'", "Bottlerocket's settings"),
         ("--cpu-manager-policy=static\n--reserved-cpus=0", "the kubelet's flags, as in MicroK8s' args/kubelet"),
         ("apiVersion: v1\nkind: ConfigMap\ndata: {kubelet: x}", "a ConfigMap"),
         ('KUBELET_KUBEADM_ARGS="--cpu-manager-policy=static --reserved-cpus=0"\n', "the kubelet's flags"),
@@ -130,6 +132,16 @@ def test_what_is_neither_yaml_nor_toml_is_refused_as_yaml(tmp_path: Path) -> Non
     (tmp_path / "node.conf").write_text("[settings\n=")
     with pytest.raises(SpecError, match="cannot parse the document as YAML"):
         read_configuration(str(tmp_path / "node.conf"))
+
+
+@pytest.mark.parametrize("text", ["[x]\n" + "a." * 10_000 + "a = 1", "[x]\na = " + "[" * 900])
+def test_what_is_nearly_toml_is_refused_in_little_memory(tmp_path: Path, text: str) -> None:
+    (tmp_path / "node.conf").write_text(text)
+    tracemalloc.start()
+    with pytest.raises(SpecError, match="cannot parse the document as YAML"):
+        read_configuration(str(tmp_path / "node.conf"))
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
