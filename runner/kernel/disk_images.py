@@ -135,11 +135,10 @@ def _file_of_json(text: str) -> tuple[str, str] | None:
     flat: dict[str, object] = {}
     for key, value in options.items():
         flat |= {f"{key}.{below}": each for below, each in value.items()} if isinstance(value, dict) else {key: value}
-    driver = flat.pop("driver", None)
-    protocol, name = flat.pop("file.driver", "file"), flat.pop("file.filename", None)
-    if driver not in {"raw", "qcow2"} or protocol not in _FILE_PROTOCOLS or not isinstance(name, str) or flat:
-        return None
-    return name, str(driver)
+    match flat.pop("driver", None), flat.pop("file.driver", "file"), flat.pop("file.filename", None):
+        case ("raw" | "qcow2") as driver, "file" | "host_device", str(name) if name.isprintable() and not flat:
+            return name, driver
+    return None
 
 
 def _real_path(image: PurePosixPath, name: str) -> PurePosixPath:

@@ -493,6 +493,9 @@ def test_names_of_backing_files_are_parsed_as_qemu_does(tmp_path: Path, name: st
         'json:{"driver":"file","filename":"/base.raw"}',
         "json:[]",
         "json:{",
+        'json:{"driver":"raw","file.filename":"/base\\u0000.raw"}',
+        'json:{"driver":"raw","file.filename":"/base\\ud800.raw"}',
+        'json:{"driver":["raw"],"file.filename":"/base.raw"}',
     ],
 )
 def test_a_backing_file_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
@@ -505,7 +508,7 @@ def test_a_backing_file_that_is_no_file_is_refused(tmp_path: Path, name: str) ->
     qemu_img("create", "-f", "qcow2", "-u", "-b", below, "-F", "qcow2", top, "1M")
     message = refused(DiskSpec(path=PurePosixPath(top), format="qcow2", backing=(PurePosixPath(tmp_path),)))
     assert message == (
-        f"disk[0].path: '{below}' takes data from '{name}', which is no file here; flatten it with "
+        f"disk[0].path: '{below}' takes data from {name!r}, which is no file here; flatten it with "
         f"`qemu-img convert -O qcow2 {below} NEW` where QEMU reaches that"
     )
 
