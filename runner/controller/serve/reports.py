@@ -90,10 +90,8 @@ class Reports:
         async with instance.turn:
             if not instance.owed:
                 await trio.sleep_until(instance.at + self.intervals.least)
-            if (
-                self._instances.get(pod_uid) is not instance
-            ):  # forgotten meanwhile: no further report of it will be wanted
-                return
+            if self._instances.get(pod_uid) is not instance:
+                return  # forgotten meanwhile: no further report of it will be wanted
             instance.note(report, trio.current_time(), self.intervals.texts)
             instance.want()  # by a connection that this one replaces
             wanted = instance.wanted = trio.Event()
