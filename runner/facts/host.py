@@ -268,8 +268,6 @@ class HostFacts:
     pod: PodQos | None = None
     """``None`` outside Kubernetes."""
     pod_name: PodName = PodName()
-    online_cpus: CpuSet = attrs.field(factory=CpuSet)
-    """The online CPUs of the machine; read only in a pod."""
     cpu_time: float | None = None
     """The smallest ``cpu.max`` of this process's cgroups, as a number of CPUs; ``None`` without a limit."""
     container_uid: str | None = None

@@ -51,8 +51,8 @@ from runner.kernel.limits import file_size_limit, memory_limit
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
-from runner.kernel.small_files import read_online, read_os_release, read_text
-from runner.kernel.sysfs import read_hardware, read_huge_pools
+from runner.kernel.small_files import read_os_release, read_text
+from runner.kernel.sysfs import read_hardware, read_huge_pools, read_online
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj, too_old
@@ -176,8 +176,8 @@ def read_allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:
     """
     cpus = read_cpuset()
     try:
-        given, effective = own.cpus() & read_online(roots), own.effective_cpus()
-    except (HostError, ValueError):
+        given, effective = own.cpus() & read_online(roots.sys), own.effective_cpus()
+    except HostError:
         return cpus
     return given if given and cpus == effective and not given <= effective else cpus
 
@@ -374,7 +374,6 @@ def _with_pod(facts: HostFacts, spec: InstanceSpec, procfs: Procfs, roots: Roots
         facts,
         pod=pod,
         pod_name=read_pod_name(os.environ),
-        online_cpus=CpuSet() if pod is None else read_online(roots),
         cpu_time=min(cpu_limits(PurePosixPath(roots.cgroup), cgroup), default=None),
         container_uid=container_uid,
         pod_uid=_pod_uid(procfs, cgroup, of_container=pod is not None or not facts.machines_network)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import PurePath, PurePosixPath
 
-from runner.base.cpuset import CpuSet
-from runner.facts.roots import Roots
-
 
 def read_text(path: PurePath) -> str:
     """Return the content of a file, empty when it cannot be read."""
@@ -16,11 +13,6 @@ def read_text(path: PurePath) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def read_online(roots: Roots) -> CpuSet:
-    """Return the CPUs that are online. Raises ``ValueError`` if the kernel's list cannot be read."""
-    return CpuSet.parse(read_text(roots.sys / "devices/system/cpu/online"))
 
 
 def read_image_digest() -> str:

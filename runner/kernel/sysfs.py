@@ -68,17 +68,21 @@ def _core_id(path: Path) -> int | None:
     return None if number is None or number < 0 else number
 
 
+def read_online(sys: Path) -> CpuSet:
+    """Return the CPUs that are online, from sysfs mounted at *sys*. Raises :class:`HostError`."""
+    return _cpu_set(sys / "devices/system/cpu/online")
+
+
 def read_online_cpus(sys: Path) -> OnlineCpus:
     """Read the CPUs and memory nodes from sysfs mounted at *sys*.
 
     A kernel without NUMA has one memory node, 0. Raises :class:`HostError`.
     """
-    cpus = sys / "devices/system/cpu"
     nodes = sys / "devices/system/node/has_memory"
     try:
         return OnlineCpus(
-            present=_cpu_set(cpus / "present"),
-            online=_cpu_set(cpus / "online"),
+            present=_cpu_set(sys / "devices/system/cpu/present"),
+            online=read_online(sys),
             memory_nodes=_cpu_set(nodes) if nodes.exists() else CpuSet([0]),
         )
     except HostError as error:

@@ -53,7 +53,7 @@ def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | No
     if pod.qos in {"burstable", "besteffort"}:
         name = {"burstable": "Burstable", "besteffort": "BestEffort"}[pod.qos]
         return f"the pod is {name} ({pod.evidence}), so it shares its CPUs with other pods"
-    if online and online <= allowed:
+    if online <= allowed:
         guaranteed = "is Guaranteed, but " if pod.qos == "guaranteed" else ""
         return f"the pod {guaranteed}may use every CPU of the node ('{allowed}'), so none is its own"
     return None

@@ -128,7 +128,7 @@ def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostF
     """Refuse a pod that does not have its CPUs to itself all the time, unless the spec asks for less."""
     # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
     short = None if backend == "controller" else too_little_time(facts.cpu_time, vcpus)
-    shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.online_cpus)
+    shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.hardware.online)
     for reason, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
         if reason is None:
             continue

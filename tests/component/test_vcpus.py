@@ -533,12 +533,25 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
 async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    online = [CPUS]
-    monkeypatch.setattr("runner.instance.watch.cpu_watch.read_online", lambda _: online[0])
+    online: list[CpuSet | None] = [CPUS]
+    refused = 0
+
+    def read(_: Path) -> CpuSet:
+        nonlocal refused
+        if online[0] is None:  # as while this process may open no more files
+            refused += 1
+            raise HostError("cannot read '/sys/devices/system/cpu/online'")
+        return online[0]
+
+    monkeypatch.setattr("runner.instance.watch.cpu_watch.read_online", read)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     gone = CpuSet([plan.placement.pins[1]])
 
     async def act() -> None:
+        online[0] = None
+        while refused < 10:
+            await trio.sleep(0.01)
+        assert (await asked(plan, "status"))["ready"]
         online[0] = CPUS - gone
         while (status := await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)

@@ -23,7 +23,7 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.parts.vcpus import Vcpus
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask
-from runner.kernel.small_files import read_online
+from runner.kernel.sysfs import read_online
 from runner.placement.backends import ControllerPlacement, Placement
 
 log = logging.getLogger(__name__)
@@ -98,12 +98,20 @@ def _watch_offline(receipts: Receipts) -> None:
     instance's cgroup (``Documentation/core-api/cpu_hotplug.rst``), and each on its own again when that is back.
     """
     state = receipts.supervisor.guest_state
-    offline = CpuSet(receipts.active.placement.pins) - read_online(Roots())
+    offline = _offline(receipts)
     if gone := offline - state.offline:
         log.warning(InstanceEvent.CPUS_OFFLINE, gone)
     if back := state.offline - offline:
         log.info(InstanceEvent.CPUS_ONLINE, back)
     state.set_offline(offline)
+
+
+def _offline(receipts: Receipts) -> CpuSet:
+    """Return the CPUs of vCPUs that are offline; those that were, while the kernel's list cannot be read."""
+    try:
+        return CpuSet(receipts.active.placement.pins) - read_online(Roots().sys)
+    except HostError:
+        return receipts.supervisor.guest_state.offline
 
 
 async def _restore(receipts: Receipts, vcpus: Vcpus) -> None:
@@ -184,7 +192,7 @@ def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
     if available is None:
         return None
     # One that is offline is still the container's: the kernel moves its threads, too.
-    lost = (own - available) & read_online(Roots())
+    lost = own - available - _offline(receipts)
     return LostCpus(lost, available, sure) if lost else None
 
 

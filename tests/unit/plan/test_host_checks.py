@@ -82,10 +82,6 @@ def test_another_hypervisor_keeps_kvm_from_making_machines() -> None:
     assert other.startswith("Input/output error: ")
 
 
-def test_ownership_is_unknown_where_the_set_of_all_cpus_is_unknown() -> None:
-    assert shared_cpus(PodQos("guaranteed"), ALL, CpuSet()) is None
-
-
 @pytest.mark.parametrize(("time", "enough"), [(None, True), (2.0, True), (1.5, False)])
 def test_two_vcpus_take_the_time_of_two_cpus(time: float | None, *, enough: bool) -> None:
     assert (too_little_time(time, 2) is None) == enough

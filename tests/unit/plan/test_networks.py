@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 import attrs
 import pytest
 
+from runner.base.cpuset import CpuSet
 from runner.base.errors import SpecError
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import FileFact, ImageFact
@@ -411,7 +412,10 @@ def test_a_uuid_of_the_spec_is_the_identity_in_every_pod() -> None:
 @pytest.mark.parametrize(
     ("facts", "remedy"),
     [
-        ({"pod": PodQos("guaranteed", "")}, "give the pod a network of its own (without hostNetwork: true)"),
+        (
+            {"pod": PodQos("guaranteed", ""), "allowed_cpus": CpuSet(range(1, 8))},
+            "give the pod a network of its own (without hostNetwork: true)",
+        ),
         (
             {},
             "start the container with a network of its own (without --network host); a service of the machine itself can use",

@@ -836,7 +836,8 @@ def test_a_pod_without_cpus_of_its_own_is_refused_unless_that_was_asked_for() ->
 def test_vcpus_that_would_be_throttled_are_refused_in_a_pod_and_a_remark_elsewhere() -> None:
     text = KERNEL + "[cpu]\ncount = 2\n"
     assert any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=1.5)).remarks))
-    [problem] = problems(text, attrs.evolve(FACTS, cpu_time=1.5, pod=PodQos("guaranteed")))
+    pod = attrs.evolve(FACTS, allowed_cpus=CpuSet(range(1, 8)), pod=PodQos("guaranteed"))
+    [problem] = problems(text, attrs.evolve(pod, cpu_time=1.5))
     assert problem.startswith("cpu.placement: cpu.max gives 2 vCPUs the time of 1.5 CPUs")
     assert not any("cpu.max" in remark for remark in map(str, plan_of(text, attrs.evolve(FACTS, cpu_time=2.0)).remarks))
 
