@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import NoReturn
 
 import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
+from runner.base.strict_json import parse_json
 from runner.spec.value import Value
 
 _LONGEST = 300
@@ -48,27 +48,13 @@ def parse_document(text: bytes, source: str) -> Value:
 
 def _object(text: bytes, at: Value) -> Value:
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_pairs, parse_constant=_no_constant)
+        value = parse_json(text.decode())
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
     except ValueError as error:
         at.fail(f"it is not JSON: {error}" if text.strip() else "it is empty")
     document = attrs.evolve(at, value=value)
     members(document)
     return document
-
-
-def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object; ``ValueError`` for repeated keys and lone surrogates, which other JSON parsers read differently."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice in one object")
-    for text in (*found, *found.values()):
-        if isinstance(text, str):
-            text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair (\\ud800)
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _spellings(struct: Value, name: str) -> list[str]:

@@ -7,11 +7,11 @@ holds nothing but ``{`` or ``[`` opens it, the matching bracket alone at the beg
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import trio
 
+from runner.base.strict_json import parse_json
 from runner.base.values import frozen
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.lines import LineFramer, OverlongError
@@ -151,7 +151,7 @@ async def answer(message: bytes, call: Call) -> Reply | None:
     """
     await trio.lowlevel.checkpoint()  # a client that sends without end takes turns with the others
     try:
-        document = parse_json(message)
+        document = parse_message(message)
     except ValueError as error:
         return Reply(format_error(RpcError(PARSE_ERROR, f"Parse error: {error}")))
     if not isinstance(document, list):
@@ -164,16 +164,10 @@ async def answer(message: bytes, call: Call) -> Reply | None:
     return Reply(_line([response for response, _ in responses])) if responses else None
 
 
-def parse_json(text: bytes) -> object:
-    """Parse one JSON text by RFC 8259, more strictly than the standard library does.
-
-    Raises ``ValueError``: for what is not JSON or not UTF-8, NaN and infinities, numbers too large to be written again,
-    two equal names in one object (receivers disagree about which counts), and nesting beyond reason.
-    """
+def parse_message(text: bytes) -> object:
+    """Return the value of one JSON text (:mod:`runner.base.strict_json`). Raises ``ValueError``, also if it is not UTF-8."""
     try:
-        return json.loads(
-            text.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique
-        )
+        return parse_json(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -229,21 +223,3 @@ def format_error(error: RpcError) -> bytes:
 
 def _line(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large a number")
-    return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("two equal names in one object")
-    return found

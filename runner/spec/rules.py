@@ -586,19 +586,10 @@ def _toml_mistake(sentence: str) -> str:
 
 
 def _parse_json(source: str, content: str) -> dict[str, object]:
-    def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-        result: dict[str, object] = {}
-        for name, value in pairs:
-            if name in result:
-                raise ValueError(f"the key {json.dumps(name)} is repeated in one table")
-            result[name] = value
-        return result
-
-    def constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
+    from runner.base.strict_json import parse_json  # here, because most documents are TOML
 
     try:
-        document = json.loads(content, object_pairs_hook=unique, parse_constant=constant)
+        document = parse_json(content)
     except ValueError as error:
         _refuse(source, f"cannot parse the document as JSON: {error}")
     if not isinstance(document, dict):

@@ -42,7 +42,18 @@ PURE = (
     | {
         f"base.{module}"
         for module in (
-            *("arguments", "cpuset", "errors", "events", "judgement", "subject", "table", "values", "version"),
+            *(
+                "arguments",
+                "cpuset",
+                "errors",
+                "events",
+                "judgement",
+                "strict_json",
+                "subject",
+                "table",
+                "values",
+                "version",
+            ),
         )
     }
     | {f"cli.{module}" for module in ("completion", "events_table", "manual", "outcomes", "spec_table")}

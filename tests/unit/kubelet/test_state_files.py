@@ -124,7 +124,7 @@ def test_the_checksum_is_not_verified(checksum: object) -> None:
 def test_keys_are_read_in_any_case_but_only_once() -> None:
     assert parse_cpu_state(b'{"POLICYNAME":"static","defaultcpuset":"0-3"}') == parse_cpu_state(document())
     for twice in (b'{"policyName":"static","policyname":"none"}', b'{"policyName":"static","policyName":"static"}'):
-        with pytest.raises(SpecError, match="twice"):
+        with pytest.raises(SpecError, match=r"twice|repeated"):
             parse_cpu_state(twice)
 
 
@@ -163,7 +163,7 @@ def test_malformed_cpusets(text: str) -> None:
         ('{"policyName":"static","entries":{"u":{"c":[1]}}}', "entries.u.c: must be a string, found [1]"),
         ('{"policyName":"static","podEntries":{"u":"4"}}', "podEntries.u: must be an object, found '4'"),
         ('{"data":"{\\"policyName\\":7}"}', "data.policyName: must be 'static' or 'none', found 7"),
-        ('{"policyName":"static","x":NaN}', "it is not JSON: NaN is no number of JSON"),
+        ('{"policyName":"static","x":NaN}', "it is not JSON: NaN is not JSON"),
         (f'{{"policyName":{"[" * 100_000}', "it is nested too deeply"),
     ],
 )

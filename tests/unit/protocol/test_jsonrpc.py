@@ -17,7 +17,7 @@ from runner.protocol.jsonrpc import (
     RpcError,
     RpcResult,
     answer,
-    parse_json,
+    parse_message,
 )
 
 
@@ -211,7 +211,7 @@ async def test_a_batch_has_its_limit() -> None:
 
 
 def test_deep_but_reasonable_nesting_is_read() -> None:
-    assert parse_json(b"[" * 50 + b"]" * 50)
+    assert parse_message(b"[" * 50 + b"]" * 50)
 
 
 def test_one_line_is_one_message() -> None:
