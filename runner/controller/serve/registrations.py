@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from weakref import WeakValueDictionary
 
 import attrs
 import trio
@@ -26,6 +24,7 @@ from runner.controller.serve.parameters import parse_cpuset, parse_number
 from runner.controller.serve.seals import unsealed
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.reconcile import floats_on
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
@@ -55,10 +54,8 @@ class Registrations:
     seals_required: bool
     """Whether a client that names no protocol, and so seals nothing, is refused."""
     most_waiting: int = MOST_WAITING
-    _turns: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
-    """By instance: of the requests to register it, one at a time is looked at."""
-    _earliest: dict[str, float] = attrs.field(factory=dict)
-    """When the instances that rest may be registered again, on trio's clock."""
+    _turns: Turns = attrs.field(factory=Turns)
+    """By instance."""
     _waits: trio.Semaphore = attrs.field(init=False)
 
     @_waits.default
@@ -95,16 +92,13 @@ class Registrations:
 
     async def _in_turn(self, pod_uid: str, register_once: Callable[[], RpcResult]) -> RpcResult:
         """Register once, :data:`REST` times as long after the last time for the same instance as that took."""
-        async with self._turns.setdefault(pod_uid, trio.Lock()):
-            await trio.sleep_until(self._earliest.get(pod_uid, -math.inf))
+        async with self._turns.of(pod_uid):
+            await self._turns.rested(pod_uid)
             began = time.perf_counter()
             try:
                 return register_once()
             finally:
-                now = trio.current_time()
-                for rested in [uid for uid, earliest in self._earliest.items() if earliest <= now]:
-                    del self._earliest[rested]
-                self._earliest[pod_uid] = now + REST * (time.perf_counter() - began)
+                self._turns.rest(REST * (time.perf_counter() - began), pod_uid)
 
     async def _agreed(
         self, register_once: Callable[[], Awaitable[RpcResult]], caller: ContainerIdentity | None

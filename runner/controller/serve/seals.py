@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import attrs
-import trio
 
 from runner.base.errors import escaped
 from runner.base.events import ControllerEvent
@@ -18,6 +15,7 @@ from runner.controller.serve import identity
 from runner.controller.serve.callers import Callers, RpcRequest
 from runner.controller.serve.identity import ContainerIdentity, RequestRefusedError
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.reconcile import ISOLATED, Group
 from runner.kernel.cgroup import CgroupError
@@ -41,12 +39,8 @@ class Seals:
     loop: ReconcileLoop
     timeouts: Timeouts
     required: bool
-    _requests: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
-    """By instance: of the requests to seal it, one at a time waits for its turn among all (:attr:`_turns`)."""
-    _turns: trio.Lock = attrs.field(factory=trio.Lock)
-    """Whose turn it is to seal; trio gives it in the order in which it was asked for."""
-    _sealed_at: dict[str, float] = attrs.field(factory=dict)
-    """When the instances of the last second were sealed, on trio's clock."""
+    _turns: Turns = attrs.field(factory=Turns)
+    """By instance; the one without a name is the node's, for which one request of each instance waits."""
 
     async def seal(self, request: RpcRequest) -> RpcResult:
         """Answer ``sealCgroup``."""
@@ -75,20 +69,18 @@ class Seals:
 
         What is not registered or is sealed takes no turn: every container of the node may ask, as often as it likes.
         """
-        pod_uid, group = request.pod_uid, self.loop.tree.vcpus_of(request.pod_uid)
-        async with self._requests.setdefault(pod_uid, trio.Lock()):  # each instance has one place in the order
+        pod_uid, group, turns = request.pod_uid, self.loop.tree.vcpus_of(request.pod_uid), self._turns
+        async with turns.of(pod_uid):
             if not group.exists():
                 return "it is not registered"
             if group.partition() == ISOLATED:
                 return ""
-            await trio.sleep_until(self._sealed_at.get(pod_uid, -math.inf) + self.timeouts.sealed_again)
-            async with self._turns:
-                await trio.sleep_until(max(self._sealed_at.values(), default=-math.inf) + self.timeouts.seals_apart)
+            await turns.rested(pod_uid)
+            async with turns.of():
+                await turns.rested()
                 self.callers.check_owner(request, caller)
-                now = trio.current_time()
-                for uid in [uid for uid, at in self._sealed_at.items() if at + self.timeouts.sealed_again < now]:
-                    del self._sealed_at[uid]
-                self._sealed_at[pod_uid] = now
+                turns.rest(self.timeouts.sealed_again, pod_uid)
+                turns.rest(self.timeouts.seals_apart)
                 return self.make(pod_uid)
 
     def make(self, pod_uid: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ import trio.to_thread
 
 from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
+from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tune.tuner_messages import Tuned, TunedInstance, Tuning
 from runner.controller.tune.tuner_process import TunerProcess
@@ -36,11 +36,9 @@ class TuningPasses:
     loop: ReconcileLoop
     process: TunerProcess
     least: float = LEAST
-    _lock: trio.Lock = attrs.field(factory=trio.Lock)
+    _turns: Turns = attrs.field(factory=Turns)
     _begun: int = 0
     """Passes that have begun."""
-    _earliest: float = -math.inf
-    """When the next one may begin, on trio's clock."""
     _tuned_for: Mapping[str, TunedInstance] = attrs.field(factory=dict)
     """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
     _tuned: Tuned = attrs.field(factory=Tuned)
@@ -70,12 +68,12 @@ class TuningPasses:
         Passes are at least :attr:`least` seconds apart, and all that ask for one before it begins share it.
         """
         before = self._begun
-        async with self._lock:
+        async with self._turns.of():
             if self._begun != before:
                 return
-            await trio.sleep_until(self._earliest)
+            await self._turns.rested()
             self._begun += 1
-            self._earliest = trio.current_time() + self.least
+            self._turns.rest(self.least)
             try:
                 self._tuned_for = instances = self.instances()
                 # In a thread, which waits: a machine has thousands of interrupts, a file each.

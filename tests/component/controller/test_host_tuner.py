@@ -364,7 +364,7 @@ async def test_passes_are_some_time_apart_and_are_shared(node: Node) -> None:
     async with controlled(node, tuned_every=0.2) as controller:
         tuning = controller.tuning
         await tuning.tune()
-        begun, earliest = tuning._begun, tuning._earliest
+        begun, earliest = tuning._begun, tuning._turns._rested[""]
         async with trio.open_nursery() as nursery:
             for _ in range(8):
                 nursery.start_soon(tuning.tune)
