@@ -1,4 +1,4 @@
-"""Two functions that trio lacks: the first of several tasks, and the outcome of a task as a value."""
+"""Three things that trio lacks: the first of several tasks, an outcome as a value, and news of what happens again and again."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NoReturn, TypeVar
 
+import attrs
 import trio
 
+from runner.base.values import define
+
 T = TypeVar("T")
+
+
+@define
+class Announcements:
+    """Wakes the tasks that wait for what happens again and again: *next* is set by it, and replaced."""
+
+    next: trio.Event = attrs.field(factory=trio.Event)
+
+    def announce(self) -> None:
+        """Report that it has happened."""
+        self.next.set()
+        self.next = trio.Event()
 
 
 async def first_of(*acts: Callable[[], Awaitable[T]]) -> T:

@@ -16,6 +16,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
+from runner.base.tasks import Announcements
 from runner.base.values import define, frozen
 from runner.instance.change.gate import Changes, StopRequest
 from runner.instance.held import Held
@@ -79,18 +80,6 @@ class Counters:
     """Renewals of this program, by :data:`RenewalOutcome`."""
     qemu_updates: Counter[str] = attrs.field(factory=Counter)
     """Updates of QEMU that were begun, by :data:`QemuUpdateOutcome`."""
-
-
-@define
-class Announcements:
-    """Wakes the tasks that wait for what happens again and again: *next* is set by it, and replaced."""
-
-    next: trio.Event = attrs.field(factory=trio.Event)
-
-    def announce(self) -> None:
-        """Report that it has happened."""
-        self.next.set()
-        self.next = trio.Event()
 
 
 Phase = Literal["starting", "running", "stopping"]

@@ -22,6 +22,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
+from runner.base.tasks import Announcements
 from runner.base.values import frozen
 from runner.controller.metrics import ControllerCounters
 from runner.controller.restarted_task import restarted
@@ -113,7 +114,7 @@ class ReconcileLoop:
     error: str = ""
     """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
-    _passed: trio.Event = attrs.field(factory=trio.Event)
+    _passed: Announcements = attrs.field(factory=Announcements)
     _followed: list[Path] = attrs.field(factory=list)
     """The files of :meth:`following`."""
     _reclaimed: dict[str, float] = attrs.field(factory=dict)
@@ -295,7 +296,7 @@ class ReconcileLoop:
 
     async def next_pass(self) -> None:
         """Wait until the next pass is done."""
-        await self._passed.wait()
+        await self._passed.next.wait()
 
     @contextlib.contextmanager
     def following(self, files: Iterable[Path]) -> Iterator[None]:
@@ -388,8 +389,7 @@ class ReconcileLoop:
             self.log_limit.log(log.error, ControllerEvent.PASS_FAILED, self.error)
             self.counters.passes["faulty"] += 1
         watches.watch_tree(self.observed, self._followed)
-        passed, self._passed = self._passed, trio.Event()
-        passed.set()
+        self._passed.announce()
 
 
 def _evicted(actions: Iterable[Action]) -> frozenset[str]:

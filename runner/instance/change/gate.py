@@ -23,6 +23,7 @@ from runner.base.errors import RefusedError
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.table import duration
+from runner.base.tasks import Announcements
 from runner.base.values import define
 
 if TYPE_CHECKING:
@@ -153,8 +154,8 @@ class Changes:
         self._current: LiveChange | None = None
         self._waiting: list[LiveChange] = []
         """The next one first."""
-        self._moved = trio.Event()
-        """Set, and replaced, when one has come or gone."""
+        self._moved = Announcements()
+        """One has come or gone."""
         self._clients = 0
         stop.overtake = self._stop_is_asked_for
         if stop.reason:
@@ -172,12 +173,12 @@ class Changes:
     async def over(self, kind: Kind) -> None:
         """Wait until no change of *kind* is in progress."""
         while self.making(kind):
-            await self._moved.wait()
+            await self._moved.next.wait()
 
     async def stopping(self) -> str:
         """Wait until the instance ends, and return why, as a clause."""
         while self._current is None or self._current.kind is not Kind.STOP:
-            await self._moved.wait()
+            await self._moved.next.wait()
         return self._current.what
 
     @contextmanager
@@ -188,13 +189,13 @@ class Changes:
             yield
         finally:
             self._clients -= 1
-            self._move()
+            self._moved.announce()
 
     async def answered(self) -> None:
         """Wait until each client knows what has become of its change; what answers them ends with the instance."""
         with trio.move_on_after(ANSWERED_WITHIN):
             while self._clients:
-                await self._moved.wait()
+                await self._moved.next.wait()
 
     @asynccontextmanager
     async def begin(self, kind: Kind, what: str) -> AsyncIterator[LiveChange]:
@@ -208,11 +209,11 @@ class Changes:
             if (ahead := next(iter(self._known()))) is not change and kind not in {Kind.START, Kind.STOP}:
                 log.info(InstanceEvent.CHANGE_WAITING, kind.name.lower(), str(ahead))
             while self._current is not None or self._waiting[0] is not change:
-                await self._moved.wait()
+                await self._moved.next.wait()
                 self._check(change)
         finally:
             self._waiting.remove(change)
-            self._move()
+            self._moved.announce()
         change.since, self._current = trio.current_time(), change
         try:
             with change.scope:
@@ -220,7 +221,7 @@ class Changes:
         finally:
             if kind is not Kind.STOP:  # after which nothing comes
                 self._current = None
-            self._move()
+            self._moved.announce()
         if change.scope.cancelled_caught and change.by is not None:
             self._give_up(change, change.by)
 
@@ -239,7 +240,7 @@ class Changes:
         if self._current is not None and _precedence(change, self._current) is Precedence.OVERTAKE:
             self._current.by = change
             self._current.scope.cancel()
-        self._move()
+        self._moved.announce()
         return change
 
     def _check(self, change: LiveChange) -> None:
@@ -262,10 +263,6 @@ class Changes:
 
     def _stop_is_asked_for(self) -> None:
         self._come(Kind.STOP, f"the instance was asked to stop ({self._stop.reason})")
-
-    def _move(self) -> None:
-        self._moved.set()
-        self._moved = trio.Event()
 
 
 def _precedence(change: LiveChange, other: LiveChange) -> Precedence:

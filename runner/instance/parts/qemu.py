@@ -15,7 +15,7 @@ import trio
 from runner.base.errors import HostError, Status, explain
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
-from runner.base.tasks import first_of
+from runner.base.tasks import Announcements, first_of
 from runner.base.values import frozen
 from runner.instance.change.gate import Changes, Kind
 from runner.instance.held import Held
@@ -133,8 +133,8 @@ class Qemu:
         """How often another QEMU has taken its place."""
         self.shares: tuple[ShareDaemon, ...] = ()
         """The virtiofsd of each share."""
-        self._replaced = trio.Event()
-        """Set when another QEMU has the guest."""
+        self._replaced = Announcements()
+        """Another QEMU has the guest."""
 
     @property
     def monitor(self) -> Monitor:
@@ -176,8 +176,7 @@ class Qemu:
         monitor.continue_event_copies(self._monitor)
         self.process, self._monitor = process, monitor
         self.updates += 1
-        self._replaced.set()
-        self._replaced = trio.Event()
+        self._replaced.announce()
         return before
 
     async def greeted(self) -> str:
@@ -249,7 +248,7 @@ class Qemu:
         """Wait until the guest no longer runs, and return why."""
         while True:
             process = self.process
-            ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._replaced.wait)
+            ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._replaced.next.wait)
             await self.decided()
             if ended is not None and process is self.process:
                 return ended

@@ -18,6 +18,7 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
+from runner.base.tasks import Announcements
 from runner.instance import optional_parts
 from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, READY
@@ -73,7 +74,7 @@ class Readiness:
         self._events = 0
         """Number of QEMU's events that were handled."""
         self._state.changed = self._show
-        self._changed, self._asked = trio.Event(), trio.Event()
+        self._changed, self._asked = Announcements(), trio.Event()
         self.console = ConsoleWatch(self._panicked, self._signed, self._give_up, search)
         self._begin()
 
@@ -175,12 +176,8 @@ class Readiness:
         self._change()
 
     def _change(self) -> None:
-        self._wake()
+        self._changed.announce()
         self._show()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
 
     def _handle(self, event: QmpEvent) -> None:
         self._events += 1
@@ -190,7 +187,7 @@ class Readiness:
                 self._supervisor.counters.resets += 1
                 self._begin()
             case "VSERPORT_CHANGE":  # the agent may listen now
-                self._wake()
+                self._changed.announce()
             case "SUSPEND":
                 self._halt("suspended")
             case "WAKEUP" | "RESUME":
@@ -247,7 +244,7 @@ class Readiness:
         """Show that a guest that was reset again and again has got up; may be cancelled at any moment."""
         while True:
             while self._state.resets_lately() < RESETS_OF_A_LOOP:
-                await self._changed.wait()
+                await self._changed.next.wait()
             self._supervisor.log_limit.log(
                 log.warning, InstanceEvent.GUEST_RESETS_AGAIN_AND_AGAIN, self._state.resets_lately()
             )
@@ -278,15 +275,15 @@ class Readiness:
         """Wait for the guest's sign by *ask* after each reset; may be cancelled at any moment."""
         while True:
             while not self._state.waits_for:
-                await self._changed.wait()
+                await self._changed.next.wait()
             if await ask():
                 self._signed()
 
     async def _agent_answers(self, machine: Qemu) -> bool:
         """Wait until the agent listens, and return whether it answers; return later if it does not."""
         while not machine.agent_listens:
-            await self._changed.wait()
-        changed = self._changed
+            await self._changed.next.wait()
+        changed = self._changed.next
         with trio.move_on_after(AGENT_ANSWERS_WITHIN):
             if await machine.agent_answers():
                 return not changed.is_set()
@@ -295,7 +292,7 @@ class Readiness:
 
     async def _accepts(self, port: GuestPort) -> bool:
         """Wait until the guest accepts a connection; return ``False`` if it may have been reset meanwhile."""
-        pause, changed = FIRST_PAUSE, self._changed
+        pause, changed = FIRST_PAUSE, self._changed.next
         while not changed.is_set():
             with trio.move_on_after(CONNECTED_WITHIN):
                 if await _connects(port):
