@@ -28,6 +28,8 @@ TIMEOUT = 20.0
 """Seconds that the kernel, a program or the controller may take to answer: a busy machine is slow, not broken."""
 
 SIGTERM = 15
+MOST_NAMED = 16
+"""Names in a command that a remedy has: a machine may have a thousand interrupts, 4 KB of a line."""
 
 KubeletState = CpuState | Frozen
 """What ``cpu_manager_state`` holds, or why it does not settle."""
@@ -63,9 +65,15 @@ def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool)
     return Place.MACHINE if in_initial_pid_namespace else Place.CONTAINER
 
 
-def for_each(names: Sequence[str], command: str) -> str:
-    """Return the shell's *command* for each of *names*, which stands in it as ``$i``."""
-    return command.replace("$i", names[0]) if len(names) == 1 else f"for i in {' '.join(names)}; do {command}; done"
+def for_each(names: Sequence[str], command: str, listing: str) -> str:
+    """Return the shell's *command* for each of *names*, which stands in it as ``$i``.
+
+    More than :data:`MOST_NAMED` are those that the command *listing* prints, which may be others of their kind as well.
+    """
+    if len(names) == 1:
+        return command.replace("$i", names[0])
+    named = " ".join(names) if len(names) <= MOST_NAMED else f"$({listing})"
+    return f"for i in {named}; do {command}; done"
 
 
 @frozen

@@ -140,7 +140,11 @@ def judge_interrupts(found: Sequence[InterruptLine], cpus: CpuSet, online: CpuSe
         return interrupts.unknown("/proc/irq shows none", "run check on the node")
     if not delivered:
         return interrupts.ok(f"none is delivered to CPUs '{cpus}'")
-    move = for_each([str(each.number) for each in delivered], f"echo {online - cpus} > /proc/irq/$i/smp_affinity_list")
+    move = for_each(
+        [str(each.number) for each in delivered],
+        f"echo {online - cpus} > /proc/irq/$i/smp_affinity_list",
+        "cd /proc/irq && ls -d [0-9]*",
+    )
     return interrupts.warning(
         f"{len(delivered)} may be delivered to CPUs '{cpus}': {some(map(str, delivered), 6)}",
         f"the node's controller moves them (--move-interrupts), or: {move}, and for "
@@ -183,8 +187,12 @@ def judge_neighbours(groups: Sequence[CpuNeighbour], exclusive: CpuSet, shared_p
     if not overlapping:
         return neighbours.ok(f"nothing but pods may run on CPUs '{exclusive}'")
     return neighbours.warning(
-        f"{', '.join(overlapping)} may run on exclusive CPUs '{exclusive}'",
-        for_each(overlapping, f"systemctl set-property --runtime $i AllowedCPUs={shared_pool}")
+        f"{some(overlapping, 6)} may run on exclusive CPUs '{exclusive}'",
+        for_each(
+            overlapping,
+            f"systemctl set-property --runtime $i AllowedCPUs={shared_pool}",
+            "cd /sys/fs/cgroup && ls -d *.slice *.scope | grep -v kube",
+        )
         + ", and for good reservedSystemCPUs",
     )
 

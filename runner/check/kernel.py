@@ -304,7 +304,11 @@ def judge_pci(devices: Sequence[PciDevice], numa_nodes: int) -> Judgement:
     unknown = [device for device in devices if device.numa_node < 0 and device.base_class in DEVICE_CLASSES]
     if unknown:
         named = some(f"{device.address} ({DEVICE_CLASSES[device.base_class]})" for device in unknown)
-        write = for_each([device.address for device in unknown], "echo NODE > /sys/bus/pci/devices/$i/numa_node")
+        write = for_each(
+            [device.address for device in unknown],
+            "echo NODE > /sys/bus/pci/devices/$i/numa_node",
+            "cd /sys/bus/pci/devices && grep -lx -e -1 */numa_node | cut -d/ -f1",
+        )
         return pci_numa_nodes.warning(
             f"numa_node is -1 for {named}",
             f"update the firmware, or until then, where the slots are known: {write}",

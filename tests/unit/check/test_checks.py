@@ -380,4 +380,7 @@ def test_a_remedy_is_for_all_that_were_found() -> None:
     )
     several = cpus.judge_interrupts([interrupt(i, "nvme", SOME) for i in (8, 9)], SOME, ALL)
     assert "for i in 8 9; do echo 0-1,4-7 > /proc/irq/$i/smp_affinity_list; done" in several.remedy
+    thousand = cpus.judge_interrupts([interrupt(i, "nvme", SOME) for i in range(1000)], SOME, ALL)
+    assert "for i in $(cd /proc/irq && ls -d [0-9]*); do echo 0-1,4-7 > /proc/irq/$i/" in thousand.remedy
+    assert len(thousand.remedy) < 400
     assert [each.found.partition(" (")[0][-11:] for each in hugepages("0-1", 0, 0)] == ["NUMA node 0", "NUMA node 1"]
