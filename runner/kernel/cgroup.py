@@ -398,8 +398,7 @@ class Cgroup:
 
         A change of ``cgroup.events`` can be waited for with poll (``POLLPRI``) or inotify (``IN_MODIFY``).
         """
-        events = dict(line.split(maxsplit=1) for line in self.read("cgroup.events").splitlines())
-        return events.get("populated") == "1"
+        return flat_keyed(self.read("cgroup.events")).get("populated") == 1
 
     def charge(self) -> MemoryCharge:
         """Return the memory that the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
@@ -421,7 +420,7 @@ class Cgroup:
 
     def memory_kept(self) -> int:
         """Return those of the bytes that are no page cache of files, which the kernel takes back when it needs room."""
-        stat = {name: int(value) for name, value in map(str.split, self.read("memory.stat").splitlines())}
+        stat = flat_keyed(self.read("memory.stat"))
         return max(self.memory_in_use() - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
 
     def reclaim(self) -> None:
@@ -440,7 +439,7 @@ class Cgroup:
 
     def oom_kills(self) -> int:
         """Return how many processes the kernel has ended as the group, or one below it, was out of memory."""
-        return parse_oom_kills(self.read_if_there(MEMORY_EVENTS) or "")
+        return flat_keyed(self.read_if_there(MEMORY_EVENTS) or "").get("oom_kill", 0)
 
     def kill(self) -> None:
         """End every process of the group and of those below, also those that are forked meanwhile ("cgroup.kill").
@@ -465,10 +464,9 @@ class Cgroup:
             raise CgroupError(f"cannot read {self.path / file}: {error}", errno.EBADMSG) from error
 
 
-def parse_oom_kills(events: str) -> int:
-    """Return ``oom_kill`` of ``memory.events``: it counts those below as well ("Memory Interface Files")."""
-    found = dict(line.split(maxsplit=1) for line in events.splitlines())
-    return int(found.get("oom_kill", 0))
+def flat_keyed(text: str) -> dict[str, int]:
+    """Return the numbers of a control file by their names ("Format": "Flat keyed"); ``memory.events`` counts those below as well."""
+    return {name: int(value) for name, value in map(str.split, text.splitlines())}
 
 
 def _refused(verb: str, name: str, error: OSError) -> CgroupError:

@@ -20,6 +20,7 @@ from runner.base.errors import HostError
 from runner.base.values import define, frozen
 from runner.facts.file_errors import remedy_of
 from runner.facts.roots import Roots
+from runner.kernel.cgroup import flat_keyed
 from runner.kernel.small_files import read_text
 
 Use = Literal["file", "process", "inotify", "epoll", "lock", "backing", "aio", "ring", "mapping", "namespace"]
@@ -354,14 +355,10 @@ class OutOfMemory:
     def _kills(self, group: PurePosixPath) -> tuple[int, int]:
         """Return how many processes were killed in *group*, and how often because it, or one below it, was at its limit."""
         if text := read_text(group / "memory.events"):
-            found = _numbers(text)
+            found = flat_keyed(text)
             return found.get("oom_kill", 0), found.get("oom", 0)
-        kills = _numbers(read_text(group / "memory.oom_control")).get("oom_kill", 0)
+        kills = flat_keyed(read_text(group / "memory.oom_control")).get("oom_kill", 0)
         return kills, int(read_text(group / "memory.failcnt").strip() or 0)
-
-
-def _numbers(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 
 def _rlimit(which: int) -> int | None:

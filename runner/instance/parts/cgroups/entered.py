@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import attrs
 
 from runner.base.values import frozen
-from runner.kernel.cgroup import parse_oom_kills, read_members, write_control
+from runner.kernel.cgroup import flat_keyed, read_members, write_control
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import all_closed
 from runner.kernel.limits import no_kills
@@ -126,7 +126,7 @@ class OomKills:
 
     def _count(self) -> int:
         try:
-            return parse_oom_kills(os.pread(self.fd, 4096, 0).decode())
+            return flat_keyed(os.pread(self.fd, 4096, 0).decode()).get("oom_kill", 0)
         except OSError:  # the domain was removed
             return self._known
 
