@@ -13,9 +13,9 @@ from runner.check.checks import OFF_NODE, CheckContext, Init, Place, check, for_
 from runner.facts.hardware import Hardware
 from runner.facts.host import PodQos
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.files import cpu_limits
 from runner.kernel.host_settings import HostSettings, InterruptLine
 from runner.kernel.kernel_facts import read_line
+from runner.kernel.limits import cpu_limits
 from runner.kubelet.state import CpuState
 from runner.placement.pins import place
 from runner.plan.host_checks import CPU_TIME, OWN_CPUS, shared_cpus, too_little_time

@@ -38,16 +38,14 @@ from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
 from runner.kernel.files import (
-    cpu_limits,
     find_program,
     free_space,
-    huge_limits,
     memory,
     probe_file,
     read_document,
     why_not_appended,
 )
-from runner.kernel.limits import file_size_limit, memory_limit
+from runner.kernel.limits import cpu_limits, file_size_limit, huge_limits, memory_limit
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask

@@ -16,9 +16,7 @@ from pathlib import PurePosixPath
 from runner.base.errors import HostError, RefusedError
 from runner.facts.disk import MISSING, DocumentFact, FileFact, FileKind
 from runner.facts.file_formats import HEAD, TAIL, identify
-from runner.facts.hardware import hugetlb_name
 from runner.kernel.limits import limit_behind, limited
-from runner.kernel.small_files import read_text
 
 _XFS_IOC_DIOINFO = 0x800C581E
 """``libxfs/xfs_fs.h``: the alignments of direct I/O in memory and in the file, and the most bytes of it."""
@@ -410,30 +408,6 @@ def append(path: PurePosixPath) -> int:
         return os.open(path, flags, 0o640)
     except OSError as error:
         raise limited(f"cannot write {str(path)!r}", error) from error
-
-
-def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
-    """Yield the limits, in bytes, of huge pages of *page_size* bytes: of pages in use and of reservations, as above."""
-    for kind in ("max", "rsvd.max"):
-        for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
-            if value.isdecimal():
-                yield int(value)
-
-
-def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
-    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and its ancestors, as numbers of CPUs."""
-    for value in _of_each(root, cgroup, "cpu.max"):
-        quota, _, period = value.partition(" ")
-        if quota.isdecimal() and period.isdecimal():
-            yield int(quota) / int(period)
-
-
-def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
-    group = root / cgroup.lstrip("/")
-    for each in (group, *group.parents):
-        yield read_text(each / name).strip()
-        if each == root:
-            return
 
 
 def find_program(name: str, directories: Sequence[str] = ()) -> PurePosixPath | None:

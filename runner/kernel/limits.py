@@ -19,6 +19,7 @@ import attrs
 from runner.base.errors import HostError
 from runner.base.values import define, frozen
 from runner.facts.file_errors import remedy_of
+from runner.facts.hardware import hugetlb_name
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import flat_keyed
 from runner.kernel.small_files import read_text
@@ -310,6 +311,30 @@ def memory_limit(roots: Roots | None = None) -> MemoryLimit | None:
         if (value := read_text(group / file).strip()).isdecimal() and int(value) < _UNLIMITED
     )
     return min(found, key=lambda limit: limit.size, default=None)
+
+
+def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
+    """Yield the limits of CPU time (``cpu.max``) of *cgroup* and its ancestors, as numbers of CPUs."""
+    for value in _of_each(root, cgroup, "cpu.max"):
+        quota, _, period = value.partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+
+
+def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
+    """Yield the limits, in bytes, of huge pages of *page_size* bytes: of pages in use and of reservations, as above."""
+    for kind in ("max", "rsvd.max"):
+        for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
+            if value.isdecimal():
+                yield int(value)
+
+
+def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
+    group = root / cgroup.lstrip("/")
+    for each in (group, *group.parents):
+        yield read_text(each / name).strip()
+        if each == root:
+            return
 
 
 _UNLIMITED = 1 << 62

@@ -12,7 +12,7 @@ from runner.base.errors import RefusedError
 from runner.facts.host import Kvm, PodQos
 from runner.host.discover import read_huge_limit, read_pod
 from runner.kernel.character_devices import why_no_machine
-from runner.kernel.files import cpu_limits
+from runner.kernel.limits import cpu_limits
 from runner.kernel.procfs import Procfs
 from runner.plan.host_checks import kvm_remedy, qos_of_oom_score_adj, shared_cpus, too_little_time, too_old
 
