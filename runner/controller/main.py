@@ -59,7 +59,7 @@ from runner.kernel.peers import Peers
 from runner.kernel.processes import raise_limits
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
-from runner.kernel.sysfs import HugePool, read_huge_pools
+from runner.kernel.sysfs import read_promised_pages
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.http import open_http_listeners, parse_address, serve_http
@@ -169,7 +169,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         source=CpuSource(files, options.sysfs, options.reserved_cpus) if kubelet else None,
         sys=options.sysfs,
         intervals=Intervals(),
-        limits=choose_limits(options, pods, read_huge_pools(options.sysfs.parent)),
+        limits=choose_limits(options, pods, read_promised_pages(options.sysfs.parent)),
         pods=pods,
     )
     peers, timeouts = (
@@ -230,7 +230,7 @@ def _host_tuner(options: Options) -> HostTuner:
     )
 
 
-def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugePool]) -> Limits:
+def choose_limits(options: LimitOptions, pods: PodCgroups, page_sizes: Iterable[int]) -> Limits:
     """Return the limits of the tree, by default those that fit this machine. Raises :class:`UsageError`."""
     memory_max, pids_max = options.memory_max, options.pids_max
     if memory_max == "default":
@@ -249,7 +249,7 @@ def choose_limits(options: LimitOptions, pods: PodCgroups, pools: Iterable[HugeP
         instance_memory=pod_memory,
         ram=pods.procfs.memory_total(),
         instance_pids_max=options.pod_pids_max,
-        huge_page_sizes=tuple(hugetlb_name(pool.size) for pool in pools),
+        huge_page_sizes=tuple(map(hugetlb_name, page_sizes)),
         swap=pods.procfs.has_swap(),
     )
 

@@ -50,7 +50,7 @@ from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
 from runner.kernel.small_files import read_os_release, read_text
-from runner.kernel.sysfs import read_hardware, read_huge_pools, read_online
+from runner.kernel.sysfs import read_hardware, read_online, read_promised_pages
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import qos_of_oom_score_adj, too_old
@@ -191,8 +191,8 @@ def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str
     return MemoryLimits(
         memory=None if (limit := memory_limit(roots)) is None else limit.size,
         huge={
-            pool.size: HugeFact(read_huge_limit(mount, cgroup, pool.size, os.environ), pool.promised)
-            for pool in (read_huge_pools(roots.sys.parent) if spec.memory.hugepages else ())
+            size: HugeFact(read_huge_limit(mount, cgroup, size, os.environ), promised)
+            for size, promised in (read_promised_pages(roots.sys.parent).items() if spec.memory.hugepages else ())
         },
         lockable=lockable,
         may_lock=may_lock,

@@ -14,7 +14,6 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
-from runner.base.values import frozen
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode, OnlineCpus, is_page_size
 from runner.kernel.leases import read_at_once
 
@@ -164,20 +163,10 @@ def _hugepages(path: Path) -> tuple[HugepagePool, ...]:
     return tuple(sorted(pools, key=lambda pool: pool.size))
 
 
-@frozen
-class HugePool:
-    """The huge pages of one size on the whole machine; *promised* are free and reserved for a mapping that has them not yet."""
-
-    size: int
-    promised: int
-
-
-def read_huge_pools(root: Path = Path("/")) -> tuple[HugePool, ...]:
-    """Return every size of huge pages that the host of *root* knows, none where the kernel knows none."""
-    return tuple(
-        HugePool(pool.size, _number(root / f"sys/kernel/mm/hugepages/hugepages-{pool.size >> 10}kB/resv_hugepages"))
-        for pool in _hugepages(root / "sys/kernel/mm/hugepages")
-    )
+def read_promised_pages(root: Path = Path("/")) -> dict[int, int]:
+    """Return, by each size of huge pages of the host of *root*, those that are free and reserved for mappings without them yet."""
+    pools = root / "sys/kernel/mm/hugepages"
+    return {pool.size: _number(pools / f"hugepages-{pool.size >> 10}kB/resv_hugepages") for pool in _hugepages(pools)}
 
 
 def _meminfo(path: Path, pattern: str) -> int:

@@ -42,7 +42,7 @@ from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.controller.tune.tuner_process import TunerProcess, obey
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_huge_pools
+from runner.kernel.sysfs import read_promised_pages
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.unix_server import SocketLimits, UnixServer
@@ -422,7 +422,7 @@ async def controlled(
         else cpu_source(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
         intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
-        limits=choose_limits(limit_options or LimitOptions(), pods, read_huge_pools(node.path)),
+        limits=choose_limits(limit_options or LimitOptions(), pods, read_promised_pages(node.path)),
         pods=pods,
     )
     host_tuner = HostTuner(
