@@ -7,6 +7,8 @@ from typing import Literal
 from runner.base.values import frozen
 
 DescriptorKind = Literal["tap", "macvtap", "vhost-net", "socket", "file", "block", "other"]
+DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
+"""Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
 
 
 @frozen

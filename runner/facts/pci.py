@@ -12,6 +12,8 @@ from runner.base.values import frozen
 
 DISPLAY, ACCELERATOR, NETWORK = 0x03, 0x12, 0x02
 """PCI base classes."""
+ADDRESS = r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
+"""Pattern of a device's address in sysfs."""
 BRIDGE = 0x0604
 """The class with subclass of bridges to other PCI buses; an NVSwitch is another kind of bridge."""
 

@@ -20,14 +20,10 @@ _KVM_GET_API_VERSION = 0xAE00
 _KVM_CREATE_VM = 0xAE01
 _KVM_CHECK_EXTENSION, _KVM_CAP_MAX_VCPUS = 0xAE03, 66
 _KVM_API_VERSION = 12
-_TUNSETIFF = 0x400454CA
-_TUNGETIFF = 0x800454D2
 _VHOST_VSOCK_SET_GUEST_CID = 0x4008AF60
 _CIDS_TRIED = 256
-_IFF_TAP = 0x0002
-_IFF_NO_PI = 0x1000
-_IFF_VNET_HDR = 0x4000
-_IFF_MULTI_QUEUE = 0x0100
+_TUNSETIFF, TUNGETIFF = 0x400454CA, 0x800454D2  # include/uapi/linux/if_tun.h
+IFF_TAP, IFF_MULTI_QUEUE, IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x0100, 0x1000, 0x4000
 
 
 def probe_kvm(device: Path) -> Kvm:
@@ -92,7 +88,7 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
     See ``Documentation/networking/tuntap.rst``. ``IFF_VNET_HDR`` lets the guest leave checksums and segmentation to
     the host.
     """
-    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if queues > 1 else 0)
+    flags = IFF_TAP | IFF_NO_PI | _IFF_VNET_HDR | (IFF_MULTI_QUEUE if queues > 1 else 0)
     request = struct.pack("16sH22x", name.encode(), flags)
     with ExitStack() as held:
         found = []
@@ -174,10 +170,10 @@ def _opened_queues(held: ExitStack, node: Path, queues: int) -> Iterator[Descrip
 
 
 def _use_macvtap(fd: int, name: str, *, several: bool) -> None:
-    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR | (_IFF_MULTI_QUEUE if several else 0)
+    flags = IFF_TAP | IFF_NO_PI | _IFF_VNET_HDR | (IFF_MULTI_QUEUE if several else 0)
     try:
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
-        found = os.fsdecode(fcntl.ioctl(fd, _TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
+        found = os.fsdecode(fcntl.ioctl(fd, TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
     except OSError as error:
         raise HostError(f"cannot use the macvtap {name!r}") from error
     if found != name:  # the kernel does not check a name passed to TUNSETIFF

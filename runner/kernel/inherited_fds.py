@@ -30,10 +30,12 @@ import trio
 from runner.base.errors import RefusedError
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
-from runner.facts.descriptor import DescriptorFact, DescriptorKind
+from runner.facts.descriptor import DESCRIPTOR_NAME, DescriptorFact, DescriptorKind
+from runner.kernel.character_devices import IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, TUNGETIFF
 from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
 from runner.kernel.files import Descriptor, owned
 from runner.kernel.lines import LineFramer
+from runner.kernel.peers import credentials
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +48,10 @@ MOST_BYTES = 1 << 16
 SENT_WITHIN = 10.0
 """Seconds from the connection to an agent until the agent closes it."""
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}", re.ASCII)
 _KINDS = frozenset({"tap", "macvtap", "vhost-net", "socket", "file", "block"})
-_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _MISC, _TUN_MINOR, _VHOST_NET_MINOR = 10, 200, 238  # Documentation/admin-guide/devices.txt
-_TUNGETIFF = 0x800454D2
 _VHOST_GET_FEATURES = 0x8008AF00
 _SIOCGIFHWADDR = 0x8927
-_IFF_TAP, _IFF_MULTI_QUEUE, _IFF_NO_PI = 0x0002, 0x0100, 0x1000
 _IFREQ = struct.Struct("16sH22x")
 
 
@@ -81,7 +79,7 @@ async def inherited_fds(
             # Owned before anything is checked, so that a refused one is closed too.
             descriptor = held.enter_context(owned(number))
             os.set_inheritable(number, False)
-            if _NAME.fullmatch(name) is None:
+            if re.fullmatch(DESCRIPTOR_NAME, name, re.ASCII) is None:
                 raise RefusedError(
                     f"cannot take over a descriptor called {name!r}; use letters, digits, '.', '_', '@' and '-'"
                 )
@@ -164,9 +162,7 @@ async def _take_sent(agent: PurePosixPath, take: Callable[[str, int, str | None]
             await connection.connect(str(agent))
         except OSError as error:
             raise RefusedError(f"cannot reach the agent {where} that hands over descriptors") from error
-        _, user_id, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        _, user_id = credentials(connection)
         if user_id not in {0, os.geteuid()}:
             raise RefusedError(f"cannot trust the agent {where}: it runs as user {user_id}, neither root nor ours")
         await _take_from(connection, where, take)
@@ -277,20 +273,18 @@ def _probe_character_device(number: int, device: int, *, writable: bool) -> Desc
     if not tun and major != _macvtap_major():
         return DescriptorFact("other", f"the character device {major}:{minor}", writable)
     try:
-        name, flags = _IFREQ.unpack(fcntl.ioctl(number, _TUNGETIFF, bytes(_IFREQ.size)))
+        name, flags = _IFREQ.unpack(fcntl.ioctl(number, TUNGETIFF, bytes(_IFREQ.size)))
     except OSError:
         return DescriptorFact("other", "a /dev/net/tun that is no interface's yet (TUNSETIFF)", writable)
     interface = os.fsdecode(name.rstrip(b"\0"))
     what = f"the {'tap' if tun else 'macvtap'} {interface!r}"
-    if not flags & _IFF_TAP:
+    if not flags & IFF_TAP:
         return DescriptorFact("other", f"the tun {interface!r}, which carries packets and no frames", writable)
-    if not flags & _IFF_NO_PI:
+    if not flags & IFF_NO_PI:
         return DescriptorFact("other", f"{what}, opened without IFF_NO_PI", writable)
     mac = fcntl.ioctl(number, _SIOCGIFHWADDR, bytes(_IFREQ.size))[18:24].hex(":")
     kind: DescriptorKind = "tap" if tun else "macvtap"
-    return DescriptorFact(
-        kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & _IFF_MULTI_QUEUE)
-    )
+    return DescriptorFact(kind, what, writable, interface=interface, mac=mac, multi_queue=bool(flags & IFF_MULTI_QUEUE))
 
 
 def _macvtap_major() -> int | None:

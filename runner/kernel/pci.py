@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 
 from runner.base.errors import HostError
 from runner.facts.pci import (
+    ADDRESS,
     BRIDGE,
     Acs,
     Bar,
@@ -46,7 +47,6 @@ _REDIRECTS, _DIRECT_TRANSLATED = 0x0C, 0x40
 """Bits of the control register of ACS: request and completion redirect, and direct translated P2P."""
 _NO_LINK = 0xFF
 """The best width of a PCI Express device that has no link, in the root complex or a virtual function (``pcie_get_width_cap``)."""
-_ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 
 
 def read_pci_facts(addresses: Iterable[str], roots: Roots) -> dict[str, PciFact]:
@@ -112,7 +112,7 @@ class _Reader:
         above = os.path.realpath(path)
         while (above := os.path.dirname(above)) != "/":  # noqa: PTH120
             name = os.path.basename(above)  # noqa: PTH119
-            if _ADDRESS.fullmatch(name) is None:
+            if re.fullmatch(ADDRESS, name, re.ASCII) is None:
                 return (name if name.startswith("pci") else "", tuple(reversed(bridges)))
             if above not in self._bridges:
                 self._bridges[above] = _bridge(above, name)

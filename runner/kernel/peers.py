@@ -118,7 +118,7 @@ class Peers:
         Raises :class:`PeerError` if it has ended, or lives in a PID namespace that is not visible from here, and ``OSError`` if
         this process has no descriptor or memory left to look (:data:`~runner.kernel.waiting.SHORT`).
         """
-        pid, user_id = _credentials(connection)
+        pid, user_id = credentials(connection)
         if pid == 0:
             raise PeerError(
                 "cannot identify the peer: its PID namespace is not visible from this one; give this program hostPID"
@@ -154,7 +154,7 @@ class Peers:
         if the process has ended or is not visible. That takes up to a third of the time of :meth:`identify` and proves nothing:
         the number may be another process's by now.
         """
-        pid = _credentials(connection)[0]
+        pid = credentials(connection)[0]
         try:
             found = self.look_up(pid)
         except (OSError, HostError):
@@ -237,7 +237,7 @@ def _unless_short(error: OSError, sentence: str) -> PeerError:
     return PeerError(sentence)
 
 
-def _credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int]:
+def credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int]:
     """Return the PID, 0 if it is not visible, and the user of the process that connected."""
     pid, user_id, _ = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

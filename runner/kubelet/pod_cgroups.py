@@ -41,7 +41,8 @@ last, empty if it could; it ends with the cgroup."""
 KUBEPODS = ("kubepods.slice", "kubelet.slice/kubelet-kubepods.slice", "kubepods", "kubelet/kubepods")
 """The possible paths of the cgroup of all pods, relative to the root of the hierarchy, without a ``cgroupRoot`` of its own."""
 
-_UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
+UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
+"""Pattern of a pod's UID with what is between its parts: hyphens, or underscores in the name of a slice; a static pod's has none."""
 _ID = r"[0-9A-Za-z_]{1,128}"
 _FLAGS = re.ASCII | re.DOTALL
 _RUNTIMES = "cri-containerd|crio|docker|libpod"
@@ -51,12 +52,12 @@ _SYSTEMD = (
     r"(?P<pod>(?:/[^/]+\.slice)*?/(?P<root>(?:[^/]+-)?)kubepods\.slice"
     r"(?:/(?P=root)kubepods-(?P<system>system)\.slice)?"
     r"(?:/(?P=root)kubepods(?(system)-system)-(?P<qos>burstable|besteffort)\.slice)?"
-    rf"/(?P=root)kubepods(?(system)-system)(?(qos)-(?P=qos))-pod(?P<uid>{_UID % ('_', '_')})\.slice)"
+    rf"/(?P=root)kubepods(?(system)-system)(?(qos)-(?P=qos))-pod(?P<uid>{UID % ('_', '_')})\.slice)"
     rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})\.scope(?P<below>/.*)?"
 )
 _CGROUPFS = (
     r"(?P<pod>(?:/(?!kubepods/)[0-9A-Za-z_-]+)?/kubepods(?:/system)?(?:/(?P<qos>burstable|besteffort))?"
-    rf"/pod(?P<uid>{_UID % ('-', '-')}))"
+    rf"/pod(?P<uid>{UID % ('-', '-')}))"
     rf"/(?:(?P<runtime>{_RUNTIMES})-)?(?P<id>{_ID})(?P<below>/.*)?"
 )
 _NO_KUBELET = (
@@ -128,7 +129,7 @@ def group_uid(group: str) -> str | None:
 
 def is_pod_uid(name: str) -> bool:
     """Tell whether *name* is a UID that the kubelet gives pods, so that :func:`pod_groups` names their cgroups."""
-    return re.fullmatch(_UID % ("-", "-"), name, re.ASCII) is not None
+    return re.fullmatch(UID % ("-", "-"), name, re.ASCII) is not None
 
 
 def is_container_id(name: str) -> bool:

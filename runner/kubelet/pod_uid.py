@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from runner.kubelet.pod_cgroups import parse_bare_container, parse_container
+from runner.kubelet.pod_cgroups import UID, parse_bare_container, parse_container
 
-_UID = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
-"""Pattern of a pod's UID; in the name of a slice it has underscores for hyphens, and a static pod's UID has no hyphens."""
+_UID = UID % ("[-_]", "[-_]")
 _CONTAINER_ID = r"[0-9a-f]{64}"
 
 

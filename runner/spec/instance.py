@@ -18,10 +18,10 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
+from runner.facts.descriptor import DESCRIPTOR_NAME
 from runner.spec.ports import EVERY_PORT, MOST_OF_ALL, PortForward
 from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
 from runner.spec.rules import (
-    DESCRIPTOR_NAME,
     MIB,
     address,
     choice,

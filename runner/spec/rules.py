@@ -24,6 +24,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
+from runner.facts.descriptor import DESCRIPTOR_NAME
 from runner.spec.ports import HIGHEST, PATTERN, PortForward, parse_ports
 
 T = TypeVar("T")
@@ -52,8 +53,6 @@ _TOML_STRING = (
 each quotation mark in it would have all that follows looked at again."""
 _DEEP_KEY = r"(?<![\w-])(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
 """A key with that many dots, after strings were replaced by a quotation mark."""
-DESCRIPTOR_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}"
-"""Pattern of a descriptor's name; sd_listen_fds_with_names(3) allows more."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = r"\$\$\{|\$\{([^}]*)\}?"
 """Pattern of ``$${``, which stands for a literal ``${``, and of ``${NAME}``."""
@@ -437,7 +436,7 @@ def subnet6() -> Rule:
 
 
 def descriptor_names() -> Rule:
-    """Take names of descriptors, separated by commas (:data:`DESCRIPTOR_NAME`)."""
+    """Take names of descriptors, separated by commas (:data:`~runner.facts.descriptor.DESCRIPTOR_NAME`)."""
 
     def parse(value: object) -> tuple[str, ...]:
         names = tuple(_string(value).split(","))

@@ -15,6 +15,7 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
+from runner.facts.pci import ADDRESS
 from runner.kubelet.pod_cgroups import INSTANCE_NAME
 
 Latency = Literal["default", "low"]
@@ -23,7 +24,6 @@ MOST_WAYS = 32
 MOST_DEVICES = 256
 """A guest has as many PCI buses."""
 _KEYS = ("latency", "cache_ways", "memory_bandwidth", "devices")
-_ADDRESS = re.compile(r"[0-9a-f]{4,6}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.ASCII)
 
 
 @frozen
@@ -132,7 +132,7 @@ def _addresses(value: object) -> tuple[str, ...]:
     if (
         not isinstance(value, list | tuple)
         or len(value) > MOST_DEVICES
-        or not all(isinstance(each, str) and _ADDRESS.fullmatch(each) for each in value)
+        or not all(isinstance(each, str) and re.fullmatch(ADDRESS, each, re.ASCII) for each in value)
     ):
         raise ValueError(f"devices {value!r:.200} are no list of at most {MOST_DEVICES} PCI addresses")
     return tuple(value)
