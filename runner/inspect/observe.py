@@ -57,7 +57,6 @@ from runner.placement.threads import (
     ThreadRules,
     chosen_name,
     guarantee_of,
-    parse_names,
     parse_receipt,
 )
 from runner.protocol.controller_client import ask
@@ -159,8 +158,7 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
         text = receipt.read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise NoInstanceError(f"cannot read {str(receipt)!r}") from error
-    found = parse_receipt(text, str(receipt))
-    names = parse_names(text)
+    found, names = parse_receipt(text, str(receipt))
     roles = Roles.of(found)
     table = read_processes(roots)
     members = dict(_members(roles, table))

@@ -40,7 +40,6 @@ INIT_PID_NAMESPACE = 0xEFFFFFFC
 
 _NS_GET_PARENT = 0xB702
 """``include/uapi/linux/nsfs.h``, ioctl_nsfs(2)."""
-_PF_KTHREAD = 0x00200000
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
@@ -169,15 +168,6 @@ class Peers:
             return self.look_up(pid).inode
         except OSError:
             return None
-
-    def is_kernel_thread(self, pid: int) -> bool:
-        """Tell whether process *pid* is a thread of the kernel (``PF_KTHREAD`` of ``include/linux/sched.h``)."""
-        try:
-            # proc_pid_stat(5): "flags" is field 9; the command name before it may hold any character.
-            stat = read_at_once(self.proc / str(pid) / "stat").decode(errors="surrogateescape")
-            return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_KTHREAD)
-        except (OSError, ValueError, IndexError):
-            return False
 
     def own_namespace(self) -> int:
         """Return the inode of the reader's own PID namespace."""

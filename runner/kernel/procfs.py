@@ -109,8 +109,15 @@ class Procfs:
             inner_pid=int(status["NSpid"].split()[-1]),
             parent=int(status["PPid"]),
             name=status["Name"],
-            kernel=bool(int(stat[6]) & _PF_KTHREAD),
+            kernel=_is_kernels(stat),
         )
+
+    def is_kernel_thread(self, pid: int) -> bool:
+        """Tell whether process *pid* is a thread of the kernel; ``False`` when it is gone."""
+        try:
+            return _is_kernels(_stat(_read(f"{self.root}/{pid}/stat")))
+        except OSError:
+            return False
 
     def arguments(self, pid: int) -> tuple[str, ...]:
         """Return the command line of *pid*, the first :data:`LONGEST_COMMAND_LINE` bytes of it, empty when it is gone.
@@ -451,6 +458,10 @@ def _stat(text: str) -> list[str]:
     # proc_pid_stat(5) from its third field on, the state: the name in parentheses before it may hold anything.
     # "flags" (9) is at index 6, "processor" (39) at 36.
     return text.rpartition(")")[2].split()
+
+
+def _is_kernels(stat: list[str]) -> bool:
+    return bool(int(stat[6]) & _PF_KTHREAD)
 
 
 def _mappings(lines: Iterable[str]) -> Iterator[MappedMemory]:

@@ -344,8 +344,8 @@ class Receipt:
         }
 
 
-def parse_receipt(text: str, source: str) -> Receipt:
-    """Return the receipt in the JSON *text*; *source* is its name in errors.
+def parse_receipt(text: str, source: str) -> tuple[Receipt, ReceiptNames]:
+    """Return the receipt in the JSON *text*, and the names in it; *source* is its name in errors.
 
     The pins are the CPUs of the vCPU threads, because a receipt is written only if each thread is pinned to its own.
     Raises :class:`UsageError` for any other text.
@@ -364,7 +364,8 @@ def parse_receipt(text: str, source: str) -> Receipt:
             shared=document["shared"],
             cgroups=_parse_cgroups(document.get("cgroups")),
         )
-        return Receipt(document["backend"], rules, threads, document.get("guarantee_reason", ""))
+        receipt = Receipt(document["backend"], rules, threads, document.get("guarantee_reason", ""))
+        return receipt, _parse_names(document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot use {source}: it is no receipt of instance-runner's") from error
 
@@ -388,9 +389,7 @@ def chosen_name(given: str, pod: str, *, otherwise: str) -> str:
     return given if given not in {"", UNNAMED} else pod.rpartition("/")[2] or otherwise
 
 
-def parse_names(text: str) -> ReceiptNames:
-    """Return the names in the *text* of a receipt that :func:`parse_receipt` has accepted; a receipt of before has none."""
-    document = json.loads(text)
+def _parse_names(document: Mapping[str, Any]) -> ReceiptNames:
     pod = document.get("pod") or {}
     full = "/".join(filter(None, (pod.get("namespace"), pod.get("name")))) if pod.get("name") else ""
     return ReceiptNames(chosen_name(document.get("instance") or "", full, otherwise=UNNAMED), full, pod.get("uid", ""))

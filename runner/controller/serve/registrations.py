@@ -191,10 +191,10 @@ class Registrations:
         QEMU there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
         The runner registers once more when QEMU is up.
         """
-        limit, pod_uid = self.loop.log_limit, request.pod_uid
+        limit, pod_uid, procfs = self.loop.log_limit, request.pod_uid, self.callers.pods.procfs
 
         def move(pid: int) -> None:
-            if not self.callers.peers.is_kernel_thread(pid):
+            if not procfs.is_kernel_thread(pid):
                 return
             try:
                 self.loop.tree.float_of(pod_uid).admit(pid)

@@ -20,7 +20,6 @@ from runner.placement.threads import (
     Receipt,
     ReceiptNames,
     ThreadRules,
-    parse_names,
     parse_receipt,
     sentences,
     thread_rules,
@@ -178,13 +177,13 @@ def test_the_role_of_a_child(name: str, role: str) -> None:
 
 
 def parsed(**more: object) -> Receipt:
-    return parse_receipt(json.dumps({**RECEIPT.to_json(), **more}), "receipt.json")
+    return parse_receipt(json.dumps({**RECEIPT.to_json(), **more}), "receipt.json")[0]
 
 
 def test_a_receipt_is_read_back_as_written() -> None:
     assert parsed() == RECEIPT
     affinity = Receipt("affinity", AFFINITY, THREADS)
-    assert parse_receipt(json.dumps(affinity.to_json()), "receipt.json") == affinity
+    assert parse_receipt(json.dumps(affinity.to_json()), "receipt.json")[0] == affinity
 
 
 def test_the_anchors_show_whether_the_kernel_keeps_the_others_off() -> None:
@@ -198,7 +197,7 @@ def test_the_anchors_show_whether_the_kernel_keeps_the_others_off() -> None:
     assert attrs.evolve(RECEIPT, threads=none).guarantee == "arranged"
     assert Receipt("affinity", AFFINITY, sealed).guarantee == "arranged", "they are pinned off them"
     refused = attrs.evolve(RECEIPT, guarantee_reason="the kernel is old")
-    assert parse_receipt(json.dumps(refused.to_json()), "receipt.json") == refused
+    assert parse_receipt(json.dumps(refused.to_json()), "receipt.json")[0] == refused
     assert attrs.evolve(refused, threads=sealed).to_json()["guarantee_reason"] == ""
     assert parsed(guarantee=None).guarantee_reason == ""
 
@@ -233,6 +232,7 @@ def test_a_malformed_receipt_is_refused(document: str) -> None:
         {"threads": [{**VCPUS[1].to_json()}]},
         {"threads": [{**VCPUS[0].to_json(), "allowed_cpus": ""}]},
         {"threads": [{**VCPUS[0].to_json(), "role": "cook"}]},
+        {"pod": "web-1"},
     ],
 )
 def test_a_receipt_with_something_else_in_it(change: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ POD = {"name": "web-1", "namespace": "prod", "node": "n1", "uid": "3ceda12c"}
     ],
 )
 def test_an_instance_has_the_name_of_its_spec_or_else_of_its_pod(names: dict[str, Any], found: ReceiptNames) -> None:
-    assert parse_names(json.dumps({**RECEIPT.to_json(), **names})) == found
+    assert parse_receipt(json.dumps({**RECEIPT.to_json(), **names}), "receipt.json")[1] == found
 
 
 def test_the_name_of_a_spec_without_one_is_known() -> None:
