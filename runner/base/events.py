@@ -230,7 +230,6 @@ class ControllerEvent:
     SETTING_WRITTEN = Event("setting written", "path=%s value=%s before=%s")
     SETTINGS_RECORDS_LOST = Event("records of the machine's settings lost", "path=%s reason=%r")
     SETTINGS_RECORDS_STALE = Event("records of the machine's settings are not up to date", "path=%s reason=%r")
-    SETTINGS_RECORDS_NOT_MOVED = Event("records of the machine's settings not taken over", "path=%s reason=%r")
     TASK_BEGUN_AGAIN = Event("task failed and is begun again", "task=%s reason=%r")
     INSTANCE_DEREGISTERED = Event("instance deregistered%s", "uuid=%s")
     EMPTY_INSTANCE_REMOVED = Event("empty instance gives way%s", "uuid=%s to=%s")

@@ -226,7 +226,6 @@ def _host_tuner(options: Options) -> HostTuner:
         options=TuningOptions(
             options.move_interrupts, options.move_work_queues, options.low_latency, options.cache_groups
         ),
-        earlier=PurePosixPath(options.socket.with_name(RECORDS)),
     )
 
 

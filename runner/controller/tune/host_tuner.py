@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -52,7 +51,7 @@ from runner.kernel.host_settings import (
     d3cold_path,
     latency_path,
 )
-from runner.kernel.leases import open_at_once, read_at_once
+from runner.kernel.leases import read_at_once
 from runner.kernel.procfs import Procfs
 from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import instance_group
@@ -63,8 +62,6 @@ LOW_LATENCY = "2"
 """µs that an idle state may take to leave: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep
 the CPU from idling at all, which costs the siblings their share of the core's clock."""
 PERFORMANCE = "performance"
-MOST_RECORDED = 1 << 20
-"""Bytes of the records of an earlier version, 100 for each setting."""
 _IRQBALANCE = "irqbalance"
 _REFUSED = {errno.EIO, errno.EPERM}
 """What the kernel answers for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since
@@ -94,8 +91,6 @@ class HostTuner:
     caches: CacheTuner
     store: PurePosixPath
     options: TuningOptions
-    earlier: PurePosixPath | None = None
-    """Where earlier versions kept the records, until they are taken over."""
     _boot: str = ""
     _stale: str = ""
     """Why the records could not follow the settings in the last pass; empty if they did."""
@@ -291,9 +286,6 @@ class HostTuner:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _records(self) -> Mapping[str, Record]:
-        if self.earlier is not None:
-            take_over_records(self.earlier, self.store)
-            self.earlier = None
         self._boot = self.procfs.setting("kernel/random/boot_id")
         try:
             return parse_records(read_at_once(self.store).decode(), self._boot)
@@ -305,7 +297,9 @@ class HostTuner:
             return {}
 
     def _publish(self, records: Mapping[str, Record]) -> None:
-        """Write the records. Raises :class:`HostError`."""
+        """Write the records, in a directory that no pod reaches. Raises :class:`HostError`."""
+        with suppress(OSError):  # then the records cannot be written either
+            Path(self.store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
         publish(self.store, format_records(records, self._boot).encode())
 
     def _follow_up(self, recorded: Mapping[str, Record], left: Mapping[str, Record]) -> None:
@@ -319,31 +313,3 @@ class HostTuner:
         if error and error != self._stale:
             log.warning(ControllerEvent.SETTINGS_RECORDS_STALE, self.store, error)
         self._stale = error
-
-
-def take_over_records(old: PurePosixPath, store: PurePosixPath) -> None:
-    """Make the directory of *store*, and move the records there from *old*, where earlier versions kept them.
-
-    Pods see the directory of *old*. Raises :class:`HostError` where a process has leased *old*: without what it records,
-    settings cannot be given back, and the kernel ends the lease within ``fs.lease-break-time``. Other failures are logged.
-    """
-    try:
-        Path(store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if old != store and os.path.lexists(old):
-            if not Path(store).exists():
-                publish(store, _read_records(old))
-            discard(old)
-    except BlockingIOError as error:
-        raise HostError(f"cannot take over the records in {old}") from error
-    except (OSError, HostError) as error:
-        log.error(ControllerEvent.SETTINGS_RECORDS_NOT_MOVED, old, explain(error))  # noqa: TRY400
-
-
-def _read_records(path: PurePosixPath) -> bytes:
-    with os.fdopen(open_at_once(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise HostError(f"cannot read {path}: it is no file of records; remove it")
-        content = file.read(MOST_RECORDED + 1)
-    if len(content) > MOST_RECORDED:
-        raise HostError(f"cannot read {path}: it has more than {MOST_RECORDED} bytes; remove it")
-    return content

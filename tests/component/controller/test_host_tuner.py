@@ -19,13 +19,12 @@ from runner.base.cpuset import CpuSet
 from runner.controller.main import RECORDS
 from runner.controller.serve.tuning_passes import TUNING
 from runner.controller.tune.cache_tuner import RESCTRL
-from runner.controller.tune.host_tuner import MOST_RECORDED, HostTuner, TuningOptions, take_over_records
+from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.controller.tune.tuner_messages import Tuned, TunedInstance
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, d3cold_path, governor_path, latency_path
 from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
 from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
-from tests.support.leases import leasing
 
 EVERYTHING = "0-19"
 
@@ -469,56 +468,14 @@ async def test_a_record_that_was_never_a_value_is_discarded(node: Node) -> None:
         assert {record["before"] for record in records.values()}.isdisjoint({"no list"})
 
 
-def test_the_records_of_an_earlier_version_are_taken_over(tmp_path: Path) -> None:
-    old, store = PurePosixPath(tmp_path / RECORDS), PurePosixPath(tmp_path / "state" / RECORDS)
-    take_over_records(old, store)
-    assert Path(store).parent.stat().st_mode & 0o777 == 0o700
-    Path(old).write_text("first")
-    take_over_records(old, store)
-    assert (Path(store).read_text(), Path(old).exists()) == ("first", False)
-    Path(old).write_text("of a controller that was put back for a while")
-    take_over_records(old, store)
-    assert (Path(store).read_text(), Path(old).exists()) == ("first", False)
-
-
-@pytest.mark.parametrize("kind", ["link", "fifo", "large"])
-def test_records_that_are_none_of_an_earlier_version_s_are_not_taken_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    old, store = tmp_path / RECORDS, tmp_path / "state" / RECORDS
-    match kind:
-        case "link":
-            (tmp_path / "other").write_text("other")
-            old.symlink_to(tmp_path / "other")
-        case "fifo":
-            os.mkfifo(old)
-        case _:
-            old.write_bytes(bytes(MOST_RECORDED + 1))
-    take_over_records(PurePosixPath(old), PurePosixPath(store))
-    assert (store.exists(), os.path.lexists(old)) == (False, True)
-    assert "records of the machine's settings not taken over" in caplog.text
-
-
-async def test_records_that_are_leased_are_taken_over_by_a_later_pass(node: Node) -> None:
-    """Until then nothing is changed: it would be recorded as what it is, and not as what it was."""
-    old = node.path / "earlier.json"
+async def test_the_directory_of_the_records_is_made_for_root_alone(node: Node) -> None:
     async with controlled(node) as controller, connected(node.socket) as client:
-        boot = controller.host_tuner.procfs.setting("kernel/random/boot_id")
-        record = {"before": "0-7", "ours": [EVERYTHING], "owner": "eth0"}
-        old.write_text(json.dumps({"boot": boot, "settings": {"proc/irq/24/smp_affinity_list": record}}))
-        controller.host_tuner.earlier = PurePosixPath(old)
-        with leasing(old):
-            await register(node, client, B, "14-17")
-            await controller.tuning.tune()
-            [reason] = controller.tuning.reasons
-            assert reason.startswith("the machine's settings stay as they are: cannot take over the records")
-            assert "a process holds a lease on it" in reason
-            assert mask(node, 24) == EVERYTHING
-        await controller.tuning.tune()
-        assert controller.host_tuner.earlier is None
-        assert (old.exists(), mask(node, 24) == EVERYTHING) == (False, False)
-        records = json.loads((node.path / RECORDS).read_text())["settings"]
-        assert records["proc/irq/24/smp_affinity_list"]["before"] == "0-7"
+        store = node.path / "state" / RECORDS
+        controller.host_tuner.store = PurePosixPath(store)
+        await register(node, client, B, "14-17")
+        await settled(controller)
+        assert store.parent.stat().st_mode & 0o777 == 0o700
+        assert json.loads(store.read_text())["settings"]
 
 
 async def test_only_its_own_container_may_tune_an_instance(node: Node) -> None:
