@@ -216,10 +216,7 @@ async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) 
         except ControllerError as error:
             if error.code == _METHOD_NOT_FOUND:
                 raise ControllerError("the controller is older than tuning; update it", error.code) from None
-            if error.code != _INVALID_PARAMS or "devices" not in tuning:
-                raise
-            rest = {key: value for key, value in tuning.items() if key != "devices"}
-            return (*await tune(path, pod_uid, rest), "the controller is older than keeping devices powered; update it")
+            raise
     match result:
         case {"missing": [*reasons]}:
             return tuple(map(str, reasons))

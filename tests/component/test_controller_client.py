@@ -125,14 +125,6 @@ async def test_an_older_controller_cannot_tune(tmp_path: Path) -> None:
             await tune(PurePosixPath(tmp_path / "other.sock"), A, {"latency": "low"})
 
 
-async def test_a_controller_older_than_devices_is_asked_for_the_rest(tmp_path: Path) -> None:
-    path = tmp_path / "controller.sock"
-    refused = '{"error": {"code": -32602, "message": "Invalid params: \'tuning\'"}}'
-    async with answering(path, sends(refused), sends(result(missing=["no resctrl"]))):
-        missing = await tune(PurePosixPath(path), A, {"latency": "low", "devices": ["0000:41:00.0"]})
-    assert missing == ("no resctrl", "the controller is older than keeping devices powered; update it")
-
-
 @pytest.mark.parametrize("how", ["missing", "stale", "directory missing"])
 async def test_no_controller_at_the_socket(tmp_path: Path, how: str) -> None:
     path = tmp_path / ("sockets" if "directory" in how else "") / "controller.sock"
