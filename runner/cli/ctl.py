@@ -269,7 +269,7 @@ def answer_lines(answer: Any) -> Iterator[str]:
 
 
 def _program_lines(answer: Any) -> Iterator[str]:
-    """Yield what there is to say of a program that has taken over, or could."""
+    """Yield lines that describe a program that has taken over, or could."""
     match answer:
         case {"runner": {"generation": int(generation), "digest": str(digest)}}:
             yield from aligned([("generation", str(generation)), ("program", digest or "the image's")])
@@ -290,7 +290,7 @@ def _program_lines(answer: Any) -> Iterator[str]:
 
 
 def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what is to be said of an instance, and what it is."""
+    """Yield pairs of a word and a value that describe an instance."""
     yield "name", status["name"]
     pod = status["pod"]
     if pod["name"]:

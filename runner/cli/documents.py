@@ -52,7 +52,7 @@ class _Judged:
 
 
 def check(paths: Iterable[str], *, as_json: bool) -> int:
-    """Print what is to be said of each document, a line for one that is right; return the highest exit status."""
+    """Print the problems and remarks of each document, one line for a document without any; return the highest exit status."""
     judged = list[_Judged]()
     for path in paths:
         judged.append(_judge(path))

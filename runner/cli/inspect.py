@@ -207,7 +207,7 @@ class ReportFormatter:
     _before: list[str] = attrs.field(factory=list)
 
     def text(self, report: InspectionReport) -> str:
-        """Return what is to be printed of *report*, after those before it."""
+        """Return the text for *report*, given the reports before it."""
         self.status = Status.FINDINGS if report.verdict is Level.ERROR else Status.STOPPED
         if not self.repeated:
             return json.dumps(report_json(report), indent=1) + "\n" if self.as_json else _text(report_lines(report))

@@ -103,7 +103,7 @@ class PrivilegedProcess:
 
     @property
     def missing(self) -> str:
-        """Return why there is none; empty if there is one."""
+        """Return why the process is not there; empty if it is."""
         return str(self.ended_error()) if self._ended() else ""
 
     def _ended(self) -> bool:

@@ -68,7 +68,7 @@ class OptionalPart(Generic[P, R]):
         """What is held in its place where it is left out."""
 
     def held(self, plan: InstancePlan, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Hold the part, or what is there in its place."""
+        """Hold the part, or :attr:`nothing` if *plan* leaves it out."""
         return self.get()(*args, **kwargs) if self.wanted(plan) else self.nothing
 
 
@@ -291,7 +291,7 @@ def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[No
 
 
 def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
-    """Do the same after the end of the event loop."""
+    """Go on as :func:`resume_after_fault` does, after the end of the event loop."""
     from runner.instance.renewal.after_loop import resume_after_loop
 
     return resume_after_loop(supervisor, error)

@@ -342,7 +342,7 @@ def _refused(sentence: str, error: OSError) -> RefusedError:
 
 
 def publish(path: PurePosixPath, content: bytes) -> None:
-    """Write *content* to *path*, whole or not at all; what is there is replaced, also a link."""
+    """Write *content* to *path*, whole or not at all, in the place of a file or link that is there."""
     temporary = f"{path}.new"
     try:
         with contextlib.suppress(FileNotFoundError):  # left by a process that was killed

@@ -69,7 +69,7 @@ _AMBIGUOUS = frozenset({errno.EAGAIN, errno.EPERM, errno.ENOSPC})
 
 
 def limit_in_words(text: str, user_id: int = 0) -> str:
-    """Return the limit that *text*, a child's words before it ended, tells of, and its remedy; empty if it tells of none."""
+    """Return the limit that a child's last words *text* point to, and its remedy; empty if they point to none."""
     found = max((words for words in _WORDS if words in text), key=len, default=None)
     if found is None:
         return ""
@@ -109,7 +109,7 @@ def own_groups(controller: str, roots: Roots | None = None) -> Iterator[PurePosi
 
 @frozen
 class _ShownLimits:
-    """Limits as the kernel shows them; a method of it returns what has failed by one, with its remedy, empty if it is none."""
+    """Limits as the kernel shows them; each method returns one of them with its remedy, empty if it was not the one that was met."""
 
     roots: Roots
     user_id: int

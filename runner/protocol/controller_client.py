@@ -185,7 +185,7 @@ async def deregister(path: PurePosixPath, pod_uid: str) -> None:
 
 
 async def seal(path: PurePosixPath, pod_uid: str) -> str:
-    """Ask the controller to make the instance's cgroup an isolated partition; return why it is none, empty if it is one.
+    """Ask the controller to make the instance's cgroup an isolated partition; return the reason if it does not, else an empty string.
 
     Raises like :func:`register`.
     """

@@ -84,7 +84,7 @@ class Seals:
                 return self.make(pod_uid)
 
     def make(self, pod_uid: str) -> str:
-        """Make the group of instance *pod_uid* an isolated partition; return why it is none, empty if it is one.
+        """Make the group of instance *pod_uid* an isolated partition; return the reason if that fails, else an empty string.
 
         The reason stays with the group, for all that ask later.
         """

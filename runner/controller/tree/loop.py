@@ -174,7 +174,7 @@ class ReconcileLoop:
         return self.observed or self.observe()
 
     def seen(self) -> Observed:
-        """Return the tree as it was :attr:`Intervals.seen` seconds ago at most: to tell of it, not to decide."""
+        """Return the tree as it was at most :attr:`Intervals.seen` seconds ago: for reports, not for decisions."""
         fresh = time.monotonic() - self._observed_at < self.intervals.seen
         return self.observed if fresh and self.observed is not None else self.observe()
 

@@ -507,7 +507,7 @@ def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
 
 
 def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others: int) -> int:
-    """Return the ``memory.max`` of a domain: what it is to get, else what it has, else what every one gets at first.
+    """Return the ``memory.max`` of a domain: the bytes *wanted*, else those it has, else those that each one begins with.
 
     Never less than it is charged for: the writer would wait until the kernel has taken that back, or has given up.
     """

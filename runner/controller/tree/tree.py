@@ -253,7 +253,7 @@ class Tree:
         return f"cannot extend the isolated partition {group.path} to the CPUs {cpus}: {reason}"
 
     def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition of *cpus*; return why it is none, and then nothing of one is left."""
+        """Make *group* an isolated partition of *cpus*; if that fails, return the reason and leave nothing of it behind."""
         try:
             group.write("cpuset.cpus.exclusive", str(cpus))
             writer.isolate(f"{group.parent.name}/{group.name}")

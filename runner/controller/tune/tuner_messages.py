@@ -112,7 +112,7 @@ class Tuned:
 
     @classmethod
     def not_made(cls, reason: str) -> Self:
-        """Return what there is to say of a pass that was not made."""
+        """Return the failures of a pass that was not made, for *reason*."""
         return cls((f"the machine's settings stay as they are: {reason}",), {"all": 1}, made=False)
 
     def to_json(self) -> bytes:

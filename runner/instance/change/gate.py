@@ -142,7 +142,7 @@ class LiveChange:
         return f"{self.what} (for {duration(trio.current_time() - self.since)})"
 
     def to_json(self) -> ChangeDocument:
-        """Return what it is, and for how many seconds it has been in progress."""
+        """Return the change, and the seconds for which it has been in progress."""
         return {"what": self.what, "seconds": round(trio.current_time() - self.since, 1)}
 
 

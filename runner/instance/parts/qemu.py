@@ -151,7 +151,7 @@ class Qemu:
 
     @property
     def unfinished(self) -> str:
-        """Return what it is in the middle of, empty if nothing."""
+        """Return the activity that a renewal would interrupt, as a clause; empty if there is none."""
         if self.ends:
             return "the guest ends"
         return "a QMP command is being executed" if self._monitor.busy else ""

@@ -92,7 +92,7 @@ class FirstStage:
             comm.write(NAME)
 
     def fall_back(self, error: BaseException) -> None:
-        """Execute the program before; return if there is none."""
+        """Execute the program before this one; return if there is no way back."""
         if self.committed or self.index + 1 >= len(self.document["programs"]):
             return
         signal.alarm(0)

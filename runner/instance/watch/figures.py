@@ -57,7 +57,7 @@ class Figures:
         return list(state_samples(self.supervisor, self.plan))
 
     async def samples(self) -> list[NamedSamples]:
-        """Return all that there is to say."""
+        """Return all samples."""
         from runner.instance.watch.metrics import all_samples  # here, as not all that is probed is scraped
 
         self.supervisor.guest_state.ask_qemu()  # the answer is for the next scrape: this one must not wait

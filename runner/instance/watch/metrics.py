@@ -54,7 +54,7 @@ def state_samples(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedS
 async def all_samples(
     supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None, foreign: ForeignTime | None
 ) -> list[NamedSamples]:
-    """Return all that there is to say; what is said of threads, disks and memory only with *receipt*, while the guest runs."""
+    """Return all samples; those of threads, disks and memory only with *receipt*, while the guest runs."""
     found = [*state_samples(supervisor, plan), *_networks(supervisor, plan)]
     if receipt is not None:
         found += _placement(supervisor, receipt, foreign)

@@ -78,7 +78,7 @@ class ActivePlacement(Protocol):
         """
 
     async def follow(self, placement: Placement) -> None:
-        """Do the same for CPUs that the container has already, and the controller, if there is one, has given or taken."""
+        """Do what :meth:`change` does for CPUs that the container has already, and that a controller has given or taken."""
 
     def adopt(self, placement: Placement) -> None:
         """Take *placement* for the one in force without a change of anything."""
