@@ -278,30 +278,26 @@ def command_line() -> argparse.ArgumentParser:
     )
     add_version(parser)
     add = parser.add_argument
-    add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the tree's own cgroup")
-    add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
-    add(
-        "--socket",
-        type=Path,
-        default=Path("/run/instance-cgroup-controller/controller.sock"),
-        metavar="PATH",
-        help="where runners connect",
-    )
-    add(
-        "--state-dir",
-        type=Path,
-        default=Path("/var/lib/instance-cgroup-controller"),
-        metavar="DIR",
-        help="for the record of the machine's settings; no pod may reach it",
-    )
-    add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
-    add(
-        "--cdi-dir",
-        type=Path,
-        default=Path("/var/run/cdi"),
-        metavar="DIR",
-        help="where a DRA driver for CPUs puts its CDI specifications; read under the CPU Manager's policy none",
-    )
+    for option, path, text in (
+        ("--root", "/sys/fs/cgroup/stelia", "the tree's own cgroup"),
+        ("--cgroupfs", "/sys/fs/cgroup", "where cgroup v2 is mounted"),
+        (
+            "--state-dir",
+            "/var/lib/instance-cgroup-controller",
+            "for the record of the machine's settings; no pod may reach it",
+        ),
+        ("--kubelet-dir", "/var/lib/kubelet", "the kubelet's --root-dir"),
+        (
+            "--cdi-dir",
+            "/var/run/cdi",
+            "where a DRA driver for CPUs puts its CDI specifications; read under the CPU Manager's policy none",
+        ),
+        ("--sysfs", "/sys", "where sysfs is mounted"),
+        ("--procfs", "/proc", "where procfs is mounted"),
+    ):
+        add(option, type=Path, default=Path(path), metavar="DIR", help=text)
+    socket = Path("/run/instance-cgroup-controller/controller.sock")
+    add("--socket", type=Path, default=socket, metavar="PATH", help="where runners connect")
     add(
         "--cpus",
         type=argument_type(_some_cpus),
@@ -316,12 +312,8 @@ def command_line() -> argparse.ArgumentParser:
         help="the kubelet's reservedSystemCPUs, or the CPUs that a DRA driver gives to no pod; unless they are named, the kubelet "
         "is asked for them where its option strict-cpu-reservation hides them",
     )
-    add(
-        "--metrics",
-        type=argument_type(parse_address),
-        metavar="ADDRESS:PORT",
-        help="serve /metrics, /healthz and /readyz here",
-    )
+    address = argument_type(parse_address)
+    add("--metrics", type=address, metavar="ADDRESS:PORT", help="serve /metrics, /healthz and /readyz here")
     add(
         "--handover",
         type=argument_type(_seconds),
@@ -333,11 +325,6 @@ def command_line() -> argparse.ArgumentParser:
     _add_limits(parser.add_argument_group("limits of what instances run outside of their pods' cgroups"))
     _add_tuning(parser.add_argument_group("what else disturbs the CPUs of instances, and is put back at their end"))
     add(
-        "--insecure-trust-peer",
-        action="store_true",
-        help="for development only: believe every peer that it is the instance it names",
-    )
-    add(
         "--allow-device",
         type=argument_type(DeviceRule.parse),
         action="append",
@@ -347,37 +334,34 @@ def command_line() -> argparse.ArgumentParser:
         "(examples: 'c 195:* rw', 'b 8:16 r'); may be repeated",
     )
     add(
-        "--allow-macvtap",
-        action="store_true",
-        help="a process of an instance that may make device nodes (MKNOD) may use any macvtap of the node, also another pod's; "
-        "only for nodes on which no such pod is a stranger's. A pod whose container may use its own macvtap does without",
-    )
-    add(
-        "--require-seccomp",
-        action="store_true",
-        help="refuse an instance whose process runs without a seccomp profile and could write the files of its cgroups",
-    )
-    add(
-        "--no-device-filter",
-        action="store_true",
-        help="for development only: leave the tree without a device filter",
-    )
-    add(
         "--partitions",
         choices=get_args(Partitions),
         default="auto",
         help="isolated partitions, by which the kernel keeps everything else off an instance's CPUs: auto is where the kernel "
         "can (Linux 6.7), required refuses instances where it cannot",
     )
-    add("--sysfs", type=Path, default=Path("/sys"), metavar="DIR", help="where sysfs is mounted")
-    add("--procfs", type=Path, default=Path("/proc"), metavar="DIR", help="where procfs is mounted")
     add(
         "--log-format",
         choices=LOG_FORMATS,
         default="text",
         help="the log on standard error: for people, or one JSON object a line",
     )
-    add("--debug", action="store_true", help="log every action")
+    add(
+        "--allow-macvtap",
+        action="store_true",
+        help="a process of an instance that may make device nodes (MKNOD) may use any macvtap of the node, also another pod's; "
+        "only for nodes on which no such pod is a stranger's. A pod whose container may use its own macvtap does without",
+    )
+    for option, text in (
+        (
+            "--require-seccomp",
+            "refuse an instance whose process runs without a seccomp profile and could write the files of its cgroups",
+        ),
+        ("--no-device-filter", "for development only: leave the tree without a device filter"),
+        ("--insecure-trust-peer", "for development only: believe every peer that it is the instance it names"),
+        ("--debug", "log every action"),
+    ):
+        add(option, action="store_true", help=text)
     return parser
 
 
