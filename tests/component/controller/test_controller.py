@@ -173,25 +173,31 @@ async def test_a_sidecar_does_not_deregister(node: Node) -> None:
         assert node.instance(B).exists()
 
 
-async def test_deregistering_waits_for_the_last_thread(node: Node) -> None:
+async def test_deregistering_is_refused_while_a_thread_stays(node: Node) -> None:
     node.become(B)
-    async with controlled(node), connected(node.socket) as client, trio.open_nursery() as nursery:
+    async with controlled(node), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         refused = await client.refusal("deregisterCgroup", uuid=B)
         assert refused["reason"] == "host"
         assert "are still in" in str(refused["message"])
+
+
+async def test_deregistering_waits_for_the_last_thread(node: Node) -> None:
+    node.become(B)
+    async with controlled(node, timeouts=Timeouts(emptying=20)), connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        node.instance(B).populate(True)
         results: list[object] = []
 
         async def deregister() -> None:
             results.append(await client.result("deregisterCgroup", uuid=B))
-            nursery.cancel_scope.cancel()
 
-        nursery.start_soon(deregister)
-        await trio.sleep(0.1)
-        assert not results
-        node.instance(B).populate(False)
-        await trio.sleep_forever()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(deregister)
+            await trio.sleep(0.1)
+            assert not results
+            node.instance(B).populate(False)
     assert results == [{"removed": True}]
 
 
