@@ -39,7 +39,7 @@ def command(node: Node, *more: str) -> list[str]:
     return [
         *(sys.executable, "-c", "import sys; from runner.controller.main import main; sys.exit(main())"),
         *("--root", str(node.root.path), "--cgroupfs", str(node.mount.path), "--socket", str(node.socket)),
-        *("--state-dir", str(node.path / "state")),
+        *("--state-dir", str(node.path)),  # where the one of `register_beforehand` has its records
         *(
             "--kubelet-dir",
             str(node.kubelet),
