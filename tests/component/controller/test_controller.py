@@ -761,6 +761,7 @@ async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog
     observed = Observed(frozenset(), frozenset(), exists=True, groups={group: found})
     caplog.set_level(logging.INFO)
     for _ in range(50):
+        await trio.lowlevel.checkpoint()  # as between two passes
         pass_log.add_actions([written], observed, ())
         pass_log.add_faults((Fault(group, "refused", unlimited=True),))
         pass_log.add_faults(())
