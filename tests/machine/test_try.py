@@ -58,6 +58,18 @@ class Terminal:
         self._read_to = match.end()
         return match
 
+    def read(self) -> str:
+        """Read what is there, so that the program can go on writing; return everything that was shown."""
+        while select.select([self.fd], [], [], 0)[0]:
+            self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        return self.seen
+
+    def runs(self) -> bool:
+        """Return ``True``. Raises ``AssertionError``, with what was shown, where the program has ended."""
+        seen = self.read()
+        assert self.process.poll() is None, seen
+        return True
+
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
@@ -71,8 +83,7 @@ class Terminal:
             assert time.monotonic() < deadline, f"does not end:\n{self.seen}"
             if select.select([self.fd], [], [], 0.1)[0]:
                 self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
-        while select.select([self.fd], [], [], 0)[0]:
-            self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+        self.read()
         assert termios.tcgetattr(self.fd) == self.before
         return self.process.returncode
 
@@ -287,7 +298,7 @@ def test_a_cloud_image_has_a_login_a_way_out_and_a_port_and_is_only_read() -> No
         gateway = "$(ip route show default | cut -d' ' -f3)"
         shown.type(f'bash -c "cat </dev/tcp/{gateway}/{outside}"\r')  # passt has its gateway stand for this machine
         shown.until("the way out")
-        until(lambda: speaks_ssh(port), "the guest's sshd", BOOTS_WITHIN)
+        until(lambda: shown.runs() and speaks_ssh(port), "the guest's sshd", BOOTS_WITHIN)
         shown.type("\x1d")
         assert shown.wait() in {0, 13}, shown.seen  # a busy machine's guest takes longer than its grace
     assert image.read_bytes() == before
