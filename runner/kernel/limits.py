@@ -322,7 +322,7 @@ def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
 
 
 def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
-    """Yield the limits, in bytes, of huge pages of *page_size* bytes: of pages in use and of reservations, as above."""
+    """Yield the limits, in bytes, of *cgroup* and its ancestors for huge pages of *page_size*: of pages in use, of reservations."""
     for kind in ("max", "rsvd.max"):
         for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
             if value.isdecimal():
