@@ -66,8 +66,9 @@ class Terminal:
 
     def runs(self) -> bool:
         """Return ``True``. Raises ``AssertionError``, with what was shown, where the program has ended."""
-        seen = self.read()
-        assert self.process.poll() is None, seen
+        ended = self.process.poll() is not None
+        seen = self.read()  # after that, so that its last words are among it
+        assert not ended, seen
         return True
 
     def type(self, text: str) -> None:
@@ -81,8 +82,8 @@ class Terminal:
         deadline = time.monotonic() + WITHIN
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"does not end:\n{self.seen}"
-            if select.select([self.fd], [], [], 0.1)[0]:
-                self.seen += os.read(self.fd, 1 << 16).decode(errors="replace")
+            select.select([self.fd], [], [], 0.1)
+            self.read()
         self.read()
         assert termios.tcgetattr(self.fd) == self.before
         return self.process.returncode
