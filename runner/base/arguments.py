@@ -26,7 +26,7 @@ class CommandLine(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # as argparse itself calls it
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Return the arguments, and none that are left: they are refused."""
+        """Parse as argparse does, but refuse unknown arguments here, so that none are ever left over."""
         self._given = sys.argv[1:] if args is None else args
         known, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -34,7 +34,7 @@ class CommandLine(argparse.ArgumentParser):
         return known, rest
 
     def error(self, message: str) -> NoReturn:
-        """End with *message*; where a command is missing, its cause is a wrong option before it, or the commands are named."""
+        """End with *message*. Where a command is missing, name the unknown option before it, or else the commands."""
         commands = next((each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None)  # noqa: SLF001
         if commands is not None and message.endswith(f": {commands.metavar}"):
             options = [name for action in self._actions for name in action.option_strings]
@@ -43,7 +43,7 @@ class CommandLine(argparse.ArgumentParser):
         super().error(message)
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """Return what is wrong with *words*, which no argument takes."""
+        """Return the error message for *words*, which no argument takes."""
         word = next((each for each in words if each.startswith("-")), None)
         if word is None:
             return f"cannot take {' '.join(words)!r}: it is one argument too many"
@@ -66,12 +66,12 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def _begins(word: str, options: Sequence[str]) -> bool:
-    """Tell whether *word* is one of *options*, or how one begins."""
+    """Tell whether *word* is one of *options* or an abbreviation of one."""
     return any(option.startswith(word.partition("=")[0]) for option in options)
 
 
 class _Version(argparse.Action):
-    """Prints the version; argparse's own action does not say that it could not."""
+    """Prints the version and reports a failed write, which argparse's own action does not."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(f"{parser.prog} {VERSION}\n")

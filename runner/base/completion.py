@@ -1,4 +1,4 @@
-"""The programs' side of completion in a shell, which asks a program itself what may follow: see argcomplete."""
+"""The programs' side of shell completion: argcomplete runs the program itself to get the possible next words."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class _Files(BaseCompleter):
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Write what may follow on the command line in ``COMP_LINE``, and exit."""
+    """Write the possible next words of the command line in ``COMP_LINE``, and exit."""
     argcomplete.autocomplete(parser, always_complete_options=False, default_completer=_Files())

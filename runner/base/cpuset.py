@@ -117,7 +117,7 @@ class CpuSet:
 
 
 def disjoint_ranges(text: str) -> Iterator[range]:
-    """Yield the ranges of a list in ascending order, without the part of each that an earlier one has.
+    """Yield the ranges of a list in ascending order; the part of a range that an earlier one covers is left out.
 
     So a number comes once however often a client repeats it. Raises ``ValueError`` like :meth:`CpuSet.parse`.
     """

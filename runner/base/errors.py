@@ -143,7 +143,7 @@ class PlacementError(RunnerError):
 
 
 def explain(error: BaseException) -> str:
-    """Return *error* with its chain of causes in one line, and their remedies after them; a :exc:`SpecError` has one for each problem.
+    """Return *error* and its chain of causes in one line, followed by their remedies; a :exc:`SpecError` has one for each problem.
 
     An ``OSError`` contributes its reason only: the sentence before it has named the object already. The words of a guest or
     another program in it can neither begin a line of their own nor control a terminal.
@@ -153,7 +153,7 @@ def explain(error: BaseException) -> str:
 
 
 def problems_of(error: RunnerError) -> tuple[Problem, ...]:
-    """Return what *error* says, with its chain of causes, as problems: those of a document, or one that is in none."""
+    """Return the problems of *error* and its chain of causes: those of the document, or else one without a path."""
     if isinstance(error, SpecError):
         return error.problems
     sentence, remedies = _with_remedies(error)
@@ -161,7 +161,7 @@ def problems_of(error: RunnerError) -> tuple[Problem, ...]:
 
 
 def _with_remedies(error: BaseException) -> tuple[str, Iterable[str]]:
-    """Return what *error* and its chain of causes say, and each of their remedies once."""
+    """Return the sentences of *error* and its chain of causes, and each of their remedies once."""
     chain = [error, *_causes(error)]
     remedies = dict.fromkeys(each.remedy for each in chain if isinstance(each, RunnerError) and each.remedy)
     return ": ".join(map(_sentence, chain)), remedies
@@ -175,7 +175,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return what *error* says, without its remedy."""
+    """Return the sentence of *error* without its remedy."""
     if isinstance(error, SpecError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

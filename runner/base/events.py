@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 
 MORE = re.compile(r"(?<=[a-z])%s")
-"""A conversion that follows a word of a message: for what a rate limit says of the messages left out."""
+"""A conversion after a word of a message, replaced by the rate limit's count of omitted messages."""
 
 
 class Event:
     """The template of a message: *words*, then the *fields*, ``pid=%d version=%s``, which JSON has apart.
 
-    *words* may have one :data:`MORE`. *meaning* says in Markdown what the message is where its words do not. No enumeration: to make
-    one of these tables takes twenty times as long.
+    *words* may have one :data:`MORE`. *meaning* says in Markdown what the message is where its words do not. It is no ``enum.Enum``:
+    creating one of these tables as an enumeration takes twenty times as long.
     """
 
     __slots__ = ("fields", "key", "meaning", "words")
@@ -32,7 +32,7 @@ class Event:
         """The name for programs."""
 
     def place_of_more(self) -> int:
-        """Return the index among the arguments of what a rate limit says."""
+        """Return the index, among the arguments, of the rate limit's count of omitted messages."""
         return len(re.findall(r"%[.0-9]*[a-z]", MORE.split(self.words)[0]))
 
     def __str__(self) -> str:

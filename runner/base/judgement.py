@@ -1,4 +1,4 @@
-"""Judgements: what was found about a subject, how good it is, why that matters, and what fixes it.
+"""Judgements: the finding about a subject, its level, the reason why it matters, and its remedy.
 
 ``check``, ``inspect``, the trace and the plans have no other words for it: people get them by
 :func:`~runner.base.subject.judgement_lines`, programs by :meth:`Judgement.to_json`.

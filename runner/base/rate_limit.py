@@ -14,7 +14,7 @@ from runner.base.values import define, frozen
 log = logging.getLogger(__name__)
 
 REPORTED_EVERY = 60.0
-"""Seconds between two log messages of the same kind about the same peer: a guest can cause thousands a second."""
+"""Seconds between two log messages of one kind about one peer: a guest can cause thousands a second."""
 
 MOST_PEERS = 64
 """Peers that are told apart at a time; the others are one peer, so that no number of peers fills the log or the memory."""
@@ -55,7 +55,7 @@ class LogRateLimit:
             write(event, *args[:at], more, *args[at:])
 
     def due(self, kind: str, peer: object = "") -> str | None:
-        """Return ``None`` if the message is to be left out, else what it says of those left out before it, mostly nothing."""
+        """Return ``None`` if the message is to be left out, otherwise a note on the messages left out before it, usually empty."""
         now = trio.current_time()
         key = kind, peer
         if key not in self._reported and len(self._reported) >= MOST_PEERS:
@@ -70,14 +70,14 @@ class LogRateLimit:
         return f" ({last.left_out} more since the last report)" if last is not None and last.left_out else ""
 
     def log_left_out(self) -> None:
-        """Log, at the end, how many messages were left out since the last report of each kind and peer."""
+        """Log, at the end of the program, the number of messages left out since the last report of each kind and peer."""
         for (kind, peer), last in self._reported.items():
             if last.left_out:
                 log.info(SharedEvent.MESSAGES_LEFT_OUT, kind, peer, last.left_out)
                 last.left_out = 0
 
     def _forget(self, now: float) -> None:
-        """Forget the peers whose next message would pass; what was left out of theirs counts as others'."""
+        """Forget the peers whose next message would pass; the messages left out for them are counted for the peer "others"."""
         passed = [key for key, last in self._reported.items() if now - last.at >= REPORTED_EVERY and key[1] != _OTHERS]
         for kind, peer in passed:
             left_out = self._reported.pop((kind, peer)).left_out

@@ -32,20 +32,20 @@ class Subject:
         return Judgement(self.name, Level.OK, found, self.why)
 
     def unknown(self, found: str, remedy: str = "") -> Judgement:
-        """Return why it cannot be judged; *remedy* is how it could be."""
+        """Return a judgement of level ``unknown``; *remedy* says how it could be judged."""
         return Judgement(self.name, Level.UNKNOWN, found, self.why, remedy)
 
     def warning(self, found: str, remedy: str) -> Judgement:
-        """Return what makes an instance slower, less isolated, or less than was asked for."""
+        """Return a judgement of level ``warning``: an instance is slower, less isolated, or has less than was asked for."""
         return Judgement(self.name, Level.WARNING, found, self.why, remedy)
 
     def error(self, found: str, remedy: str) -> Judgement:
-        """Return what keeps an instance from starting, or what must not be in one that runs."""
+        """Return a judgement of level ``error``: an instance cannot start, or a running one is not as it must be."""
         return Judgement(self.name, Level.ERROR, found, self.why, remedy)
 
 
 def rank(judgement: Judgement) -> int:
-    """Return how bad *judgement* is; 0 is ``ok``."""
+    """Return the severity of *judgement* as a number; 0 is ``ok``."""
     return _ORDER.index(judgement.level)
 
 

@@ -1,4 +1,4 @@
-"""Three things that trio lacks: the first of several tasks, an outcome as a value, and news of what happens again and again."""
+"""Three things that trio lacks: the first of several tasks, an outcome as a value, and an event that can be set repeatedly."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 @define
 class Announcements:
-    """Wakes the tasks that wait for what happens again and again: *next* is set by it, and replaced."""
+    """Wakes the tasks that wait for a repeated event: :meth:`announce` sets *next* and replaces it by a new event."""
 
     next: trio.Event = attrs.field(factory=trio.Event)
 
     def announce(self) -> None:
-        """Report that it has happened."""
+        """Wake the tasks that wait for *next*."""
         self.next.set()
         self.next = trio.Event()
 

@@ -15,7 +15,7 @@ else:
     import attrs
 
     def define(cls: type) -> type:
-        """Return *cls* as ``attrs.define`` makes it; what changes is equal to itself alone, and shown by Python's own ``repr``."""
+        """Return *cls* as ``attrs.define`` makes it; as it is mutable, an instance equals only itself and has Python's own ``repr``."""
         return attrs.define(cls, eq=False, repr=False)
 
     def frozen(cls: type) -> type:

@@ -100,7 +100,7 @@ def read_members(fd: int, name: str) -> frozenset[int]:
     reader's PID namespace, 0 for a thread that it cannot name (``kernel/cgroup/cgroup.c``, ``cgroup_procs_show``). Reading
     from offset 0 begins anew.
 
-    Raises :class:`CgroupError`, with ``EBADF`` for a descriptor that was opened for writing alone.
+    Raises :class:`CgroupError`; ``EBADF`` if the descriptor was opened only for writing.
     """
     content = b""
     try:
@@ -191,7 +191,7 @@ class Cgroup:
             raise _refused("list", str(self.path), error) from error
 
     def below(self, most: int) -> list[Self]:
-        """Return up to *most* of the groups below this one, each before those below it."""
+        """Return up to *most* descendants of this group, parents before their children."""
         return [attrs.evolve(self, path=Path(path)) for path, _, _ in islice(os.walk(self.path), 1, most + 1)]
 
     def attribute(self, name: str) -> str | None:
@@ -335,8 +335,8 @@ class Cgroup:
     def set_cpus(self, cpus: CpuSet) -> CpuSet:
         """Write ``cpuset.cpus`` and return ``cpuset.cpus.effective`` as read back, which the caller must compare.
 
-        They differ without any error: CPUs that the parent does not have, or that are offline, are left out, and when
-        none remains the group silently runs on all CPUs of its parent.
+        The kernel silently leaves out CPUs that are offline or that the parent does not have; when none remains, the group runs on all CPUs
+        of its parent.
         """
         self.write("cpuset.cpus", str(cpus))
         return self.effective_cpus()
@@ -401,35 +401,35 @@ class Cgroup:
         return flat_keyed(self.read("cgroup.events")).get("populated") == 1
 
     def charge(self) -> MemoryCharge:
-        """Return the memory that the group is charged for (``memory.current``, ``hugetlb.*.current``)."""
+        """Return the memory charged to the group (``memory.current``, ``hugetlb.*.current``)."""
         files = self.path.glob("hugetlb.*B.current")
         return MemoryCharge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
 
     def huge_page_limits(self) -> Iterator[str]:
-        """Yield the names of the files that limit the group's huge pages, of each size those in use and those reserved."""
+        """Yield the names of the files that limit the group's huge pages: for each page size, pages in use and pages reserved."""
         return (file.name for file in self.path.glob("hugetlb.*B.*max"))
 
     def huge_page_limit(self) -> int:
-        """Return the bytes of huge pages that the group may have in use; sizes without a limit count for nothing."""
+        """Return the bytes of huge pages that the group may have in use; page sizes without a limit are not counted."""
         texts = (self.read_if_there(file.name) or "" for file in self.path.glob("hugetlb.*B.max"))
         return sum(int(text) for text in texts if text.isdecimal())
 
     def memory_in_use(self) -> int:
-        """Return the bytes that the group and those below it are charged for."""
+        """Return the bytes charged to the group and its descendants."""
         return int(self.read("memory.current"))
 
     def memory_kept(self) -> int:
-        """Return those of the bytes that are no page cache of files, which the kernel takes back when it needs room."""
+        """Return the bytes of :meth:`memory_in_use` without the page cache of files, which the kernel can take back."""
         stat = flat_keyed(self.read("memory.stat"))
         return max(self.memory_in_use() - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
 
     def reclaim(self) -> None:
-        """Take back what the kernel can, such as page cache and names of files ("memory.reclaim", since Linux 5.19).
+        """Let the kernel reclaim the group's memory, such as page cache and cached file names ("memory.reclaim", since Linux 5.19).
 
-        What a pipe or a socket holds it cannot, and looks at every page of it 16 times before it gives up: seconds for
-        each GiB.
+        Memory held by pipes and sockets cannot be reclaimed: the kernel scans each such page 16 times before it gives up, which takes
+        seconds for each GiB.
         """
-        with contextlib.suppress(CgroupError):  # EAGAIN, as it cannot take back all, or the group is gone
+        with contextlib.suppress(CgroupError):  # EAGAIN: not all of it can be reclaimed; or the group is gone
             self.write("memory.reclaim", str(self.memory_in_use()))
 
     def memory_limit(self) -> int | None:
@@ -438,13 +438,13 @@ class Cgroup:
         return int(text) if text is not None and text.isdecimal() else None
 
     def oom_kills(self) -> int:
-        """Return how many processes the kernel has ended as the group, or one below it, was out of memory."""
+        """Return the number of processes that the kernel has killed because the group or a descendant was out of memory."""
         return flat_keyed(self.read_if_there(MEMORY_EVENTS) or "").get("oom_kill", 0)
 
     def kill(self) -> None:
-        """End every process of the group and of those below, also those that are forked meanwhile ("cgroup.kill").
+        """End every process of the group and its descendants, including those forked meanwhile ("cgroup.kill").
 
-        A threaded group cannot be ended so (EOPNOTSUPP): its processes are its domain's.
+        It is refused for a threaded group (EOPNOTSUPP), because the group's processes belong to its domain.
         """
         self.write("cgroup.kill", "1")
 
@@ -465,7 +465,7 @@ class Cgroup:
 
 
 def flat_keyed(text: str) -> dict[str, int]:
-    """Return the numbers of a control file by their names ("Format": "Flat keyed"); ``memory.events`` counts those below as well."""
+    """Return the numbers of a control file by name ("Format": "Flat keyed"); ``memory.events`` includes descendants."""
     return {name: int(value) for name, value in map(str.split, text.splitlines())}
 
 

@@ -1,4 +1,4 @@
-"""The end of what runs in a cgroup, reported by the kernel through an open descriptor of its ``cgroup.events``.
+"""Waiting for the last process of a cgroup to end, by an open descriptor of its ``cgroup.events``.
 
 A process that has such a descriptor needs neither a mount of the hierarchy nor any right.
 """

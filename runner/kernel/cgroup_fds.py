@@ -25,10 +25,10 @@ class CgroupFds:
     float_threads: Descriptor
     """``cgroup.threads`` of the same cgroup as :attr:`float_procs`."""
     memory_events: Descriptor | None = None
-    """``memory.events`` of the domain that both are in, to be read; ``None`` if none was sent."""
+    """``memory.events`` of the domain that contains both cgroups, open for reading; ``None`` if none was sent."""
 
     def descriptors(self) -> tuple[Descriptor, ...]:
-        """Return all of them."""
+        """Return all descriptors."""
         always = (self.float_procs, self.instance_threads, self.pod_procs, self.float_threads)
         return always if self.memory_events is None else (*always, self.memory_events)
 

@@ -27,7 +27,7 @@ IFF_TAP, IFF_MULTI_QUEUE, IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x0100, 0x1000, 0x4
 
 
 def probe_kvm(device: Path) -> Kvm:
-    """Ask the kernel for its KVM API version and the most vCPUs (``Documentation/virt/kvm/api.rst``, 4.1 and 4.4)."""
+    """Return the kernel's KVM API version and its maximum of vCPUs (``Documentation/virt/kvm/api.rst``, 4.1 and 4.4)."""
     try:
         found = device.stat()
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
@@ -49,7 +49,7 @@ _OTHER_HYPERVISOR = "another hypervisor (VirtualBox, VMware) has the CPUs' virtu
 
 
 def try_kvm(device: Path) -> str | None:
-    """Create a virtual machine without vCPUs and destroy it; return why that fails, ``None`` if it works.
+    """Create a virtual machine without vCPUs and destroy it; return the reason if that fails, ``None`` if it works.
 
     An answer of the API proves little: without hardware virtualisation, or while another hypervisor uses it, only this
     fails (``Documentation/virt/kvm/api.rst``, 4.2).
@@ -64,13 +64,13 @@ def try_kvm(device: Path) -> str | None:
 
 
 def why_no_machine(error: OSError) -> str:
-    """Return why ``KVM_CREATE_VM`` fails with *error*, with what is behind it as far as it is known."""
+    """Return the reason why ``KVM_CREATE_VM`` fails with *error*, and its likely cause."""
     why = _OTHER_HYPERVISOR if error.errno == errno.EBUSY else limit_behind(error.errno or 0, "file")
     return f"{error.strerror}: {why}" if why else str(error.strerror)
 
 
 def why_not_opened(device: Path) -> str | None:
-    """Return why the character device cannot be opened for reading and writing, ``None`` if it can."""
+    """Return the reason why the character device cannot be opened for reading and writing, ``None`` if it can."""
     try:
         mode = device.stat().st_mode
         if not stat.S_ISCHR(mode):
@@ -116,13 +116,12 @@ def macvtap(
     devices: Path = Path("/dev"),
     in_pod_cgroup: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[tuple[Descriptor, ...]]:
-    """Hold a descriptor for each queue of the macvtap link *name*, whose index is *index*; the link outlives them.
+    """Hold a descriptor for each queue of the macvtap link *name*, whose index is *index*; the link remains afterwards.
 
-    udev names its device node by an index that is not unique among network namespaces, and no container has the node. So a
-    node is made by the numbers in this namespace's sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once
-    it is open. It is made *in_pod_cgroup*, where no device filter forbids that, and opened there if the container may use
-    the device; else where the caller is, in float, where the controller may allow all macvtaps. Afterwards the descriptor
-    is asked whether it is of *name*.
+    udev names its device node by an index that is not unique among network namespaces, and no container has the node. So a node is made by
+    the numbers in this namespace's sysfs, in ``/dev``, which is never mounted ``nodev``, and removed once it is open. It is made
+    *in_pod_cgroup*, where no device filter forbids that, and opened there if the container may use the device; otherwise in the caller's
+    cgroup, float, where the controller may allow all macvtaps. Afterwards the descriptor is checked to belong to *name*.
     """
     numbers = sysfs / "class" / "net" / name / f"tap{index}" / "dev"
     try:

@@ -49,7 +49,7 @@ class DeviceRule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the rule that *text* is, in the form of ``docker run --device-cgroup-rule``: ``c 10:232 rw``.
+        """Parse a rule in the form of ``docker run --device-cgroup-rule``, such as ``c 10:232 rw``.
 
         Raises ``ValueError``.
         """
@@ -79,18 +79,18 @@ DEFAULT_RULES = (
     DeviceRule("c", 10, 232),  # kvm
     DeviceRule("c", 10, 238),  # vhost-net
 )
-"""What every container may open, and the devices with fixed numbers by which guests are run.
+"""The devices that every container may open, and those with fixed numbers that guests need.
 
-A process of a pod in float can open no other one. What the pod was given besides (disks, VFIO, vhost-vsock), PID 1 opens in
-the pod's own cgroup, where the filter of the container runtime decides.
+A process in float can open no others. PID 1 opens the pod's further devices (disks, VFIO, vhost-vsock) in the pod's own cgroup, where the
+container runtime's filter decides.
 """
 
 
 def macvtap_rules(procfs: Path) -> tuple[DeviceRule, ...]:
-    """Return the rule for the taps of macvtaps, whose major number the kernel chooses; none while it has no such driver.
+    """Return the rule for the taps of macvtaps, whose major number the kernel chooses; none while the driver is not loaded.
 
-    A container runtime can allow one beforehand only if it was made before the container, as by a device plugin: the minor
-    numbers are given then.
+    A container runtime can allow a single tap only if it exists before the container does, as one made by a device plugin: its minor number
+    is known only then.
     """
     try:
         lines = (procfs / "devices").read_text().partition("Block devices:")[0].splitlines()
@@ -104,7 +104,7 @@ def macvtap_rules(procfs: Path) -> tuple[DeviceRule, ...]:
 # Documentation/bpf/standardization/instruction-set.rst: class, source and operation of an opcode
 _LDXW, _MOV, _MOVX, _ANDX, _RSH, _AND, _JNE, _EXIT = 0x61, 0xB7, 0xBF, 0x5F, 0x77, 0x57, 0x55, 0x95
 _R0, _CONTEXT, _KIND, _WANTED, _MAJOR, _MINOR = range(6)
-"""Registers: the result, the address of a ``struct bpf_cgroup_dev_ctx``, and what is read from there."""
+"""Registers: the result, the address of a ``struct bpf_cgroup_dev_ctx``, and the fields read from it."""
 
 
 def _instruction(opcode: int, to: int = 0, source: int = 0, offset: int = 0, value: int = 0) -> bytes:
@@ -112,9 +112,9 @@ def _instruction(opcode: int, to: int = 0, source: int = 0, offset: int = 0, val
 
 
 def assemble(rules: Iterable[DeviceRule]) -> bytes:
-    """Return the program that allows what one of *rules* allows wholly, and nothing else.
+    """Return the program that allows an access if one of *rules* allows all of it, and denies any other.
 
-    ``access_type`` of the context holds the kind in its lower half and the access that is asked for in its upper half.
+    ``access_type`` of the context holds the kind in its lower half and the requested access in its upper half.
     """
     return b"".join(
         (
@@ -132,7 +132,7 @@ def assemble(rules: Iterable[DeviceRule]) -> bytes:
 
 
 def _rule_instructions(rule: DeviceRule) -> bytes:
-    """Return the instructions that end the program with 1 if *rule* allows the access, and go on after them if not."""
+    """Return the instructions that end the program with 1 if *rule* allows the access, and otherwise fall through."""
     refused = ~sum(_ACCESS[letter] for letter in rule.access) & 0xFFFF
     tests: list[tuple[bytes, int, int]] = [  # instructions before a comparison, its register, and the expected value
         (b"", _KIND, _KINDS[rule.kind]),
@@ -159,14 +159,14 @@ _PROG_TYPE_CGROUP_DEVICE = 15
 _CGROUP_DEVICE = 6
 """``enum bpf_attach_type``."""
 _EXCLUSIVE = 0
-"""The attach flags: no cgroup below may get a program of its own, and one that is attached already is replaced in one step
-(the comment on ``BPF_F_ALLOW_OVERRIDE`` in ``include/uapi/linux/bpf.h``; ``__cgroup_bpf_attach``)."""
+"""The attach flags: descendants may not have a program of their own, and an attached program is replaced atomically (the comment on
+``BPF_F_ALLOW_OVERRIDE`` in ``include/uapi/linux/bpf.h``; ``__cgroup_bpf_attach``)."""
 
 
 def attach_device_filter(rules: Iterable[DeviceRule], cgroup: Path) -> int:
-    """Attach the program of *rules* to *cgroup*, in the place of an earlier one, and return the cgroup's id.
+    """Attach the program of *rules* to *cgroup*, replacing an earlier one, and return the cgroup's id.
 
-    It stays for as long as the cgroup exists, whatever becomes of this process. It takes CAP_SYS_ADMIN (or CAP_BPF and
+    The program stays attached as long as the cgroup exists, even after this process has ended. Needs CAP_SYS_ADMIN (or CAP_BPF and
     CAP_NET_ADMIN). Raises :class:`~runner.base.errors.HostError`.
     """
     what = f"cannot attach the device filter to {cgroup}"
@@ -190,7 +190,7 @@ def attach_device_filter(rules: Iterable[DeviceRule], cgroup: Path) -> int:
 
 
 def cgroup_id(cgroup: Path) -> int | None:
-    """Return the id of *cgroup*, the inode of its directory, which no later cgroup gets; ``None`` if there is none."""
+    """Return the id of *cgroup*, the inode of its directory, which is never reused; ``None`` if the cgroup does not exist."""
     try:
         return cgroup.stat().st_ino
     except OSError:

@@ -51,7 +51,7 @@ _READ, _WRITE, _RESIZE = 0, 1, 3
 
 
 def read_image(path: PurePosixPath, fd: int, size: int, ends: tuple[bytes, bytes], *, write: bool) -> ImageFact:
-    """Return what the bytes of the image *fd* say, which is at *path* and has *size* bytes; *ends* are its first and last ones.
+    """Return the facts in the image *fd*, which is at *path* and has *size* bytes; *ends* are its first and last bytes.
 
     *write* says whether it is to be written, because QEMU's locks differ for readers and writers.
     """
@@ -142,7 +142,7 @@ def _file_of_json(text: str) -> tuple[str, str] | None:
 
 
 def _real_path(image: PurePosixPath, name: str) -> PurePosixPath:
-    """Return the path, without symbolic links, of what *image* calls *name*: relative to the image's directory."""
+    """Return the real path of the file that *image* calls *name*, relative to the image's directory."""
     return PurePosixPath(os.path.realpath(image.parent / name))
 
 
@@ -222,7 +222,7 @@ def _backing_format(fd: int, version: int, end: int) -> str | None:
 
 
 def _is_locked(fd: int, *, write: bool) -> tuple[bool, str | None]:
-    """Tell whether the locks of a running QEMU would keep another one from opening the image, and why it can hold none.
+    """Tell whether a running QEMU's locks would keep another one from opening the image; if locks cannot exist here, also the reason.
 
     Some file systems have no locks of byte ranges: NFS version 3 without lockd, some of FUSE. QEMU asks in the same way
     and then does without (``block/file-posix.c``: ``qemu_has_file_lock``).

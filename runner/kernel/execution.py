@@ -1,4 +1,4 @@
-"""Another program image for this process (execve(2)), which keeps its pid, its children and the descriptors that are named.
+"""Replacing this process's program (execve(2)) while it keeps its pid, its children and the named descriptors.
 
 Imported when a runner is renewed, and not before.
 """
@@ -49,13 +49,13 @@ def seal(fd: int) -> None:
 
 
 def identity(number: int) -> list[int]:
-    """Return what says that descriptor *number* is of the same file still: device, inode and type. Raises ``OSError``."""
+    """Return device, inode and type of descriptor *number*, which identify its file. Raises ``OSError``."""
     found = os.fstat(number)
     return [found.st_dev, found.st_ino, found.st_mode & 0o170000]
 
 
 def claim_inherited(expected: Mapping[str, list[int]]) -> None:
-    """Keep the inherited descriptors *expected*, the identities by number, from the children of this process.
+    """Check that the inherited descriptors match *expected*, identities by number, and set close-on-exec on them.
 
     Raises :exc:`~runner.base.errors.HostError` for one that is not open, or of another file.
     """
@@ -71,7 +71,7 @@ def claim_inherited(expected: Mapping[str, list[int]]) -> None:
 def execute(argv: Sequence[str], environment: Mapping[str, str], descriptors: Iterable[int]) -> NoReturn:
     """Become the program *argv*, which inherits *descriptors*, and those that are inheritable already.
 
-    Raises :exc:`~runner.base.errors.HostError`, and nothing has changed then.
+    Raises :exc:`~runner.base.errors.HostError`, in which case nothing has changed.
     """
     numbers = list(descriptors)
     try:

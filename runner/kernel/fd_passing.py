@@ -30,15 +30,15 @@ class TruncatedFdsError(HostError):
 
 
 class TooManyFdsInFlightError(HostError):
-    """The kernel sends no descriptors for this user at the moment; nothing was sent."""
+    """The kernel sends no more descriptors of this user at the moment; nothing was sent."""
 
 
 async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send all of *data*, and with its first byte *fds*, which stay the caller's.
 
-    Cancelled before the first byte, it has sent nothing. Raises ``OSError`` when the peer has hung up, and
-    :exc:`TooManyFdsInFlightError` when more descriptors of this user were sent and not yet received, by whatever process,
-    than ``RLIMIT_NOFILE`` of this process says (``too_many_unix_fds``, ``net/unix``).
+    Cancelled before the first byte, it has sent nothing. Raises ``OSError`` when the peer has hung up, and :exc:`TooManyFdsInFlightError`
+    when more descriptors of this user were sent and not yet received, by any process, than ``RLIMIT_NOFILE`` of this process says
+    (``too_many_unix_fds``, ``net/unix``).
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     rest = memoryview(data)

@@ -59,7 +59,7 @@ def _mounted_read_only(path: PurePosixPath) -> bool:
 
 
 def free_space(path: PurePosixPath) -> int | None:
-    """Return how many bytes another user than root can write below *path*, or below its first parent that exists."""
+    """Return how many bytes a user other than root can write below *path*, or below its first existing parent."""
     for each in (path, *path.parents):
         with contextlib.suppress(OSError):
             found = os.statvfs(each)
@@ -68,7 +68,7 @@ def free_space(path: PurePosixPath) -> int | None:
 
 
 def why_not_appended(path: PurePosixPath) -> str | None:
-    """Return why :func:`append` would fail for *path*, or ``None``; creates nothing."""
+    """Return the reason why :func:`append` would fail for *path*, or ``None``; creates nothing."""
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -119,11 +119,11 @@ def _file_kind(mode: int) -> FileKind:
 
 
 def _direct_alignment(path: PurePosixPath) -> int | None:
-    """Return the number of bytes that QEMU aligns reads past the page cache to; ``None`` if these do not work.
+    """Return the alignment in bytes of QEMU's reads with ``O_DIRECT``; ``None`` if such reads do not work.
 
-    QEMU finds it in the same way (``block/file-posix.c``, ``raw_probe_alignment``): XFS says it; elsewhere the shortest read
-    that succeeds shows it, but for one of a single byte, which only a hole at the beginning lets succeed: then QEMU takes the
-    greatest. It is 4096 on a disk with such sectors. tmpfs before Linux 6.6, and some others, have no ``O_DIRECT``.
+    QEMU finds it in the same way (``block/file-posix.c``, ``raw_probe_alignment``): XFS reports it. Elsewhere it is the size of the
+    shortest read that succeeds; a read of one byte succeeds only where the file begins with a hole, and then QEMU assumes the largest
+    alignment. It is 4096 on a disk with sectors of that size. tmpfs before Linux 6.6, and some others, have no ``O_DIRECT``.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -140,12 +140,12 @@ def _direct_alignment(path: PurePosixPath) -> int | None:
 
 
 def _is_read_only(device: int) -> bool:
-    """Tell whether the kernel takes no writes to a block device, which it opens for them all the same (``blkdev_write_iter``)."""
+    """Tell whether a block device is read-only; the kernel opens it for writing all the same (``blkdev_write_iter``)."""
     return bool(struct.unpack("i", fcntl.ioctl(device, _BLKROGET, bytes(4)))[0])
 
 
 def _is_held(device: PurePosixPath) -> bool:
-    """Tell whether the kernel has the block device for itself (open(2), ``O_EXCL``)."""
+    """Tell whether the kernel itself uses the block device exclusively (open(2), ``O_EXCL``)."""
     try:
         os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as error:
@@ -162,7 +162,7 @@ def _sectors(fd: int) -> tuple[int, int]:
 
 @contextmanager
 def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, following: bool = True) -> Iterator[int]:
-    """Hold a descriptor of an existing file; *direct* bypasses the page cache, not *following* refuses a symbolic link."""
+    """Hold a descriptor of an existing file; *direct* bypasses the page cache; unless *following*, a symbolic link is refused."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
     flags |= 0 if following else os.O_NOFOLLOW
     try:
@@ -175,7 +175,7 @@ def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, fo
 
 @contextmanager
 def opened_in_place(path: PurePosixPath) -> Iterator[int]:
-    """Hold a descriptor of the file at *path*, no part of which may be a symbolic link (any more)."""
+    """Hold a descriptor of the file at *path*, no component of which may have become a symbolic link."""
     with opened(path) as fd:
         if (found := os.readlink(f"/proc/self/fd/{fd}")) != str(path):  # noqa: PTH115 - a magic link
             raise HostError(f"cannot open {str(path)!r}: it lies at {found!r} now")
@@ -195,7 +195,7 @@ def closing(fd: int) -> Iterator[int]:
 def reopened(fd: int) -> Iterator[int]:
     """Hold the file of *fd* opened again in the same way: its locks (``F_OFD_SETLK``) are its own.
 
-    A descriptor of a device is copied: a cgroup's device filter may know nothing of it by now.
+    A descriptor of a device is copied: a cgroup's device filter may no longer allow opening it.
     """
     try:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -210,7 +210,7 @@ def reopened(fd: int) -> Iterator[int]:
 def create_memory(name: str, size: int, page_size: int | None = None) -> int:
     """Create a file of *size* bytes of anonymous memory (``memfd_create(2)``) and return its descriptor, which the caller closes.
 
-    No page of it exists before it is touched. With *page_size* it consists of huge pages of that many bytes.
+    Each page is allocated when it is first touched. With *page_size* it consists of huge pages of that many bytes.
     """
     huge = 0 if page_size is None else os.MFD_HUGETLB | (page_size.bit_length() - 1) << os.MFD_HUGE_SHIFT
     try:
@@ -227,14 +227,14 @@ def create_memory(name: str, size: int, page_size: int | None = None) -> int:
 
 @contextmanager
 def memory(name: str, size: int) -> Iterator[int]:
-    """Hold a descriptor of :func:`create_memory`."""
+    """Hold a descriptor of the file that :func:`create_memory` creates."""
     with closing(create_memory(name, size)) as fd:
         yield fd
 
 
 @contextmanager
 def filled_memory(name: str, content: bytes) -> Iterator[int]:
-    """Hold *content* as a file that can only be read, as QEMU requires of a descriptor in an fdset of a read-only file."""
+    """Hold *content* as a read-only file, which QEMU requires for a descriptor in an fdset of a read-only file."""
     with memory(name, len(content)) as fd:
         os.pwrite(fd, content, 0)
         with opened(PurePosixPath(f"/proc/self/fd/{fd}")) as reading:
@@ -265,7 +265,7 @@ def copy_new(source: PurePosixPath, path: PurePosixPath) -> None:
 
 @contextmanager
 def copied(path: PurePosixPath, *, write: bool = False) -> Iterator[int]:
-    """Hold a copy of *path* in memory, for a user who may not read the file but can read (or *write*) this descriptor."""
+    """Hold a copy of *path* in memory, for a user who may read (or *write*) the descriptor but not the file."""
     with opened(path) as source:
         size = os.fstat(source).st_size
         with memory(path.name, size) as copy:
@@ -285,7 +285,7 @@ def directory(path: PurePosixPath) -> Iterator[int]:
     An empty directory of this user with mode 777 is closed to others first: an ``emptyDir`` of Kubernetes begins with that
     mode (``pkg/volume/emptydir``), and set-group-ID where the pod has an ``fsGroup`` (``pkg/volume/volume_linux.go``).
 
-    Raises :exc:`~runner.base.errors.RefusedError`: nothing that lasts was begun then.
+    Raises :exc:`~runner.base.errors.RefusedError`, before anything permanent was changed.
     """
     _refuse_replaceable(path)
     try:
@@ -308,7 +308,7 @@ def directory(path: PurePosixPath) -> Iterator[int]:
 
 
 def _refuse_replaceable(path: PurePosixPath) -> None:
-    """Refuse a directory that any user may rename, to put another one or a link in its place: one that is no mount point."""
+    """Refuse a directory that other users may rename and replace, by another directory or by a link: one that is no mount point."""
     real = PurePosixPath(os.path.realpath(path))
     for each in (real, *real.parents):
         with contextlib.suppress(OSError):  # it is made
@@ -342,7 +342,7 @@ def _refused(sentence: str, error: OSError) -> RefusedError:
 
 
 def publish(path: PurePosixPath, content: bytes) -> None:
-    """Write *content* to *path*, whole or not at all, in the place of a file or link that is there."""
+    """Write *content* to *path*, whole or not at all, replacing a file or link at that path."""
     temporary = f"{path}.new"
     try:
         with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
@@ -452,7 +452,7 @@ def all_closed(descriptors: Iterable[Descriptor]) -> Iterator[None]:
 
 
 def read_document(path: PurePosixPath, most: int) -> DocumentFact:
-    """Return the content of a file of at most *most* bytes, or why it was not read."""
+    """Return the content of a file of at most *most* bytes, or the reason why it was not read."""
     try:
         with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
             found = os.fstat(fd)

@@ -51,9 +51,9 @@ class InterruptLine:
     handlers: str
     """The names of its handlers."""
     cpus: CpuSet
-    """``smp_affinity_list``: where it may be delivered to."""
+    """``smp_affinity_list``: the CPUs to which it may be delivered."""
     effective: CpuSet
-    """``effective_affinity_list``: where it is delivered to; the same where the kernel does not say."""
+    """``effective_affinity_list``: the CPUs to which it is delivered; *cpus* where the kernel does not tell."""
     numa_node: int
     """-1 where the kernel does not know."""
 
@@ -62,17 +62,17 @@ class InterruptLine:
 
     @property
     def path(self) -> str:
-        """The setting of its CPUs."""
+        """The setting with the CPUs to which it may be delivered."""
         return f"{INTERRUPTS}/{self.number}/smp_affinity_list"
 
 
 def latency_path(cpu: int) -> str:
-    """Return the setting of the exit latency that *cpu*'s idle states may have."""
+    """Return the setting that limits the exit latency of *cpu*'s idle states."""
     return f"{_CPUS}/cpu{cpu}/power/pm_qos_resume_latency_us"
 
 
 def governor_path(cpu: int) -> str:
-    """Return where *cpu*'s frequency governor is read; :meth:`HostSettings.governor` says where it is set."""
+    """Return the file from which *cpu*'s frequency governor is read; :meth:`HostSettings.governor` returns the one to write."""
     return f"{_CPUS}/cpu{cpu}/cpufreq/scaling_governor"
 
 
@@ -88,7 +88,7 @@ class HostSettings:
     root: Path
 
     def error(self) -> str:
-        """Return why nothing of it can be read; empty if it can."""
+        """Return the reason why the settings cannot be read; empty if they can."""
         try:
             (self.root / "proc").stat()
         except OSError as error:
@@ -107,7 +107,7 @@ class HostSettings:
             return
         for number in numbers:
             line = directory / str(number)
-            # One that is freed meanwhile is left out.
+            # An interrupt that is freed meanwhile is left out.
             with suppress(OSError, ValueError), os.scandir(line) as entries:
                 handlers = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
                 if handlers:
@@ -143,8 +143,8 @@ class HostSettings:
     def work_queue_cpus(self) -> CpuSet | None:
         """Return the CPUs that were set for unbound work queues; ``None`` where the kernel does not have them.
 
-        Since Linux 6.8 :data:`WORK_QUEUES` shows them without those of isolated partitions
-        (``kernel/workqueue.c``, ``wq_requested_unbound_cpumask``), and another file as they were written.
+        Since Linux 6.8 :data:`WORK_QUEUES` shows them without those of isolated partitions (``kernel/workqueue.c``,
+        ``wq_requested_unbound_cpumask``), while another file has them as written.
         """
         text = self.text(f"{WORK_QUEUES}_requested")
         return self.cpus(WORK_QUEUES) if text is None else CpuSet.parse_mask(text)

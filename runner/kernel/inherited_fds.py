@@ -128,7 +128,7 @@ def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str
 
 
 def _inherited(number: int) -> bool:
-    """Tell whether the descriptor came through exec: those that this process opens itself have close-on-exec set."""
+    """Tell whether the descriptor was inherited through exec; this process opens its own descriptors with close-on-exec."""
     try:
         return os.get_inheritable(number)
     except OSError:
@@ -136,7 +136,7 @@ def _inherited(number: int) -> bool:
 
 
 def _take_all(found: list[tuple[str, int, str | None]], take: Callable[[str, int, str | None], None]) -> None:
-    """Take each; if one is refused, close the remaining ones."""
+    """Take each descriptor; if one is refused, close the remaining ones."""
     while found:
         name, number, declared = found.pop(0)
         try:
@@ -231,7 +231,7 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
 
 
 def probe_descriptor(number: int, declared: str | None = None) -> DescriptorFact:
-    """Ask the kernel what the open descriptor *number* is; *declared* is what its sender calls it."""
+    """Return the kernel's facts about the open descriptor *number*; *declared* is the kind that its sender named."""
     return attrs.evolve(_probe(number), declared=declared)
 
 

@@ -51,8 +51,8 @@ class FileEvent:
 class Inotify:
     """An inotify queue; made by :func:`watching`.
 
-    All processes of a user share two limits, those of root's in every container too. While there is no queue to be had,
-    nothing is reported, and each :meth:`watch` asks for one again.
+    Two limits count all processes of a user together, for root across all containers. While the limit allows no queue, nothing is reported,
+    and each :meth:`watch` tries to create one again.
     """
 
     _library: ctypes.CDLL

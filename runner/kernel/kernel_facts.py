@@ -72,7 +72,7 @@ def read_cpus(path: Path) -> CpuSet:
 
 
 def read_quiet_cpus(proc: Path, cpu: Path) -> QuietCpus:
-    """Return what ``nohz_full=``, ``rcu_nocbs=`` and ``isolcpus=managed_irq,`` name."""
+    """Return the CPUs that ``nohz_full=``, ``rcu_nocbs=`` and ``isolcpus=managed_irq,`` name."""
     options = dict(word.partition("=")[::2] for word in read_line(proc / "cmdline").split())
     *flags, cpus = _ISOLATION_FLAG.split(options.get("isolcpus", ""))
     managed = cpus if "managed_irq," in flags else ""

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @frozen
 class Frozen:
-    """There is no state to act on: what runs is left as it is."""
+    """The kubelet's state cannot be used; running instances are left unchanged."""
 
     reason: str
     """A sentence for the operator."""
@@ -65,7 +65,7 @@ def read_state_file(path: Path) -> bytes:
 
 
 def attempt(path: Path, parse: Callable[[bytes], T]) -> T | Frozen:
-    """Read *path* once and *parse* its content; an error becomes a value, with *path* in its sentence."""
+    """Read *path* once and *parse* its content; an error is returned as :class:`Frozen`, with *path* in its sentence."""
     try:
         return parse(read_state_file(path))
     except SpecError as error:  # str(error) begins with the document's name, which is in the sentence already
@@ -83,7 +83,8 @@ def attempt_claims(
 ) -> T | Frozen:
     """Read the file *state* and those in *specifications* whose names match one of *patterns*, and *parse* them together.
 
-    What is not there counts as ``None``, or not at all. An error becomes a value, with the path of its file in the sentence.
+    A missing *state* is passed as ``None``, a missing specification is left out. An error is returned as :class:`Frozen`, with the path of
+    its file in the sentence.
     """
     path = state
     try:
@@ -132,8 +133,8 @@ def is_registered(plugins: Path, pattern: str) -> bool:
 async def settled(path: Path, parse: Callable[[bytes], T], *, pause: float, readings: int) -> T | Frozen:
     """Return *path*'s content as *parse* returns it, once two consecutive readings, *pause* seconds apart, are equal.
 
-    *parse* raises :class:`RunnerError` for what cannot be used. After *readings* the last error is returned: the file
-    stays unusable, or changes faster than it can be read.
+    *parse* raises :class:`RunnerError` for what cannot be used. After *readings* attempts the last error is returned: the file stays
+    unusable, or changes faster than it can be read.
     """
     last = attempt(path, parse)
     for _ in range(max(1, readings - 1)):

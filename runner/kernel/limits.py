@@ -1,4 +1,4 @@
-"""The limit behind a call that has failed: which one it is, what it allows, and whose uses count.
+"""The limit behind a failed call: its name, its value, and the processes or users that it counts.
 
 An ``errno`` alone says none of that: EAGAIN of fork(2) is one of four limits, and ENOSPC of inotify_add_watch(2) is no full volume.
 """
@@ -30,7 +30,7 @@ locked; memory of a file, as a guest's is; requests of native AIO; an io_uring; 
 
 _ALL_CONTAINERS = "in all containers without a user namespace of their own"
 _NEARLY = 0.98
-"""The share of a limit of the whole machine from which on it is taken for the one that was met: others end at any moment."""
+"""The share of a machine-wide limit that counts as reached: the use may have fallen between the failure and this reading."""
 
 
 def limited(sentence: str, error: OSError, use: Use = "file", user_id: int = 0) -> HostError:
@@ -65,7 +65,7 @@ _USES: tuple[tuple[str, Use], ...] = (
     ("epoll", "epoll"),
 )
 _AMBIGUOUS = frozenset({errno.EAGAIN, errno.EPERM, errno.ENOSPC})
-"""What means a limit only where the words say what the call was for."""
+"""Error numbers that are taken for a limit only where the message names the kind of call."""
 
 
 def limit_in_words(text: str, user_id: int = 0) -> str:
@@ -79,7 +79,7 @@ def limit_in_words(text: str, user_id: int = 0) -> str:
 
 
 def limit_of_signal(name: str) -> str:
-    """Return the limit for which the kernel ends a process by the signal *name*, and its remedy; empty if it does for none."""
+    """Return the limit for which the kernel sends a process the signal *name*, and its remedy; empty if there is none."""
     if name == "SIGXFSZ":
         return limit_behind(errno.EFBIG, "file")
     if name == "SIGSYS":
@@ -88,10 +88,10 @@ def limit_of_signal(name: str) -> str:
 
 
 def own_groups(controller: str, roots: Roots | None = None) -> Iterator[PurePosixPath]:
-    """Yield the directory of this process's cgroup that has *controller*, and those above it, as far as they can be seen.
+    """Yield the directory of this process's cgroup that has *controller*, and its ancestors, as far as they are visible.
 
-    Of version 1 where the controller is there, as ``/proc/self/cgroup`` says it. A container without a cgroup namespace reads a path
-    there that it does not see: then it is the top of its mount.
+    They are of version 1 where ``/proc/self/cgroup`` lists the controller there. In a container without a cgroup namespace that file has a
+    path that is not visible to it; then the top of the mount is used.
     """
     roots = roots or Roots()
     lines = [line.split(":", 2) for line in read_text(roots.proc / "self/cgroup").splitlines()]
@@ -109,7 +109,7 @@ def own_groups(controller: str, roots: Roots | None = None) -> Iterator[PurePosi
 
 @frozen
 class _ShownLimits:
-    """Limits as the kernel shows them; each method returns one of them with its remedy, empty if it was not the one that was met."""
+    """Limits as the kernel shows them; each method returns one with its remedy, or an empty string if that one was not reached."""
 
     roots: Roots
     user_id: int
@@ -156,7 +156,7 @@ class _ShownLimits:
             refused = read_text(group / "pids.events").split()[1:2] not in (
                 [],
                 ["0"],
-            )  # what has ended meanwhile is not in use
+            )  # files that have been closed meanwhile are not counted
             if most.isdecimal() and used.isdecimal() and (refused or int(used) >= int(most)):
                 return (
                     f"the container may have {most} processes and threads (pids.max of {str(group)!r}): raise it "
@@ -165,7 +165,7 @@ class _ShownLimits:
         return ""
 
     def _other_processes(self) -> str:
-        """Return what is left: nothing shows how many processes a user has in other containers."""
+        """Return the remaining possibility: the processes of the user in other containers, which no file counts."""
         most = None if self.user_id == 0 else _rlimit(resource.RLIMIT_NPROC)
         of_user = (
             ""
@@ -212,7 +212,7 @@ class _ShownLimits:
         )
 
     def backing(self) -> str:
-        """Return what has kept mmap(2) from a file of memory: not the RAM in use, as none is taken yet."""
+        """Return the reason why mmap(2) of a memory file failed; it is not a lack of RAM, of which none is used yet."""
         if _rlimit(resource.RLIMIT_AS) is not None or self._sysctl("vm/overcommit_memory") == "2":
             return self.memory()
         info = read_text(self.roots.proc / "meminfo")
@@ -280,7 +280,7 @@ _BEHIND: dict[tuple[int, Use | None], Callable[[_ShownLimits], str]] = {
     (errno.EPERM, "namespace"): _ShownLimits.no_namespaces,
     (errno.ESRCH, None): _ShownLimits.gone,
 }
-"""What is behind an ``errno`` of a call for a use, or for any (``None``)."""
+"""(``errno``, use) → the method that returns the limit behind it; the use is ``None`` where it does not matter."""
 
 
 @frozen
@@ -297,7 +297,7 @@ class MemoryLimit:
 
 
 def file_size_limit() -> int | None:
-    """Return how many bytes a file of this process and its children may have (``RLIMIT_FSIZE``); ``None`` without a limit."""
+    """Return the largest size in bytes of a file that this process and its children write (``RLIMIT_FSIZE``); ``None`` without a limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     return None if hard == resource.RLIM_INFINITY else hard
 
@@ -322,7 +322,7 @@ def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:
 
 
 def huge_limits(root: PurePosixPath, cgroup: str, page_size: int) -> Iterator[int]:
-    """Yield the limits, in bytes, of *cgroup* and its ancestors for huge pages of *page_size*: of pages in use, of reservations."""
+    """Yield the huge page limits of *cgroup* and its ancestors for *page_size*, in bytes: for pages in use, then for reservations."""
     for kind in ("max", "rsvd.max"):
         for value in _of_each(root, cgroup, f"hugetlb.{hugetlb_name(page_size)}.{kind}"):
             if value.isdecimal():
@@ -342,13 +342,13 @@ _UNLIMITED = 1 << 62
 
 
 def no_kills() -> str:
-    """Return that the kernel has killed nothing."""
+    """Return an empty string: the kernel has killed no process."""
     return ""
 
 
 @define
 class OutOfMemory:
-    """The kernel's kills for want of memory in the cgroup that this process was in when this was made, and in its cgroup now.
+    """The kernel's out-of-memory kills, in the cgroup of this process at the object's creation and in its cgroup now.
 
     ``oom_kill`` of ``memory.events`` (cgroup-v2.rst) counts those of the groups below as well, that of version 1
     (``memory.oom_control``) those of the group alone.
@@ -362,7 +362,7 @@ class OutOfMemory:
             self._known[group] = self._kills(group)
 
     def kills(self) -> str:
-        """Return, since this was asked last, which memory was short for which the kernel has killed; empty if it has killed nothing."""
+        """Return which memory was short for the kernel's kills since the last call; empty if there were none."""
         found = ""
         for group in dict.fromkeys((*self._known, *islice(own_groups("memory", self.roots), 1))):
             kills, at_limit = self._kills(group)
@@ -378,7 +378,7 @@ class OutOfMemory:
         return "out of memory, the machine's or that of a cgroup above the container's; free some of the node's"
 
     def _kills(self, group: PurePosixPath) -> tuple[int, int]:
-        """Return how many processes were killed in *group*, and how often because it, or one below it, was at its limit."""
+        """Return the number of processes killed in *group*, and how often the group or a descendant was at its limit."""
         if text := read_text(group / "memory.events"):
             found = flat_keyed(text)
             return found.get("oom_kill", 0), found.get("oom", 0)

@@ -3,8 +3,8 @@
 A step is what runs between two checkpoints. A peer that sends 64 KiB of line ends gives 65,536 lines with one read: handled in
 one step, they would keep every other task waiting, the one that answers SIGTERM included.
 
-It stands in ``kernel`` because the output of children and the messages of the host's agent are read here, and ``kernel`` may
-not import ``protocol``.
+It is part of ``kernel`` because the output of children and the messages of the host's agent are read here, and ``kernel`` may not import
+``protocol``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LineFramer:
         return bytes(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Take *data*, which the peer has sent."""
+        """Append *data*, received from the peer, to the buffer."""
         self._buffer += data
 
     def next_line(self, end: bytes = b"\n") -> bytes | None:
@@ -130,7 +130,7 @@ async def receive_line(
 
 
 def pieces(data: bytes, lines: int = LINES_PER_STEP) -> Iterator[bytes]:
-    """Yield *data* in pieces that hold at most *lines* line ends each, for what handles bytes and not lines."""
+    """Yield *data* in pieces of at most *lines* line ends each, for callers that handle bytes instead of lines."""
     begin = 0
     while begin < len(data):
         end = begin

@@ -25,7 +25,7 @@ class LogFileRecord(NamedTuple):
 class LogFile:
     """A file to append to; when it would exceed *most* bytes it is renamed to ``….1``, replacing the previous one.
 
-    So the newest *most* bytes are always there, and never more than twice as many. Only a regular file is renamed.
+    So the newest *most* bytes are always kept, and at most twice as many. Only a regular file is renamed.
     """
 
     def __init__(self, path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> None:
@@ -45,11 +45,11 @@ class LogFile:
                 self._look_at_size()
 
     def record(self) -> LogFileRecord:
-        """Return what another program needs to go on with it."""
+        """Return the state that the next program needs to continue the log."""
         return LogFileRecord(self._fd, self.error, self.missing)
 
     def write(self, data: bytes) -> bool:
-        """Write *data*; return whether writing fails since now, or goes on, which :attr:`error` and :attr:`missing` say."""
+        """Write *data*; return whether writing has just begun to fail, or works again (see :attr:`error` and :attr:`missing`)."""
         before, missed = self.error, self.missing
         mark = b"\n[%d bytes of output are missing here: %b]\n" % (missed, (before or "").encode()) if missed else b""
         text = memoryview(mark + data)
@@ -58,7 +58,7 @@ class LogFile:
                 self._open()
             if self._size is not None and self._size + len(text) > self._most:
                 self._rotate()
-            while text:  # a disk that is nearly full takes a part, and refuses the next
+            while text:  # a nearly full disk takes part of the data and refuses the rest
                 written = os.write(self._fd, text)
                 text = text[written:]
                 if self._size is not None:
@@ -92,7 +92,7 @@ class LogFile:
 
 @contextmanager
 def kept_log(path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> Iterator[LogFile]:
-    """Hold an open log file, the one that was *found* if another program has held it."""
+    """Hold an open log file; *found* is the record of one that the previous program held."""
     file = LogFile(path, most, found)
     try:
         yield file

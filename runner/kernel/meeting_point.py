@@ -1,4 +1,4 @@
-"""Unix sockets by which two programs of another user meet, which take paths of sockets and may write nowhere."""
+"""Unix sockets through which two programs of another user connect: they need socket paths, and may write to no directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC  # not O_PATH: QEMU end
 
 @frozen
 class MeetingPoint:
-    """A *directory* (a descriptor), and the sockets in it, which listen."""
+    """A directory (its descriptor) with two listening sockets."""
 
     directory: int
     cpr: socket.socket
@@ -35,8 +35,8 @@ class MeetingPoint:
 def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextManager[None]]) -> Iterator[MeetingPoint]:
     """Hold a directory with two sockets below *above*, which only this process's user may enter.
 
-    Another user that has got the directory's descriptor may connect to the sockets, by ``/proc/self/fd/N/NAME``, and change
-    nothing. At the end they are removed in a block of *recorded*, which takes the error if that fails.
+    Another user that has received the directory's descriptor may connect to the sockets, by ``/proc/self/fd/N/NAME``, and change nothing.
+    At the end they are removed in a block of *recorded*, which takes the error if that fails.
     """
     name = f"{PREFIX}{os.urandom(8).hex()}"
     with ExitStack() as held:
@@ -54,7 +54,7 @@ def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextMana
 
 @contextmanager
 def _listening(directory: int, name: str) -> Iterator[socket.socket]:
-    from runner.kernel.sockets import listen_at  # what a killed runner has left is removed before trio is imported
+    from runner.kernel.sockets import listen_at  # this module is used before trio is imported
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listen_at(listener, f"/proc/self/fd/{directory}/{name}", 1, 0o666)  # for another program's user: see above

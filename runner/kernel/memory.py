@@ -19,8 +19,8 @@ CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24
 def try_mbind(numa_node: int) -> OSError | None:
     """Bind a page of this process to *numa_node* and return the kernel's error, if any.
 
-    A seccomp profile may answer instead of the kernel, so only a trial shows whether it works.
-    Raises :class:`~runner.base.errors.HostError` on an architecture whose number of the system call is not known here.
+    A seccomp profile may refuse the call, so only a trial shows whether it works. Raises :class:`~runner.base.errors.HostError` on an
+    architecture whose number of the system call is not known here.
     """
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         first = ctypes.c_char.from_buffer(page)
@@ -45,7 +45,7 @@ def read_lockable(capabilities: Collection[int]) -> int | None:
 
 @contextmanager
 def lockable(size: int) -> Iterator[None]:
-    """Let children started in the block lock *size* bytes, as far as possible: more than the hard limit takes CAP_SYS_RESOURCE."""
+    """Let children started in the block lock *size* bytes, as far as possible: above the hard limit this needs CAP_SYS_RESOURCE."""
     before = soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= size:
         yield

@@ -46,7 +46,7 @@ _RT_TABLE_UNSPEC, _LARGEST_TABLE = 0, 255
 
 _LARGEST_ANSWER = 1 << 16  # the kernel fills datagrams of 32 KiB in a dump, and more only for a single larger message
 _DUMP_TRIES = 10
-"""A dump is repeated when something changed in the middle of it; ten times in a row are not coincidence."""
+"""A dump is repeated when something changed in the middle of it; ten changes in a row are no coincidence."""
 
 
 class _Message(Protocol):
@@ -126,7 +126,7 @@ class _Request:
     """A request to the kernel: a message without its header."""
 
     layout: Callable[..., _Message]
-    """Also that of the answers."""
+    """The class of the request and of its answers."""
     fields: Mapping[str, object]
     attributes: tuple[tuple[str, object], ...] = ()
 
@@ -286,7 +286,7 @@ class Rtnetlink:
         return tuple(peer for peer in found if peer is not None)
 
     def _read_addresses(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
-        """Return what *read* finds in each address of *link*."""
+        """Return the results of *read* for the addresses of *link*."""
         request = _Request(ifaddrmsg.ifaddrmsg, {"family": family, "index": link.index})
         with _doing(f"read the addresses of {link.name!r}"):
             return [_understood(read, message) for message in self._dump(rtnl.RTM_GETADDR, request)]
@@ -335,8 +335,8 @@ class Rtnetlink:
     def answer_arp(self, bridge: FoundLink, port: FoundLink, neighbour: PermanentNeighbour) -> None:
         """Let *bridge* answer ARP requests for *neighbour*, which is behind its *port*, with the neighbour's MAC address.
 
-        ``br_do_proxy_suppress_arp`` of ``net/bridge/br_arp_nd_proxy.c``: it answers what the bridge has a neighbour for, if
-        the port of that MAC address has this option. The option ``proxy_arp`` would keep broadcasts from the guest.
+        ``br_do_proxy_suppress_arp`` of ``net/bridge/br_arp_nd_proxy.c``: the bridge answers for each of its neighbours whose port has this
+        option. The option ``proxy_arp`` would keep broadcasts from the guest.
         """
         known = {"family": socket.AF_BRIDGE, "ifindex": port.index, "state": ndmsg.NUD_NOARP, "flags": ndmsg.NTF_MASTER}
         forwarding = _Request(ndmsg.ndmsg, known, (("NDA_LLADDR", neighbour.mac),))
@@ -347,11 +347,11 @@ class Rtnetlink:
             self._ask(rtnl.RTM_SETLINK, 0, _link_request({"family": socket.AF_BRIDGE, "index": port.index}, option))
 
     def routes(self, link: FoundLink) -> tuple[Route, ...]:
-        """Return the IPv4 routes through *link* of every table but the local one, those of the kernel itself included."""
+        """Return the IPv4 routes through *link* of every table but the local one, including the kernel's own."""
         return self._routes(link, socket.AF_INET)
 
     def routes6(self, link: FoundLink) -> tuple[Route, ...]:
-        """Return the IPv6 routes through *link* of every table but the local one, those of the kernel itself included."""
+        """Return the IPv6 routes through *link* of every table but the local one, including the kernel's own."""
         return self._routes(link, socket.AF_INET6)
 
     def _routes(self, link: FoundLink, family: int) -> tuple[Route, ...]:
@@ -368,7 +368,7 @@ class Rtnetlink:
     def belongings(self, link: FoundLink) -> frozenset[str]:
         """Return the addresses, routes of every table and kind, and permanent neighbours of *link*, each as words to compare.
 
-        Without those that the kernel adds and removes itself: they come and go.
+        Those that the kernel itself adds and removes are left out.
         """
         families = (socket.AF_INET, socket.AF_INET6)
         found: list[str | None] = [f"neighbour {each.address} {each.mac}" for each in self.neighbours(link)]
@@ -378,7 +378,7 @@ class Rtnetlink:
         return frozenset(filter(None, found))
 
     def _read_routes(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
-        """Return what *read* finds in each route through *link*."""
+        """Return the results of *read* for the routes through *link*."""
         # The caller picks the table: the kernel refuses to dump one that was never used (ENOENT).
         request = _Request(_RouteMessage, {"family": family}, (("RTA_OIF", link.index),))
         with _doing(f"read the routes of {link.name!r}"):
@@ -413,7 +413,7 @@ class Rtnetlink:
             )
 
     def _dump(self, kind: int, request: _Request) -> list[_Message]:
-        """Return all objects of a kind, as they were at one moment."""
+        """Return all objects of one kind, as they existed at one moment."""
         for _ in range(_DUMP_TRIES):
             answers, torn = self._request(kind, netlink.NLM_F_DUMP, request)
             if not torn:
@@ -474,11 +474,11 @@ def _decoded(layout: Callable[..., _Message], datagram: bytes, offset: int) -> _
 
 
 _MISREAD = (AttributeError, LookupError, TypeError, ValueError, struct.error)
-"""What reading a message raises that lacks an attribute, or has one of another form than the kernel's headers say."""
+"""The exceptions raised by reading a message that lacks an attribute, or has one in another form than the kernel's headers say."""
 
 
 def _understood(read: Callable[[_Message], T], message: _Message) -> T:
-    """Return what *read* finds in *message*. Raises ``OSError`` if it is not as expected."""
+    """Return the result of *read* for *message*. Raises ``OSError`` if the message is not as expected."""
     try:
         return read(message)
     except _MISREAD:
@@ -559,7 +559,7 @@ def _family(address: IpAddress) -> int:
 
 
 def _scope(route: Route) -> int:
-    """Return the distance of the destination as ip(8) chooses it: an IPv4 network without a gateway is on the link."""
+    """Return the route's scope as ip(8) chooses it: an IPv4 network without a gateway is on the link."""
     on_link = route.gateway is None and isinstance(route.destination, IPv4Network)
     return int(rtnl.rt_scope["link" if on_link else "universe"])
 
@@ -638,7 +638,7 @@ def _ip(text: str | None) -> IpAddress | None:
 
 @contextmanager
 def _doing(what: str) -> Iterator[None]:
-    """Raise :exc:`~runner.base.errors.HostError` with *what* was attempted when the kernel refuses."""
+    """Raise :exc:`~runner.base.errors.HostError` when the kernel refuses; *what* names the attempt."""
     try:
         yield
     except OSError as error:

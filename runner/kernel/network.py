@@ -1,7 +1,7 @@
 """Bridges, addresses and routes of this network namespace, through :mod:`runner.kernel.netlink`.
 
-The ``ifalias`` of a link that this program has made is ``instance-runner``. That of the pod's interface whose place a guest
-has taken describes the interface as it was before, so that the next runner can restore it after this one was killed.
+The ``ifalias`` of a link that this program has made is ``instance-runner``. While a guest has taken the place of the pod's interface, the
+interface's ``ifalias`` describes its earlier configuration, so that the next runner can restore it after this one was killed.
 
 The kernel executes a request within the system call: a private network takes seven requests and a millisecond to build, two
 requests and 30 ms to remove, most of which the kernel waits for readers of the link (RCU). That is why PID 1 does it itself,
@@ -62,7 +62,7 @@ class Bridge:
 
 
 def read_interfaces(names: Iterable[str], roots: Roots | None = None) -> dict[str, Interface]:
-    """Return the interfaces of *names* that exist, as they were before a guest took their place."""
+    """Return the existing interfaces of *names*, with their configuration before a guest took their place."""
     sys = (roots or Roots()).sys
     with Rtnetlink() as rtnetlink:
         links = {name: _read(rtnetlink, name) for name in names}
@@ -82,7 +82,7 @@ def read_addresses() -> dict[str, tuple[IPv4Interface, ...]]:
 
 
 def recover(bridges: Sequence[Bridge]) -> None:
-    """Remove what a runner that was killed has left of *bridges*, and refuse bridges that another program has made.
+    """Remove the parts of *bridges* that a killed runner has left, and refuse bridges that another program has made.
 
     Call it before :func:`build`, and outside the block that calls :func:`remove` on failure: another program's bridge must
     not be taken for a half-built one.
@@ -93,7 +93,7 @@ def recover(bridges: Sequence[Bridge]) -> None:
 
 
 def build(bridges: Sequence[Bridge]) -> Mapping[str, frozenset[str]]:
-    """Build *bridges*, all or none; their taps exist already. Return what the pod's interfaces had before, by their names."""
+    """Build *bridges*, all or none; their taps exist already. Return, by name, what each of the pod's interfaces had before."""
     with Rtnetlink() as rtnetlink:
         pods = [_find(rtnetlink, bridge.pod.name) for bridge in bridges if bridge.pod is not None]
         before = {pod.name: rtnetlink.belongings(pod) for pod in pods}
@@ -107,9 +107,9 @@ def build(bridges: Sequence[Bridge]) -> Mapping[str, frozenset[str]]:
 
 
 def remove(bridges: Sequence[Bridge], before: Mapping[str, frozenset[str]] = MappingProxyType({})) -> None:
-    """Remove what :func:`build` has built, as far as it exists, and restore the pod's interfaces.
+    """Remove the parts of *bridges* that exist, and restore the pod's interfaces.
 
-    What they had *before* and have not again is logged: no list of what to restore knows all that the kernel deletes.
+    Anything they had *before* and lack now is logged, because the kernel may delete more than this program restores.
     """
     log.debug(InstanceEvent.NETWORK_REMOVING, ",".join(bridge.name for bridge in bridges))
     with Rtnetlink() as rtnetlink:
@@ -120,14 +120,14 @@ def remove(bridges: Sequence[Bridge], before: Mapping[str, frozenset[str]] = Map
 
 
 def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
-    """Return interface *name* as it is, or as it was before a guest took its place."""
+    """Return the configuration of interface *name*, or the one it had before a guest took its place."""
     link = rtnetlink.link(name)
     if link is None:
         return None
     if link.alias.startswith(f"{OURS} was "):
         try:
             return _parse_alias(name, link.alias + _rest(rtnetlink, name), link.kind)
-        except (TypeError, ValueError):  # a word too many is a TypeError
+        except (TypeError, ValueError):  # too many words raise TypeError
             raise HostError(
                 f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed; "
                 "recreate the pod"
@@ -179,7 +179,7 @@ def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
     rtnetlink.add_bridge(bridge.name, bridge.mtu)
     try:
         made = _find(rtnetlink, bridge.name)
-        # With a MAC address of its own it keeps it, and its permanent neighbours, whichever ports it gets.
+        # With a MAC address of its own, the bridge keeps that address and its permanent neighbours, whichever ports it gets.
         rtnetlink.set_link(made, Change(alias=OURS, mac=_random_mac(), up=True))
     except HostError:  # it has no alias yet, so nothing else would ever remove it
         rtnetlink.delete_link(_find(rtnetlink, bridge.name))
@@ -188,7 +188,7 @@ def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
 
 
 def _remove_all(rtnetlink: Rtnetlink, bridges: Sequence[Bridge]) -> None:
-    """Remove all, the last first; raise the first failure when every one was tried."""
+    """Remove all bridges, the last first; raise the first error after all were tried."""
     failures = []
     for bridge in reversed(bridges):
         try:
@@ -219,7 +219,7 @@ def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
 
 
 def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
-    """Remove what a runner that was killed has left of *bridge*, and refuse a bridge that another program has made."""
+    """Remove the parts of *bridge* that a killed runner has left, and refuse a bridge that another program has made."""
     found = rtnetlink.link(bridge.name)
     if found is None and bridge.pod is None:
         return
@@ -256,7 +256,7 @@ def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Br
     for address in taken:
         rtnetlink.delete_address(link, address)
     if bridge.guest_mac == pod.mac:
-        # A bridge keeps frames to the MAC of one of its ports; these must reach the guest.
+        # A bridge takes frames to the MAC address of one of its ports for itself; these must reach the guest.
         _set_mac(rtnetlink, link, _random_mac())
     rtnetlink.set_link(link, Change(master=made.index, up=True))
     for neighbour in pod.neighbours:
@@ -265,7 +265,7 @@ def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Br
 
 
 def _restore(rtnetlink: Rtnetlink, pod: Interface) -> None:
-    """Restore the pod's interface; do nothing where it is as it was already."""
+    """Restore the pod's interface; do nothing if it is restored already."""
     link = rtnetlink.link(pod.name)
     if link is None:
         raise HostError(f"cannot restore {pod.name!r}: it is gone")
@@ -301,7 +301,7 @@ def _set_mac(rtnetlink: Rtnetlink, link: FoundLink, mac: str) -> None:
         rtnetlink.set_link(
             link, Change(mac=mac)
         )  # while it is up, because taking it down loses its IPv6 addresses and routes
-    except HostError:  # what some drivers do not allow
+    except HostError:  # some drivers do not allow it
         rtnetlink.set_link(link, Change(up=False))
         rtnetlink.set_link(link, Change(mac=mac))
         rtnetlink.set_link(link, Change(up=True))
@@ -331,13 +331,13 @@ def _alias(link: Interface) -> str:
 
 
 def _rest(rtnetlink: Rtnetlink, name: str) -> str:
-    """Return what had no room in the alias of interface *name*; the alias of its bridge has it, whatever its name."""
+    """Return the rest of the description of interface *name*, which did not fit in its alias and is in that of its bridge."""
     head = f"{OURS} of {name} "
     return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
 
 
 def _parse_alias(name: str, alias: str, kind: str) -> Interface:
-    """Parse what :func:`_alias` wrote about interface *name*, which is of *kind*."""
+    """Parse the description that :func:`_alias` wrote about interface *name*, which is of *kind*."""
     mac, mtu, addresses, *words = alias.split(" ")[2:]
     routes, neighbours = [], []
     for word in words:

@@ -46,7 +46,7 @@ class NonBlockingWriter:
         self._dropped = 0
         self._fd: int | None = None
         self._poll: select.poll | None = None
-        """Where the copy may block: asks before each write whether it would."""
+        """Asks before each write whether it would block; ``None`` where the copy never blocks."""
         try:
             self._fd = _reopened(fd)
         except (PermissionError, FileNotFoundError):  # it belongs to another user; there is no /proc
@@ -58,11 +58,11 @@ class NonBlockingWriter:
 
     @property
     def unwritten(self) -> bytes:
-        """Return what is still to be written, with the message about what was dropped."""
+        """Return the bytes still to be written, followed by the message about dropped bytes."""
         return bytes(self._backlog) + (self._dropped_message(self._dropped) if self._dropped else b"")
 
     def begin_with(self, data: bytes) -> None:
-        """Write before anything else *data*, the :attr:`unwritten` of another program."""
+        """Write *data*, which another program's :attr:`unwritten` returned, before anything else."""
         self._backlog[:0] = data
         self.flush()
 
@@ -95,7 +95,7 @@ class NonBlockingWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much of the backlog as the reader has room for, and after it what was dropped since."""
+        """Write as much of the backlog as the reader has room for, and then the message about bytes dropped since."""
         while self._fd is not None and (self._backlog or self._dropped):
             if not self._backlog:
                 self._backlog += self._dropped_message(self._dropped)
@@ -119,7 +119,7 @@ class NonBlockingWriter:
         while True:
             self._waiting = (
                 trio.Event()
-            )  # a new one: a task of an event loop that has ended may wait for the other still
+            )  # a new event: a task of an event loop that has ended may still wait for the old one
             if not self._backlog:
                 await self._waiting.wait()
             with contextlib.suppress(trio.ClosedResourceError):
@@ -141,7 +141,7 @@ class NonBlockingWriter:
 
 
 def _reopened(fd: int) -> int:
-    """Return a descriptor that refers to what *fd* refers to and never blocks.
+    """Return a non-blocking descriptor of the file that *fd* refers to.
 
     ``O_NONBLOCK`` belongs to the open file description, which we share with the process that started us: setting it on *fd*
     would change that process's terminal. Opening ``/proc/self/fd/N`` makes a description of our own for a pipe or a terminal.

@@ -1,4 +1,4 @@
-"""Imports of single modules of a package whose ``__init__`` imports all of it."""
+"""Importing single modules of a package whose ``__init__`` imports the whole package."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _NO_LINK = 0xFF
 
 
 def read_pci_facts(addresses: Iterable[str], roots: Roots) -> dict[str, PciFact]:
-    """Return the devices at *addresses*, by address; those that are not there are left out.
+    """Return the devices at *addresses*, by address; missing ones are left out.
 
     Raises :exc:`~runner.base.errors.HostError` if one is there and cannot be read.
     """
@@ -59,9 +59,9 @@ def read_pci_facts(addresses: Iterable[str], roots: Roots) -> dict[str, PciFact]
 
 
 class _Reader:
-    """Reads what several devices share once: the bridges above them, and the host's NVSwitches.
+    """Reads once the facts that several devices share: the bridges above them, and the host's NVSwitches.
 
-    Paths are strings here and below: a board of twenty devices takes two thousand of them, at 15 µs for one of pathlib's.
+    Paths are strings here and below: twenty devices need two thousand paths, and one of pathlib takes 15 µs.
     """
 
     def __init__(self, roots: Roots) -> None:
@@ -107,7 +107,7 @@ class _Reader:
         )
 
     def _way(self, path: str) -> tuple[str, tuple[PciBridge, ...]]:
-        """Return the host bridge above the device with the directory *path*, and the bridges between, from above."""
+        """Return the host bridge above the device with the directory *path*, and the bridges between them, topmost first."""
         bridges: list[PciBridge] = []
         above = os.path.realpath(path)
         while (above := os.path.dirname(above)) != "/":  # noqa: PTH120
@@ -148,7 +148,7 @@ def _bridge(path: str, address: str) -> PciBridge:
 
 
 def _find(configuration: bytes, identifier: int) -> int | None:
-    """Return where the capability *identifier* of the first 256 bytes is; ``None`` if it cannot be seen."""
+    """Return the offset of the capability *identifier* in the first 256 bytes; ``None`` if it is absent or not readable."""
     if len(configuration) < _FIRST_EXTENDED or not _word(configuration, _STATUS) & _HAS_CAPABILITIES:
         return None
     at, seen = configuration[_CAPABILITIES] & 0xFC, set[int]()
@@ -161,7 +161,7 @@ def _find(configuration: bytes, identifier: int) -> int | None:
 
 
 def _find_extended(configuration: bytes, identifier: int) -> int | None:
-    """Return where the extended capability *identifier* is; ``None`` if there is none or it cannot be seen."""
+    """Return the offset of the extended capability *identifier*; ``None`` if it is absent or not readable."""
     at, seen = _FIRST_EXTENDED, set[int]()
     while len(configuration) == _CONFIGURATION_SPACE and at >= _FIRST_EXTENDED and at not in seen:
         header = int.from_bytes(configuration[at : at + 4], "little")
@@ -192,17 +192,16 @@ def _configuration(path: str) -> bytes:
 
 
 def _is_ones(configuration: bytes) -> bool:
-    """Tell whether a device does not answer: then its configuration space reads as ones.
+    """Tell whether the configuration space reads as ones, because the device does not answer.
 
-    Not only the first word counts: a virtual function's vendor and device are all ones by the SR-IOV specification
-    (3.4.1.1).
+    The first word alone is not enough: a virtual function's vendor and device are all ones by the SR-IOV specification (3.4.1.1).
     """
     header = configuration[:_STANDARD_HEADER]
     return header == b"\xff" * len(header)
 
 
 def why_wedged(path: str) -> str | None:
-    """Return by what the device with the directory *path* is seen to be out of order; ``None`` if it is not.
+    """Return the visible sign that the device with the directory *path* is out of order; ``None`` if there is no such sign.
 
     Raises :exc:`~runner.base.errors.HostError` if it cannot be read.
     """
@@ -248,7 +247,7 @@ def _link(path: str) -> PciLink | None:
 
 
 def _read(path: str) -> bytes:
-    """Return the content of the file *path*; nothing where it cannot be read: not every kernel and device has every file."""
+    """Return the content of the file *path*, or nothing if it cannot be read: not every kernel and device has every file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,13 +1,13 @@
 """The identity of the process at the other end of a Unix socket, from the kernel and never from the message.
 
-``SO_PEERPIDFD`` (Linux 6.5, unix(7)) returns a descriptor of the very process that connected, so its number cannot have
-been given to another one meanwhile. Before that, ``SO_PEERCRED`` gives a bare number: ``/proc/<pid>`` is opened first and
-everything is read through that descriptor (it answers ESRCH once its process is gone, whichever process has the number by
-then), and a process that started after the connection was accepted is not the one that made it. What remains uncovered on
-older kernels is a number recycled between ``connect`` and ``accept``.
+``SO_PEERPIDFD`` (Linux 6.5, unix(7)) returns a descriptor of the very process that connected, so its number cannot have been given to
+another one meanwhile. Before that, ``SO_PEERCRED`` gives a bare number: ``/proc/<pid>`` is opened first and everything is read through that
+descriptor (reading through it fails with ESRCH once the process is gone, even if the number was reused), and a process that started after
+the connection was accepted is not the one that made it. What remains uncovered on older kernels is a number recycled between ``connect``
+and ``accept``.
 
-"The peer" is the process that called ``connect``. If it gives its end away, the receiver acts in its name for as long as
-the peer lives, which is what passing a descriptor means.
+"The peer" is the process that called ``connect``. If it passes its end to another process, that process acts in its name for as long as the
+peer lives.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Peer:
 
 @frozen
 class PidNamespace:
-    """A PID namespace, by the inodes of itself and of the one that it was made in; the latter is 0 if it is not visible."""
+    """A PID namespace, by its inode and that of its parent namespace; the latter is 0 if it is not visible."""
 
     inode: int
     parent: int = 0
@@ -94,7 +94,7 @@ def read_pid_namespace(proc: Path, pid: int) -> PidNamespace:
 
 
 def boot_time() -> float:
-    """Return the time on the clock of processes' start times, in seconds since the boot."""
+    """Return the time in seconds since the boot, on the clock of processes' start times."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -129,7 +129,7 @@ class Peers:
                 peer = Peer(
                     pid=pid,
                     inner_pid=numbers[:2][-1],
-                    pid_namespace=self.look_up(pid).inode,  # of this process: it lives still when that has been read
+                    pid_namespace=self.look_up(pid).inode,  # of this very process: it still lives afterwards
                     nested=bool(numbers[2:]),
                     user_id=user_id,
                     cgroup=_unified(_read(directory, "cgroup")),
@@ -149,9 +149,9 @@ class Peers:
     def container(self, connection: socket.socket | trio.socket.SocketType, own_namespace: int) -> int:
         """Return the inode of the PID namespace of the process that connected *connection*.
 
-        Of one that was made inside of a container it is *own_namespace*, of the reader's own the number of the process, and 0
-        if the process has ended or is not visible. That takes up to a third of the time of :meth:`identify` and proves nothing:
-        the number may be another process's by now.
+        For a namespace made inside a container, return *own_namespace*; for the reader's own namespace, the number of the process; 0 if the
+        process has ended or is not visible. That takes up to a third of the time of :meth:`identify` and proves nothing: the number may be
+        another process's by now.
         """
         pid = credentials(connection)[0]
         try:
@@ -189,8 +189,8 @@ class Peers:
     def _held(self, connection: socket.socket | trio.socket.SocketType, pid: int) -> Iterator[int | None]:
         """Hold the peer's pidfd where the kernel gives one; yield it, or ``None``.
 
-        Before Linux 6.5 it is that of the process that has the number now. What is read of the number while that process lives
-        is about it, and :meth:`identify` refuses one that is younger than the connection.
+        Before Linux 6.5 it is the pidfd of the process that has the number now. Whatever is read by that number while the process lives is
+        about that process, and :meth:`identify` refuses a process that is younger than the connection.
         """
         pidfd = None
         try:
@@ -221,7 +221,7 @@ class Peers:
 
 
 def _unless_short(error: OSError, sentence: str) -> PeerError:
-    """Return the error that *sentence* says; raise *error* itself if it says nothing of the peer."""
+    """Return the error with *sentence*, unless *error* is a shortage of this process's own resources, which is raised."""
     if error.errno in SHORT:
         raise error
     return PeerError(sentence)
@@ -239,7 +239,7 @@ def _opened_pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        if error.errno in (errno.EPERM, errno.ENOSYS):  # by a seccomp profile that does not know it
+        if error.errno in (errno.EPERM, errno.ENOSYS):  # a seccomp profile does not know the call
             return None
         raise
 

@@ -1,4 +1,4 @@
-"""Preallocate the pages of memory files, near to the CPUs that will use them: a script with a process of its own.
+"""A script that preallocates the pages of memory files near the CPUs that will use them, in a process of its own.
 
 It is started in the cgroup that is to be charged for the pages, and ends before QEMU starts. It is a process, because a page
 is charged to the cgroup of the process that touches it first, and because it can be ended at any moment. It is not the
@@ -30,7 +30,7 @@ _MASK_BITS = 1024
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 """``include/uapi/asm-generic/mman-common.h``; the second came with Linux 5.14."""
 _SLICE = 32 << 20
-"""Bytes of one system call: small enough that all threads end together, big enough to be worth the call."""
+"""Bytes of one system call: small enough that all threads end together, large enough to make the call worthwhile."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 MIB = 1 << 20
 
@@ -85,11 +85,11 @@ class _File:
             _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_ulong(self.size), _MADV_HUGEPAGE)
 
     def take(self) -> None:
-        """Preallocate slice after slice; ctypes lets the other threads run meanwhile."""
+        """Preallocate slice after slice; ctypes releases the interpreter lock meanwhile."""
         try:  # noqa: SIM105 - contextlib is one import more
             os.sched_setaffinity(0, self.cpus)  # 0 is this thread
         except OSError:
-            pass  # no such CPU in this cgroup: then on any that it may use
+            pass  # no such CPU in this cgroup: the thread runs on any CPU that it may use
         for offset in self.offsets:
             length = min(self.step, self.size - offset)
             start, size = ctypes.c_void_p(self.address + offset), ctypes.c_ulong(length)
@@ -130,7 +130,7 @@ def main(interval: float, arguments: list[str]) -> str | None:
     try:
         for thread in (*threads, threading.Thread(target=wait, daemon=True)):
             thread.start()
-    except RuntimeError:  # Python does not say why: it was EAGAIN
+    except RuntimeError:  # Python hides the error number, EAGAIN
         return f"cannot start {len(threads)} threads: {os.strerror(errno.EAGAIN)}"
     while not over.wait(interval):
         taken = sum(file.taken for file in files)

@@ -30,8 +30,8 @@ class _Sets(ctypes.Structure):
 def enter_cgroup_namespace(process: Path) -> None:
     """Enter the cgroup namespace of *process*, a directory of procfs, unless this process is in it already.
 
-    In it cgroups have the names that they have there (cgroup_namespaces(7)). It takes CAP_SYS_ADMIN and CAP_SYS_PTRACE.
-    Raises :class:`~runner.base.errors.HostError`.
+    Afterwards this process sees the cgroup paths that *process* sees (cgroup_namespaces(7)). Needs CAP_SYS_ADMIN and CAP_SYS_PTRACE. Raises
+    :class:`~runner.base.errors.HostError`.
     """
     try:
         fd = os.open(process / "ns" / "cgroup", os.O_RDONLY | os.O_CLOEXEC)
@@ -48,11 +48,11 @@ def enter_cgroup_namespace(process: Path) -> None:
 
 
 def keep_capabilities(kept: Iterable[int]) -> None:
-    """Give every capability away but those of *kept* that this process has; no program that it executes gets more.
+    """Give up every capability except those of *kept* that this process has; no program that it executes gets more.
 
-    The bounding set stays, because it counts for nothing then ("no_new_privs", ``Documentation/userspace-api/no_new_privs.rst``),
-    and CAP_SETPCAP is not needed. To be called before threads are started, for each thread has capabilities of its own.
-    Raises :class:`~runner.base.errors.HostError`.
+    The bounding set is not changed, because it no longer matters ("no_new_privs", ``Documentation/userspace-api/no_new_privs.rst``), and
+    CAP_SETPCAP is not needed. To be called before threads are started, for each thread has capabilities of its own. Raises
+    :class:`~runner.base.errors.HostError`.
     """
     libc, header, sets = _libc(), _Header(_CAPABILITY_VERSION_3, 0), (_Sets * 2)()
     mask = sum(1 << number for number in kept)
@@ -70,7 +70,7 @@ def keep_capabilities(kept: Iterable[int]) -> None:
 def end_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when the thread of *parent* that has forked it ends (``PR_SET_PDEATHSIG``).
 
-    Raises :class:`~runner.base.errors.HostError`, also if that has ended already.
+    Raises :class:`~runner.base.errors.HostError`, also if the parent has ended already.
     """
     try:
         _checked(_libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))

@@ -1,9 +1,9 @@
 """Child processes: started and reaped here, and nowhere else.
 
-An init process must reap every orphan of its PID namespace, and yet pass the status of its own children to the tasks that
-wait for them. A ``waitpid(-1)`` concurrent with a wait for one child steals that status (it then reads as 0). So exactly one
-function waits, :meth:`Processes._reap_some`, and starting a child and entering it in the table of owned ones happen without
-an await in between: it cannot run there.
+An init process must reap every orphan of its PID namespace, and yet pass the status of its own children to the tasks that wait for them. A
+``waitpid(-1)`` concurrent with a wait for one child steals that status (it then reads as 0). So exactly one function waits,
+:meth:`Processes._reap_some`, and starting a child and entering it in the table of owned ones happen without an await in between: it cannot
+run in between.
 
 ``trio.run_process`` is not used because it forks from a worker thread: its status is lost to the waiter, and
 ``PR_SET_PDEATHSIG`` means the death of the *thread* that forked.
@@ -52,8 +52,8 @@ LOOKED_EVERY = 0.1
 PIPE_SIZE = 1 << 16
 """Bytes a pipe holds (pipe(7))."""
 LONGEST_LINE = 4 << 10
-"""Bytes of a line of a child's output; a longer one is several. The last ones are part of messages, in which limits and remedies
-are looked for, and a QEMU that is the guest's may print any."""
+"""Bytes of a line of a child's output; a longer one is several. The last lines become part of error messages and are searched for known
+limits, and a QEMU under the guest's control may print anything."""
 
 LINES_PER_SECOND = 1000
 """Lines of one child's output that are logged in a second; the others are counted, and the count is logged."""
@@ -77,7 +77,7 @@ def stop_bound(within: float) -> float:
 
 @frozen
 class Command:
-    """A program to start: *fds* keep their numbers in the child; without *user_id* it runs as this process does."""
+    """A program to start: *fds* keep their numbers in the child; without *user_id* it runs as this process's user."""
 
     role: str
     argv: tuple[str, ...]
@@ -86,16 +86,16 @@ class Command:
     group_id: int | None = None
     groups: tuple[int, ...] = ()
     entering: int | None = None
-    """A descriptor of the ``cgroup.procs`` that it is started in, by a shell that execs it; ``None``: this process's cgroup."""
+    """A descriptor of the ``cgroup.procs`` of the cgroup to start it in, by a shell that execs it; ``None``: this process's cgroup."""
     level: int = logging.INFO
     """The level at which its output is logged."""
     up: str = ""
-    """What it prints once it serves; empty for a program that prints nothing then."""
+    """The line that it prints once it serves; empty if it prints none."""
     on_line: Callable[[str], None] | None = None
     """Called with each line of its output that is logged."""
 
     def of_user(self, user_id: int, group_id: int, groups: tuple[int, ...]) -> Command:
-        """Return it for this user, who has no capabilities (capabilities(7)); for root, as it is."""
+        """Return the command for this user, without capabilities (capabilities(7)); for root, the command unchanged."""
         return self if user_id == 0 else attrs.evolve(self, user_id=user_id, group_id=group_id, groups=groups)
 
 
@@ -105,20 +105,20 @@ class ProcessRecord(NamedTuple):
     role: str
     pid: int
     started: int
-    """When it was started, in clock ticks since the boot (``starttime`` of proc_pid_stat(5)): a pid alone may be another's."""
+    """Its start time in clock ticks since the boot (``starttime`` of proc_pid_stat(5)); the pid alone may have been reused."""
     output: Fd
     """Negative once it has ended."""
     level: int
     """The level at which its output is logged."""
     unfinished: bytes = b""
-    """What was read of its output and is not logged yet."""
+    """Output that was read and is not logged yet."""
     last_lines: tuple[str, ...] = ()
     ended: int | None = None
-    """Its status, if that was read already."""
+    """Its exit status, if it was read already."""
 
 
 class Process:
-    """A child of this process, from its start until its status was read."""
+    """A child of this process, from its start until its status has been read."""
 
     def __init__(
         self, role: str, pid: int, output: int, level: int, popen: subprocess.Popen[bytes] | None = None, up: str = ""
@@ -127,7 +127,7 @@ class Process:
         self.pid = pid
         self.user_id = 0
         self.out_of_memory = ""
-        """Which memory was short, if the kernel has killed it for that."""
+        """The memory that was short, if the kernel has killed the process for lack of it."""
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self.returncode: int | None = None
         """Exit status, or the negative number of the signal that ended it; ``None`` while it lives."""
@@ -136,7 +136,7 @@ class Process:
         self._level = level
         self._lines = LineFramer(LONGEST_LINE, split=True)
         self._allowed = 0
-        """Lines that may still be logged before *_allowed_until*."""
+        """Number of lines that may still be logged before *_allowed_until*."""
         self._allowed_until = -math.inf
         self._dropped = 0
         self._ended = trio.Event()
@@ -155,7 +155,7 @@ class Process:
         return self.returncode
 
     async def serves(self) -> bool:
-        """Wait until it has printed what :attr:`Command.up` says, or ended; return whether it lives."""
+        """Wait until it has printed the line :attr:`Command.up`, or has ended; return whether it lives."""
         await self._up_or_ended.wait()
         return self.returncode is None
 
@@ -169,7 +169,7 @@ class Process:
             raise HostError(f"cannot send {signal_name(number)} to {self.role} (pid {self.pid})") from error
 
     def record(self) -> ProcessRecord:
-        """Return what another program needs to go on with it. Raises ``OSError`` if the kernel does not show it."""
+        """Return the state that the next program needs to continue with it. Raises ``OSError`` if the kernel does not show it."""
         lines = tuple(self.last_lines)
         if self.returncode is not None:
             return ProcessRecord(self.role, self.pid, 0, -1, self._level, b"", lines, self.returncode)
@@ -187,18 +187,18 @@ class Process:
         return f"{ended}, saying {self.last_lines[-1]!r}" if self.last_lines else ended
 
     def why_it_ended(self) -> str:
-        """Return :meth:`how_it_ended`, and the limit behind it, if one is known."""
+        """Return :meth:`how_it_ended`, and the limit that was the cause, if one is known."""
         return "; ".join(filter(None, (self.how_it_ended(), self.limit())))
 
     def limit(self) -> str:
-        """Return the limit of the machine, the container or its user for which it has ended, and its remedy; empty if none is known."""
+        """Return the limit of the machine, the container or its user that ended it, and the remedy; empty if none is known."""
         by_signal = limit_of_signal(signal_name(-(self.returncode or 0)))
         return by_signal or next(
             filter(None, (limit_in_words(each, self.user_id) for each in reversed(self.last_lines))), ""
         )
 
     def go_on(self, found: ProcessRecord) -> None:
-        """Continue with what another program has read of its output, and of its end."""
+        """Continue with the output and the exit status that the previous program has read."""
         self._lines.feed(found.unfinished)
         self.last_lines.extend(found.last_lines)
         self.returncode = found.ended
@@ -208,11 +208,11 @@ class Process:
     async def _log_output(self) -> None:
         """Log its output until it ends; may be cancelled at any moment.
 
-        A step logs at most :data:`LINES_PER_STEP` lines. It reads on while it drops lines, because a child that waits for
-        room in its pipe would stop its work: QEMU writes there from its main loop.
+        A step logs at most :data:`LINES_PER_STEP` lines. It keeps reading while it drops lines, because a child with a full pipe stops
+        working: QEMU writes to it from its main loop.
         """
         with contextlib.suppress(trio.ClosedResourceError):
-            # Asked every time, because its end closes the output, whose number may be another file's by now.
+            # Checked every time: the end of the process closes the output, and another file may have the descriptor's number now.
             while self.returncode is None:
                 if self._lines.has_line:
                     await trio.lowlevel.checkpoint()
@@ -222,11 +222,11 @@ class Process:
                     self._log_step()
 
     async def _receive_output(self) -> bool:
-        """Wait for output and read some; return ``False`` when there will be none."""
-        with trio.move_on_at(self._allowed_until if self._dropped else math.inf):  # then the count is to be logged
+        """Wait for output and read some of it; return ``False`` when there will be no more."""
+        with trio.move_on_at(self._allowed_until if self._dropped else math.inf):  # then the count is due
             try:
                 await trio.lowlevel.wait_readable(self._output)
-            except OSError as error:  # read on later, for a child may wait for room in its pipe
+            except OSError as error:  # continue later, because the child may wait for room in its pipe
                 log.warning(InstanceEvent.CHILD_OUTPUT_DELAYED, self.role, error.strerror)
                 await trio.sleep(ASKED_EVERY)
         return self.returncode is None and self._read_output()
@@ -261,7 +261,7 @@ class Process:
             if self.on_line is not None:
                 self.on_line(text)
             if self._up and self._up in text:
-                self._up_or_ended.set()  # and no line that could say why it ends
+                self._up_or_ended.set()  # so no output can give the reason of its end
             else:
                 self.last_lines.append(text)
 
@@ -271,11 +271,11 @@ class Process:
             self._dropped = 0
 
     def _end(self, returncode: int) -> None:
-        """Take its status, log the last of its output and close the pipe, which a grandchild may hold open for ever."""
+        """Take the exit status, log the last output and close the pipe, which a grandchild may keep open for ever."""
         self.returncode = returncode
         if self._popen is not None:
             self._popen.returncode = returncode
-        self._read_output()  # as much as a pipe holds; more would be a grandchild's, which may never end
+        self._read_output()  # at most the content of a full pipe; more would come from a grandchild, which may never end
         number, last = self._lines.drop_lines(keep=LINES_PER_STEP)
         self._dropped += number - len(last)
         self._log_dropped()
@@ -305,7 +305,7 @@ def _lives(child: Process) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return the state of the process *pid*, a letter (proc_pid_stat(5)): ``D`` waits in the kernel, ``Z`` has threads that do."""
+    """Return the state letter of process *pid* (proc_pid_stat(5)): ``D`` waits in the kernel; ``Z``, a zombie, may have such threads."""
     try:
         return read_at_once(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
@@ -313,7 +313,7 @@ def _state(pid: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return when process *pid* was started, in clock ticks since the boot (proc_pid_stat(5)). Raises ``OSError``."""
+    """Return the start time of process *pid* in clock ticks since the boot (proc_pid_stat(5)). Raises ``OSError``."""
     with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - small, and PID 1 needs no more of pathlib
         return int(file.read().rpartition(b")")[2].split()[19])
 
@@ -331,15 +331,15 @@ class Processes:
     _environment: Mapping[str, str]
     _owned: dict[int, Process] = attrs.field(factory=dict)
     orphans: int = 0
-    """Number of orphans of other processes that were reaped."""
+    """Number of reaped orphans, children of other processes."""
     begun: int = 0
     """Number of children that were started."""
     out_of_memory: Callable[[], str] = no_kills
-    """Returns which memory was short for which the kernel has killed since it was asked last; asked for each child killed by SIGKILL."""
+    """Returns the memory that was short for the kernel's kills since the last call; called for each child killed by SIGKILL."""
     oom_score: int = 0
-    """How much more likely than this process its children are to be killed when memory is short (:func:`more_likely_to_be_killed`)."""
+    """The addition to the children's ``oom_score_adj`` (:func:`more_likely_to_be_killed`)."""
     observing: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
-    """Runs each task of this class, none of which ends the program by a fault of its own then."""
+    """Runs each task of this class in a way that an error of the task does not end the program."""
 
     def __iter__(self) -> Iterator[Process]:
         """Iterate over the living children, in the order of their starts."""
@@ -394,9 +394,9 @@ class Processes:
         await (task() if self.observing is None else self.observing(task))
 
     def adopt(self, found: ProcessRecord) -> Process:
-        """Own the child that this process has started as another program; the caller stops it.
+        """Own a child that this process started before it became this program; the caller stops it.
 
-        Raises :exc:`~runner.base.errors.HostError` unless it is this process's child still, alive or a zombie, and the same one.
+        Raises :exc:`~runner.base.errors.HostError` unless it is still the same child of this process, alive or a zombie.
         """
         process = Process(found.role, found.pid, found.output, found.level)
         process.go_on(found)
@@ -433,8 +433,8 @@ class Processes:
     async def stop(self, process: Process, within: float) -> None:
         """End *process*: SIGTERM, *within* seconds, SIGKILL; return when its status was read.
 
-        Bounds itself, because it is a release (see :func:`stop_bound`).
-        Raises :exc:`~runner.base.errors.HostError` when even SIGKILL does not end it.
+        It limits its own duration, because it is a release (see :func:`stop_bound`). Raises :exc:`~runner.base.errors.HostError` when even
+        SIGKILL does not end it.
         """
         if process.returncode is None:
             with contextlib.suppress(HostError):  # SIGKILL is tried in any case, and its failure is reported
@@ -456,7 +456,7 @@ class Processes:
             )
 
     async def _wait(self, process: Process, within: float) -> None:
-        """Wait *within* seconds for the end of *process*, and look for it every :data:`ASKED_EVERY` seconds."""
+        """Wait *within* seconds for the end of *process*, checking every :data:`ASKED_EVERY` seconds."""
         deadline = trio.current_time() + within
         while True:
             with trio.move_on_at(min(deadline, trio.current_time() + ASKED_EVERY)):
@@ -519,10 +519,10 @@ async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processe
 
 @contextmanager
 def more_likely_to_be_killed(more: int) -> Iterator[None]:
-    """Let what is forked in the block have an ``oom_score_adj`` that is larger by *more* than this process's, at most 1000.
+    """Raise the ``oom_score_adj`` of children forked in the block by *more* above this process's, to at most 1000.
 
-    A process may raise its own, and lower it again to what a privileged one has set, as container runtimes do
-    (``__set_oom_adj`` of ``fs/proc/base.c``). Where that fails the children are as likely to be killed as this process.
+    A process may raise its own value, and lower it again to the value that a privileged process, such as a container runtime, has set
+    (``__set_oom_adj`` of ``fs/proc/base.c``). If raising it fails, the children have this process's value.
     """
     with contextlib.ExitStack() as held:
         if more:
@@ -551,9 +551,9 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _default_signals() -> Iterator[None]:
-    """Unblock all signals, and ignore none, for a child that is started in the block: it would keep that for good.
+    """Unblock all signals and reset ignored ones for a child started in the block, which would inherit both for good.
 
-    Blocked, it would be deaf to the signal that ends it. :class:`subprocess.Popen` returns once the child has executed.
+    A child with SIGTERM blocked could not be stopped by it. :class:`subprocess.Popen` returns once the child has executed.
     """
     ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -576,7 +576,7 @@ def signal_name(number: int) -> str:
 
 
 def raise_limits() -> None:
-    """Let this process, and its children, have all that its hard limits allow (getrlimit(2)): of open files, of a file, of processes.
+    """Raise the soft limits of open files, file size and processes to the hard limits, for this process and its children (getrlimit(2)).
 
     Soft limits are for programs that use select(2), and for shells.
     """

@@ -28,7 +28,7 @@ FIRST_NETWORK_NAMESPACE = 0xEFFFFFF9
 FIRST_NETWORK_SETTINGS = ("net/core/dev_weight", "net/core/message_cost", "net/core/netdev_budget")
 """Sysctls that only the first network namespace has (``net_core_table`` of ``net/core/sysctl_net_core.c``, 2.6 to 6.18).
 
-Three, because now and then the kernel gives one of them to every namespace, as it did with ``rmem_max``.
+Three, because a later kernel may have one of them in every namespace, as happened with ``rmem_max``.
 """
 _NUMA_PAGES = re.compile(r" N([0-9]+)=([0-9]+)", re.ASCII)
 _PAGE_SIZE = re.compile(r" kernelpagesize_kB=([0-9]+)", re.ASCII)
@@ -45,7 +45,7 @@ class ThreadTimes:
     ran: float | None
     """Seconds; ``None``, like *waited*, on a kernel without ``CONFIG_SCHED_INFO``."""
     waited: float | None
-    """Seconds it was runnable and did not run: KVM reports them to its guest as stolen time."""
+    """Seconds in which it was runnable and did not run: KVM reports them to its guest as stolen time."""
     involuntary: int
     """Number of involuntary context switches."""
 
@@ -57,7 +57,7 @@ class LinkTraffic:
     bytes: int
     packets: int
     dropped: int
-    """Packets that it had no room for."""
+    """Packets dropped for lack of room."""
 
 
 @frozen
@@ -71,7 +71,7 @@ class MappedMemory:
     resident: Mapping[int, int]
     """NUMA node → bytes that are present and mapped."""
     bound: CpuSet = attrs.field(factory=CpuSet)
-    """The NUMA nodes it is bound to (``MPOL_BIND``); empty without a binding."""
+    """The NUMA nodes that it is bound to (``MPOL_BIND``); empty without a binding."""
 
 
 @frozen
@@ -122,8 +122,8 @@ class Procfs:
     def arguments(self, pid: int) -> tuple[str, ...]:
         """Return the command line of *pid*, the first :data:`LONGEST_COMMAND_LINE` bytes of it, empty when it is gone.
 
-        It lies in the memory of the process, so that reading it may wait for the lock of that memory. A process may say that
-        any part of its memory is its command line (``PR_SET_MM_MAP``, prctl(2)), gigabytes of zeroes as well.
+        The command line is in the memory of the process, so reading it may wait for the lock of that memory. A process may say that any
+        part of its memory is its command line (``PR_SET_MM_MAP``, prctl(2)), gigabytes of zeroes as well.
         """
         try:
             text = _text(read_at_once(self.root / str(pid) / "cmdline", most=LONGEST_COMMAND_LINE))
@@ -204,7 +204,7 @@ class Procfs:
     def name_and_last_cpu(self, pid: int, tid: int) -> tuple[str, int] | None:
         """Return the name of one thread and the CPU it ran on last, or ``None`` like :meth:`thread`.
 
-        One file instead of three, whose text need not be taken apart whole.
+        This reads one file instead of three, and parses only a part of it.
         """
         try:
             text = _read(f"{self.root}/{pid}/task/{tid}/stat")
@@ -216,7 +216,7 @@ class Procfs:
         if stat[0] in "ZX":
             return None
         name = text[text.index("(") + 1 : text.rindex(")")]
-        # As `status` escapes it (fs/proc/array.c, proc_task_name).
+        # Escaped as in `status` (fs/proc/array.c, proc_task_name).
         return name.replace("\\", "\\\\").replace("\n", "\\n"), int(stat[36])
 
     def times(self, pid: int, tid: int) -> ThreadTimes | None:
@@ -236,7 +236,7 @@ class Procfs:
     def run_time(self, pid: int, tid: int) -> int | None:
         """Return the nanoseconds that one thread has run, or ``None`` when it is gone, or without ``CONFIG_SCHED_INFO``.
 
-        Of a thread that runs, the time since the last tick is missing.
+        For a running thread, the time since the last tick is missing.
         """
         try:
             return self._schedstat(pid, tid)[0]
@@ -267,15 +267,15 @@ class Procfs:
         return {int(row[0].removeprefix("cpu")): int(row[7]) for row in rows}
 
     def steal(self) -> dict[int, float]:
-        """Return CPU → seconds of stolen time, which a hypervisor below this kernel has taken (proc_stat(5), field 8)."""
+        """Return CPU → seconds of stolen time, which a hypervisor has taken from this kernel (proc_stat(5), field 8)."""
         return self._cpu_seconds(8)
 
     def idle(self) -> dict[int, float]:
-        """Return CPU → seconds in the idle task, also while a task of that CPU waits for a disk (fields 4 and 5)."""
+        """Return CPU → seconds in the idle task, including waits for a disk (fields 4 and 5)."""
         return self._cpu_seconds(4, 5)
 
     def links(self) -> dict[str, tuple[LinkTraffic, LinkTraffic]]:
-        """Return the links of this process's network namespace by name: what each has received, and sent (proc_pid_net(5), ``dev``)."""
+        """Return, by name, the traffic received and sent by each link of this process's network namespace (proc_pid_net(5), ``dev``)."""
         found = {}
         for line in _lines(_read(self.root / "self/net/dev"))[2:]:  # two lines of a head
             name, _, numbers = line.partition(":")
@@ -294,7 +294,7 @@ class Procfs:
         }
 
     def runnable(self, cpus: CpuSet) -> dict[int, list[tuple[int, int]]]:
-        """Return CPU → process and thread of each that runs or waits there, as far as it is one of *cpus*."""
+        """Return, for each of *cpus*, the process and thread numbers of the threads that run or wait there."""
         found: dict[int, list[tuple[int, int]]] = {}
         for pid in self.processes():
             for tid in self.thread_ids(pid):
@@ -324,7 +324,7 @@ class Procfs:
             raise HostError(f"cannot read the cgroup of process {pid}") from error
 
     def waits_in(self, pid: int) -> str:
-        """Return the function of the kernel that process *pid* waits in; empty where it has ended or the kernel does not say it."""
+        """Return the kernel function in which process *pid* waits; empty if it has ended or the kernel does not show it."""
         try:
             return _read(self.root / str(pid) / "wchan").strip()
         except OSError:
@@ -351,15 +351,15 @@ class Procfs:
         return "nonstop_tsc" in self._first_cpu().get("flags", "").split()
 
     def _first_cpu(self) -> Mapping[str, str]:
-        with (self.root / "cpuinfo").open(errors="replace") as cpus:  # the first will do: each takes the kernel a while
+        with (self.root / "cpuinfo").open(errors="replace") as cpus:  # one is enough: each takes a while
             return _fields("".join(itertools.takewhile(str.strip, cpus)))
 
     def may_make_root(self, pid: int | str = "self") -> bool:
-        """Tell whether nothing known here keeps the machine's root in process *pid* from being root of a user namespace.
+        """Tell whether process *pid* may, as far as can be seen, make a user namespace whose root is the machine's root.
 
-        That is a seccomp profile, whose rules cannot be read (``Seccomp`` of proc_pid_status(5)), the sysctls
-        ``user.max_user_namespaces`` (namespaces(7)) and Debian's ``kernel.unprivileged_userns_clone``, or a user namespace in
-        which root is another user of the machine (user_namespaces(7)). ``False`` when the process is gone.
+        Known obstacles are a seccomp profile, whose rules cannot be read (``Seccomp`` of proc_pid_status(5)), the sysctls
+        ``user.max_user_namespaces`` (namespaces(7)) and Debian's ``kernel.unprivileged_userns_clone``, or a user namespace in which root is
+        another user of the machine (user_namespaces(7)). ``False`` when the process is gone.
         """
         try:
             if self.status(pid).get("Seccomp", "0") != "0":
@@ -376,9 +376,9 @@ class Procfs:
         return frozenset(number for number in range(held.bit_length()) if held >> number & 1)
 
     def machine_capabilities(self) -> frozenset[int]:
-        """Return those of the capabilities that count for the machine's own things, such as limits: in a user namespace none.
+        """Return the capabilities that apply to the machine's own resources, such as limits: none in a user namespace.
 
-        The kernel asks for these with ``capable`` (``kernel/capability.c``), and for the others with ``ns_capable``.
+        The kernel checks these with ``capable`` (``kernel/capability.c``), and the others with ``ns_capable``.
         """
         return frozenset() if self.in_user_namespace() else self.capabilities()
 
@@ -392,7 +392,7 @@ class Procfs:
     def in_first_network_namespace(self) -> bool:
         """Tell whether this process is in the machine's first network namespace, whose interfaces are the machine's own.
 
-        Older kernels number it like any other; there its sysctls tell. A procfs shows those of the reader's namespace.
+        Older kernels give it no fixed number; there it is recognised by its sysctls. A procfs shows the sysctls of the reader's namespace.
         """
         with contextlib.suppress(OSError):
             if (self.root / "self/ns/net").stat().st_ino == FIRST_NETWORK_NAMESPACE:
@@ -414,7 +414,7 @@ class Procfs:
             return ""
 
     def aio_free(self) -> int | None:
-        """Return how many requests of native AIO programs may still reserve (io_setup(2)); ``None`` where it cannot be read."""
+        """Return the number of native AIO requests that programs may still reserve (io_setup(2)); ``None`` if it cannot be read."""
         most, reserved = self.setting("fs/aio-max-nr"), self.setting("fs/aio-nr")
         return int(most) - int(reserved) if most.isdecimal() and reserved.isdecimal() else None
 
@@ -441,7 +441,7 @@ class Procfs:
 
 
 def _read(path: Path | str) -> str:
-    # Escapes, because a thread's name (comm) may hold any bytes; not as text, which would make "\r" a line end.
+    # Decoded with escapes, because a thread's name (comm) may hold any bytes; not opened as text, which would make "\r" a line end.
     return _text(read_at_once(path))
 
 

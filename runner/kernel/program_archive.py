@@ -1,4 +1,4 @@
-"""The modules of a program in one zip archive, from which a runner that is renewed imports all of them (:mod:`zipimport`)."""
+"""One zip archive with the modules of a program, from which a renewed runner imports all of them (:mod:`zipimport`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTECODE: Final = re.compile(rf"(.*/|)__pycache__/([^/]+)\.{sys.implementation.
 
 
 def write_archive(directory: PurePosixPath, digest: str, memory: int) -> None:
-    """Write the modules in *directory*, as they were when the digest was taken, to the descriptor of a file in *memory*, and seal it.
+    """Write the modules in *directory*, unchanged since *digest* was taken, to the file in memory *memory*, and seal it.
 
     Raises :exc:`~runner.base.errors.RefusedError` unless the directory has this *digest* and only root may change it.
     """
@@ -30,7 +30,7 @@ def write_archive(directory: PurePosixPath, digest: str, memory: int) -> None:
 
 
 def _added(archive: ZipFile, directory: PurePosixPath) -> Iterator[tuple[str, bytes]]:
-    """Yield the files in *directory*, and add its modules to *archive*: bytecode, or source where this interpreter would compile."""
+    """Yield the files in *directory*, and add its modules to *archive*: as bytecode, or as source where the bytecode is stale."""
     sources: dict[str, bytes] = {}
     for name, content in files_of(directory):
         yield name, content
@@ -57,9 +57,9 @@ def _is_current(bytecode: bytes, source: PurePosixPath) -> bool:
 
 def _add(archive: ZipFile, name: str, content: bytes) -> None:
     for above in PurePosixPath(name).parents[:-1]:
-        if f"{above}/" not in archive.NameToInfo:  # by which a package without `__init__` is found
+        if f"{above}/" not in archive.NameToInfo:  # needed to find a package without `__init__`
             archive.writestr(ZipInfo(f"{above}/"), b"")
-    # What this program has imported the next one imports as well, while PID 1 does nothing else: it is stored, which reads fastest.
-    # The rest, which it may import later, is compressed, because the archive takes memory for as long as the next program runs.
+    # Modules that this program has imported are stored uncompressed: the next program imports them as well, and PID 1 does nothing else
+    # meanwhile. The others, which it may import later, are compressed, because the archive takes memory for as long as that program runs.
     imported = name.rpartition(".")[0].removesuffix("/__init__").replace("/", ".") in sys.modules
     archive.writestr(ZipInfo(name), content, ZIP_STORED if imported else ZIP_DEFLATED, compresslevel=1)

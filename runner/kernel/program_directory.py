@@ -1,7 +1,7 @@
-"""Programs that are named while the guest runs: who may change them, and their digests.
+"""Programs that operators name while the guest runs: who may change them, and their digests.
 
-The digest of a directory, with a program of this project in it that a runner may become, is what this prints in it, behind
-``sha256:``, for names without a line end or a backslash::
+The digest of a directory, which holds a program of this project for a renewal, is ``sha256:`` and the output of this command in it, for
+names without a line end or a backslash::
 
     find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
 
@@ -32,7 +32,7 @@ _READ = 1 << 20
 async def check_file(path: PurePosixPath, digest: str | None) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError` unless only root may change the file *path*, and it has this *digest*.
 
-    With ``None`` any content will do. Other tasks run meanwhile: a QEMU of 100 MB takes 0.1 s and more.
+    With ``None`` any content is accepted. Other tasks run meanwhile: a QEMU of 100 MB takes 0.1 s or longer.
     """
     check_owners(path)
     if digest is None:
@@ -49,16 +49,16 @@ async def check_file(path: PurePosixPath, digest: str | None) -> None:
 
 
 def require_digest(found: str, digest: str, path: PurePosixPath) -> None:
-    """Raise :exc:`~runner.base.errors.RefusedError` unless the digest that was *found* of *path* is *digest*."""
+    """Raise :exc:`~runner.base.errors.RefusedError` unless *found*, the digest of *path*, equals *digest*."""
     if found != digest:
         raise RefusedError(f"cannot use {str(path)!r}: its digest is {found}, not {digest}")
 
 
 def check_owners(path: PurePosixPath) -> None:
-    """Raise :exc:`~runner.base.errors.RefusedError` if others than root may change what is at *path*.
+    """Raise :exc:`~runner.base.errors.RefusedError` if any user but root may change the file or directory at *path*.
 
-    Every directory above it counts, too, as a file is replaced by whoever may write its directory; in one above with the
-    sticky bit only its owner may (unlink(2)).
+    Every directory above it is checked, too, because a user who may write a directory can replace the files in it; with the sticky bit,
+    only their owner can (unlink(2)).
     """
     for above in reversed(path.parents):
         _check_owner(str(above), sticky=True)

@@ -1,7 +1,7 @@
-"""resctrl: which ways of the L3 caches and how much memory bandwidth CPUs may use (``Documentation/filesystems/resctrl.rst``).
+"""resctrl: limits of L3 cache ways and memory bandwidth for groups of CPUs (``Documentation/filesystems/resctrl.rst``).
 
-The file system can be mounted once, and all groups end with the mount (``rdt_kill_sb``). So it is used where the node has
-mounted it, and never mounted from here: a restart of this program would take the caches away from running instances.
+The file system can be mounted once, and all groups end with the mount (``rdt_kill_sb``). So this program uses it where the node has mounted
+it, and never mounts it: a restart would otherwise end the groups of running instances.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.base.values import frozen
 from runner.kernel.leases import open_at_once, read_at_once
 
 OWN_DIRECTORIES = {"info", "mon_data", "mon_groups"}
-"""Directories of a group that are no groups."""
+"""Directories in a group's directory that are not groups."""
 
 
 @frozen
@@ -30,7 +30,7 @@ class CacheGroup:
 
 @frozen
 class CacheCapabilities:
-    """The CPUs' capabilities: *all_ways* of an L3 cache as a mask, 0 where its ways cannot be given away."""
+    """The CPUs' capabilities: *all_ways* of an L3 cache as a mask, 0 where ways cannot be assigned."""
 
     all_ways: int
     fewest_ways: int
@@ -38,7 +38,7 @@ class CacheCapabilities:
     """In the unit of ``MB`` in ``schemata``; 0 where memory bandwidth cannot be limited."""
     bandwidth_step: int
     code_and_data: bool = False
-    """Whether ways are given to code and to data separately (mount option ``cdp``), and so none to both."""
+    """Whether ways are assigned to code and to data separately (mount option ``cdp``), and so none to both."""
 
 
 @frozen
@@ -48,11 +48,11 @@ class Resctrl:
     root: Path
 
     def mounted(self) -> bool:
-        """Tell whether it is mounted there."""
+        """Tell whether resctrl is mounted there."""
         return (self.root / "schemata").exists()
 
     def capabilities(self) -> CacheCapabilities:
-        """Return what the CPUs can do."""
+        """Return the CPUs' capabilities."""
         info = self.root / "info"
         return CacheCapabilities(
             int(_text(info / "L3/cbm_mask") or "0", 16),
@@ -63,7 +63,7 @@ class Resctrl:
         )
 
     def groups(self) -> dict[str, CacheGroup]:
-        """Return the groups by name; the default one, of all other CPUs, has an empty name. Raises :class:`HostError`."""
+        """Return the groups by name; the default group, of all other CPUs, has an empty name. Raises :class:`HostError`."""
         try:
             names = sorted(
                 entry.name for entry in os.scandir(self.root) if entry.is_dir() and entry.name not in OWN_DIRECTORIES
@@ -103,7 +103,7 @@ class Resctrl:
             raise HostError(f"cannot create {self.root / group}", remedy=remedy) from error
 
     def remove(self, group: str) -> None:
-        """Remove a group; its CPUs are the default one's again. Raises :class:`HostError`."""
+        """Remove a group; its CPUs return to the default group. Raises :class:`HostError`."""
         try:
             (self.root / group).rmdir()
         except FileNotFoundError:

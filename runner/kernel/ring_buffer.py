@@ -23,7 +23,7 @@ _TIME_BITS = 27
 """``struct ring_buffer_event``: the type or length in 5 bits, the time since the event before in 27."""
 _PADDING, _TIME_EXTEND, _TIME_STAMP = 29, 30, 31
 _STAMP_BITS = (1 << 59) - 1
-"""The bits of a time that a ``TIME_STAMP`` holds; the others are the page's."""
+"""The bits of a time that a ``TIME_STAMP`` holds; the higher ones are those of the page's time."""
 _HEADER_FIELD = re.compile(r"field: .*\bdata;\toffset:([0-9]+);\tsize:([0-9]+);", re.ASCII)
 _ID = re.compile(r"^ID: ([0-9]+)$", re.ASCII | re.MULTILINE)
 _FIELD = re.compile(r"field:[^;]*?(\w+)(?:\[\w*\])?;\toffset:([0-9]+);\tsize:([0-9]+);", re.ASCII)
@@ -39,7 +39,7 @@ class EventFormat:
     """Name of a field → its offset and size in bytes."""
 
     def record(self, **codes: str) -> struct.Struct:
-        """Return the layout of the record as far as the fields named in *codes*, each with its code of :mod:`struct`.
+        """Return the layout of the record up to the last of the fields in *codes*, each with its code of :mod:`struct`.
 
         The first value is the number of the event. Raises :class:`HostError` when the kernel has no such field, or one of
         another size.

@@ -8,7 +8,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError
 
 MOST_CPUS = 8192
-"""CPUs that Linux can have on x86-64 (``CONFIG_NR_CPUS``); it ignores those of a mask that it cannot have."""
+"""The most CPUs of Linux on x86-64 (``CONFIG_NR_CPUS``); it ignores the bits of a mask beyond them."""
 
 
 def read_mask(tid: int = 0) -> CpuSet:
@@ -17,9 +17,9 @@ def read_mask(tid: int = 0) -> CpuSet:
 
 
 def read_cpuset() -> CpuSet:
-    """Return the CPUs of the calling thread's cpuset, whatever its own mask, which is lifted for a moment.
+    """Return the CPUs of the calling thread's cpuset, whatever its own mask, which is removed for a moment.
 
-    A cgroup may be hidden from its processes; the kernel applies of any mask what the cpuset has. Raises
+    A cgroup may be hidden from its processes; the kernel intersects each mask with the cpuset. Raises
     :exc:`~runner.base.errors.PlacementError`.
     """
     mask = read_mask()
@@ -31,10 +31,10 @@ def read_cpuset() -> CpuSet:
 
 
 def unpin(tid: int) -> None:
-    """Let thread *tid* run on all CPUs of its cpuset, and on those that this gets later.
+    """Let thread *tid* run on all CPUs of its cpuset, including those added later.
 
-    The kernel keeps the mask that was asked for, and applies what of it the cpuset has (``user_cpus_ptr``, Linux 6.2).
-    Raises :exc:`~runner.base.errors.PlacementError` when the thread is gone.
+    The kernel remembers the requested mask and intersects it with the cpuset (``user_cpus_ptr``, Linux 6.2). Raises
+    :exc:`~runner.base.errors.PlacementError` when the thread is gone.
     """
     try:
         os.sched_setaffinity(tid, range(MOST_CPUS))

@@ -1,8 +1,8 @@
 """Directories that a guest may write to, and whether a path leads through one of them.
 
-What the guest may write to it may replace, by a link as well, between two looks of this program. So no path of this program's may
-lead there, whatever it is called here: by a link, by the mount of the same directory at another place, or of one below it; nor
-may the file that it leads to have another name there, a hard link, by which the guest writes to it.
+The guest may replace any file in such a directory, also by a link, between two accesses of this program. So no path that this program uses
+may lead into one: not through a link, nor through another mount of that directory or of one below it. Nor may the path's file have a hard
+link there, through which the guest could write to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_ENTRIES = 100_000
 
 @frozen
 class _Mount:
-    """A mount: *point* in this mount namespace, and the *device* and the directory of its file system that is there (*top*)."""
+    """A mount: its *point* in this mount namespace, its *device*, and the directory *top* of that file system which is mounted."""
 
     point: PurePosixPath
     device: str
@@ -44,9 +44,9 @@ class SharedDirectories:
     mounts: tuple[_Mount, ...]
 
     def holding(self, path: PurePosixPath) -> PurePosixPath | None:
-        """Return the one of the directories that *path*, which need not exist, leads through; ``None`` if there is none.
+        """Return the first of the directories through which *path*, which need not exist, leads; ``None`` if there is none.
 
-        So does one that has a hard link to the same file, or so much in it that none can be ruled out.
+        A directory also counts if it has a hard link to the same file, or too many entries to rule one out.
         """
         for directory, _ in _lookups(path):
             if (shared := self._having(directory)) is not None:
@@ -60,10 +60,10 @@ class SharedDirectories:
         return next((shared for shared in self.paths if may_have(os.fspath(shared), found)), None)
 
     def leading_to(self, path: PurePosixPath) -> PurePosixPath | None:
-        """Return the one of the directories in which a part of *path* is looked up, so that its guest may have it lead elsewhere.
+        """Return the first of the directories in which a component of *path* is looked up, so that its guest could redirect the path.
 
-        ``None`` if there is none. What *path* leads to may lie in one: what is mounted at its name is found there in any case, as
-        the kernel lets no process rename a mount point of its own mount namespace (rename(2), ``EBUSY``).
+        ``None`` if there is none. A mount point in one of them is allowed as the target: the kernel lets no process rename a mount point of
+        its own mount namespace (rename(2), ``EBUSY``).
         """
         mounted = {mount.point for mount in self.mounts}
         for directory, name in _lookups(path):
@@ -79,7 +79,7 @@ class SharedDirectories:
         return any(PurePosixPath(os.path.realpath(each)).is_relative_to(real) for each in self.paths)
 
     def _having(self, directory: PurePosixPath) -> PurePosixPath | None:
-        """Return the one of the directories that the real path *directory* is, or lies below."""
+        """Return the first of the directories that equals or contains the real path *directory*."""
         return next((shared for shared in self.paths if self._is_below(directory, shared)), None)
 
     def _is_below(self, directory: PurePosixPath, shared: PurePosixPath) -> bool:
@@ -119,7 +119,7 @@ def _unescaped(text: str) -> PurePosixPath:
 
 
 def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) -> bool:
-    """Tell whether *file* has a name in *directory* or below; where that has more than *most* entries it may have one."""
+    """Tell whether *file* may have a name in *directory* or below; with more than *most* entries there, assume so."""
     left, seen = [directory], 0
     while left:
         try:
@@ -131,7 +131,7 @@ def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) ->
                         left.append(entry.path)
                     elif entry.inode() == file.st_ino and os.path.samestat(entry.stat(follow_symlinks=False), file):
                         return True
-        except OSError:  # it has gone, or what it names has
+        except OSError:  # the entry is gone, or its target is
             continue
     return False
 
@@ -141,7 +141,7 @@ class Followed:
     """The file that a path leads to."""
 
     place: PurePosixPath
-    """Without links; what follows a name that is not there, or may not be looked up, as it was given."""
+    """The path without links; from a component that is missing, or may not be looked up, on as given."""
     link_owners: frozenset[int]
     """The users of the symbolic links on the way."""
 
@@ -149,8 +149,8 @@ class Followed:
 def followed(path: PurePosixPath) -> Followed:
     """Follow the absolute *path*.
 
-    A link is read by the descriptor by which its owner is, and each name is looked up in the directory that was reached, so that no
-    process can have a link followed whose owner is not among the result's.
+    The owner and the target of a link are read through one descriptor, and each name is looked up in the directory reached before, so that
+    every link followed has its owner in the result.
     """
     left, owners, links = list(path.parts[1:]), set[int](), 0
     with ExitStack() as held:
@@ -179,14 +179,14 @@ def followed(path: PurePosixPath) -> Followed:
 
 
 def place_of(fd: int) -> PurePosixPath:
-    """Return the path, without links, at which the file of *fd* lies now."""
+    """Return the current path, without links, of the open file *fd*."""
     return PurePosixPath(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115 - a magic link
 
 
 def _lookups(path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
-    """Yield each directory, by its real path, in which a part of the absolute *path* is looked up, and the name of that part.
+    """Yield, for each component of the absolute *path*, the real directory in which it is looked up, and its name.
 
-    At last what *path* leads to, without a name.
+    The last item is the target of *path*, with an empty name.
     """
     current, links = PurePosixPath("/"), 0
     left = deque(path.parts[1:])  # it is absolute
@@ -198,7 +198,7 @@ def _lookups(path: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
             continue
         try:
             target = os.readlink(current / name)  # noqa: PTH115 - a pure path
-        except OSError:  # no link, or nothing at all
+        except OSError:  # not a link, or does not exist
             target = None
         if target is None or links >= _MOST_LINKS:
             current /= name

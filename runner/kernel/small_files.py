@@ -16,10 +16,10 @@ def read_text(path: PurePath) -> str:
 
 
 def read_image_digest() -> str:
-    """Return the digest of this image's program, which its build has written beside the packages; empty elsewhere.
+    """Return the digest of this image's program, which its build has written beside the packages; empty if there is none.
 
-    It is the one that ``ctl upgrade`` takes for the same files (:mod:`runner.kernel.program_directory`). It is found by the
-    interpreter, because ``sys.prefix`` is another one after a renewal (``-S``).
+    It equals the digest that ``ctl upgrade`` takes of the same files (:mod:`runner.kernel.program_directory`). The path is derived from the
+    interpreter's, because ``sys.prefix`` differs after a renewal (``-S``).
     """
     return read_text(PurePosixPath(sys.executable).parents[1] / "digest").strip()
 

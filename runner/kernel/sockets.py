@@ -36,13 +36,13 @@ Hold = Callable[[str, Callable[[], AbstractContextManager[Socket]]], AbstractCon
 """Holds the socket of a name, which the function makes where there is none yet."""
 
 _PAUSE = 1.0
-"""Seconds until the next attempt to accept: the rest of this program needs what is short more."""
+"""Seconds until the next attempt to accept after a shortage: the rest of this program needs the resource more."""
 _TOGETHER = 512
-"""Connections that are accepted, 0.02 ms each, before other tasks have their turn, which may take as long for each that is open."""
+"""Connections that are accepted, 0.02 ms each, before other tasks have their turn."""
 _SERVED_TOGETHER = 16
-"""Peers that have a connection served then."""
+"""Peers of which one connection each is served in one turn."""
 _MOST_PEERS = 1024
-"""Peers whose connections wait."""
+"""Peers whose connections may wait."""
 
 CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET = "console.sock", "control.sock", "qmp.sock"
 """The names of the sockets that a runner listens on, in its state directory, while the guest runs."""
@@ -105,18 +105,18 @@ def listen_at(listener: Socket, path: str, backlog: int, mode: int = 0o600) -> N
 
 
 def _momentary() -> str:
-    """Return the name of a socket that is there for a moment, by which one that a killed process has left is known."""
+    """Return a temporary name of a socket, recognisable if a killed process leaves it behind."""
     return f"{os.urandom(8).hex()}.sock"
 
 
 @frozen
 class Manners:
-    """The manner in which a program listens: who may connect (*mode*), how many wait in the *backlog*, and what an error says."""
+    """The way a program listens: who may connect (*mode*), how many may wait (*backlog*), and the texts of its errors."""
 
     where: str
     """The socket's directory."""
     another: str
-    """The sentence that another program listens there, with the remedy."""
+    """The error message if another program listens there, with its remedy."""
     mode: int = 0o600
     backlog: int = 128
 
@@ -140,9 +140,9 @@ def listening(
 ) -> Iterator[Socket]:
     """Hold a listening, non-blocking socket *name* in *directory* (a descriptor).
 
-    It is held by *hold*, which makes it where there is none yet. It is removed at the end, in a block of *recorded*, which takes
-    the ``OSError`` if that fails, and the :exc:`~runner.base.errors.HostError` if something else has taken its place: that is
-    left. A socket at which no process answers was left by one that was killed, and is replaced in one step.
+    *hold* holds it, and makes it if it does not exist yet. At the end it is removed, in a block of *recorded*, which handles the
+    ``OSError`` if that fails, and the :exc:`~runner.base.errors.HostError` if another file has replaced it, which is left in place. A
+    socket on which no process listens was left by a killed process, and is replaced atomically.
     """
     path = _beneath(directory, name)
     with hold(name, lambda: _new_listener(path, _beneath(directory, _momentary()), name, manners)) as listener:
@@ -204,7 +204,7 @@ def _check_free(path: str, another: str) -> None:
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
     """Return the next connection, which the caller closes.
 
-    While there is no descriptor or memory for it, wait: no event reports that there are some again.
+    While this process has no descriptor or memory for it, try again after a pause: no event reports their return.
     """
     while True:
         try:
@@ -213,19 +213,19 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
             if error.errno in SHORT:
                 shortages.note(error)
                 await trio.sleep(_PAUSE)
-            else:  # one client's, which went before it was accepted (accept(2))
+            else:  # the client disconnected before its connection was accepted (accept(2))
                 log.debug(SharedEvent.CONNECTION_ABORTED, error.strerror)
                 await trio.lowlevel.checkpoint()
 
 
 Accepted = tuple[trio.socket.SocketType, float]
-"""A connection, and when it was accepted, on the clock of processes' start times."""
+"""A connection, and the time at which it was accepted, on the clock of processes' start times."""
 
 
 async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list[Accepted]:
     """Return the connections that wait at *listener*, at most *most*, which the caller closes; with *wait* at least one.
 
-    One at a time they would take a turn of all other tasks each. *listener* does not block.
+    Accepted one at a time, each would cost a turn of all other tasks. *listener* does not block.
     """
     found: list[Accepted] = []
     if wait:
@@ -233,37 +233,37 @@ async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list
         found.append((first, boot_time()))
     else:
         await trio.lowlevel.checkpoint()
-    # Until none waits any more. If there is no descriptor for it, the next call that waits says so.
+    # No more connections wait, or no descriptor is left; the next call that waits reports the latter.
     with contextlib.suppress(OSError):
         while len(found) < most:
             connection = trio.socket.from_stdlib_socket(listener.accept()[0])
-            # The time not later: a process that is younger is not the one that connected.
+            # The time is taken before: a younger process is not the one that connected.
             found.append((connection, boot_time()))
     return found
 
 
 @define
 class WaitingConnections:
-    """Connections that were accepted and are not served yet: each peer has one served in its turn.
+    """Connections that are accepted and not served yet; one connection of each peer is served in its turn.
 
     The kernel's queue is the same for all peers, and full as soon as one connects without end.
     """
 
     most: int
-    """Connections that wait; of a peer that has none, one more."""
+    """The most connections that may wait; a peer without a waiting one may have one more."""
     of_each: int
-    """Connections of one peer that wait."""
+    """The most connections of one peer that may wait."""
     _waiting: dict[Hashable, list[Accepted]] = attrs.field(factory=dict)
-    """By peer; the one that was served longest ago comes first."""
+    """Waiting connections by peer; the peer that was served longest ago comes first."""
     _count: int = 0
 
     async def next_of_each(
         self, listener: Socket, peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]]
     ) -> list[Accepted]:
-        """Return the first connection of each of the next peers, after those that wait at *listener* were accepted.
+        """Accept the connections that wait at *listener*, then return the first connection of each of the next peers.
 
-        There is at least one. The function that *peer* returns tells whose a connection is, or raises ``OSError`` if it has
-        gone. A connection that is more than may wait is closed.
+        At least one is returned. The function that *peer* returns names the peer of a connection, or raises ``OSError`` if the peer is
+        gone. Connections beyond the bounds are closed.
         """
         found: list[Accepted] = []
         while not found:
@@ -292,13 +292,13 @@ class WaitingConnections:
             self._count += 1
 
     def close(self) -> None:
-        """Close those that wait."""
+        """Close the waiting connections."""
         for connection, _ in chain.from_iterable(self._waiting.values()):
             connection.close()
 
 
 def one_peer() -> Callable[[trio.socket.SocketType], Hashable]:
-    """Return a function that tells no connection from another: all clients are one peer."""
+    """Return a function that treats all clients as one peer."""
     return lambda connection: None  # noqa: ARG005
 
 
@@ -312,10 +312,10 @@ async def serve_connections(
 ) -> None:
     """Serve the connections that *listener* gets until cancelled, each in a task of its own; asleep while none comes.
 
-    *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is
-    closed afterwards. One that fails takes no other with it: an ``OSError`` is its connection's end, any other is logged as a
-    fault of this program. *peer* and *waiting*, the fields of :class:`WaitingConnections`, share turns out among clients. Where
-    *most* are open one more is hung up on.
+    *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is closed
+    afterwards. A failing connection does not affect the others: an ``OSError`` ends its connection, any other error is logged as a bug of
+    this program. *peer* and *waiting*, the bounds of :class:`WaitingConnections`, share turns among clients. When *most* connections are
+    open, a further one is closed.
     """
     queue, limit = WaitingConnections(*waiting), LogRateLimit()
 
@@ -347,7 +347,7 @@ _COPIED = 1 << 16
 
 
 async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketType) -> None:
-    """Send to each of two connections what the other one sends, until both have sent all, or one is lost."""
+    """Copy data between two connections in both directions, until both peers have sent everything, or one is lost."""
 
     async def copy(source: trio.socket.SocketType, target: trio.socket.SocketType) -> None:
         while data := await persistently(partial(source.recv, _COPIED)):
@@ -366,7 +366,7 @@ async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketTyp
 
 
 async def hung_up(connection: trio.socket.SocketType) -> None:
-    """Wait until the peer has closed *connection*, although bytes of it are unread; not while it only sends no more.
+    """Wait until the peer has closed *connection*, even with unread bytes; a peer that only ends its sending direction does not count.
 
     ``EPOLLHUP`` is reported without being asked for (``unix_poll`` of ``net/unix/af_unix.c``).
     """
@@ -391,7 +391,7 @@ def reachable(path: PurePath) -> Iterator[str]:
 
 @contextmanager
 def connected(directory: Path, name: str, within: float) -> Iterator[socket.socket]:
-    """Hold a connection to the socket *name* in *directory*, at which a runner listens (:func:`listening`).
+    """Hold a connection to the socket *name* in *directory*, on which a runner listens (:func:`listening`).
 
     Until :func:`unbounded` is called each call that waits for the runner takes at most *within* seconds, and raises
     ``BlockingIOError`` then: a process that is stopped accepts nothing, and answers nothing. Raises
@@ -412,12 +412,12 @@ def connected(directory: Path, name: str, within: float) -> Iterator[socket.sock
 
 
 def unbounded(connection: Socket) -> None:
-    """Let calls on *connection* wait without end from now on."""
+    """Remove the time limit of calls on *connection*."""
     _bound(connection, 0)
 
 
 def _bound(connection: Socket, seconds: float) -> None:
-    """Bound each call on a blocking socket, ``connect`` too (socket(7): ``SO_SNDTIMEO``); 0 is no bound."""
+    """Limit the duration of each call on a blocking socket, including ``connect`` (socket(7): ``SO_SNDTIMEO``); 0 means no limit."""
     value = struct.pack("ll", int(seconds), round(seconds % 1 * 1e6))  # struct timeval
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, value)

@@ -27,9 +27,8 @@ _MEM_TOTAL = r"MemTotal:\s+(\d{1,18}) kB"
 def read_hardware(root: Path = Path("/")) -> Hardware:
     """Read the host whose ``sys`` and ``proc`` lie below *root*.
 
-    Offline CPUs are listed but not described, for the kernel hides their topology. A kernel without NUMA is one NUMA
-    node 0 that holds everything.
-    Raises :class:`HostError` if a file that every kernel has is missing or is not what it should be.
+    Offline CPUs are listed but not described, for the kernel hides their topology. A kernel without NUMA is one NUMA node 0 that holds
+    everything. Raises :class:`HostError` if a file that every kernel has is missing or malformed.
     """
     system = root / "sys/devices/system"
     online = _cpu_set(system / "cpu/online")
@@ -46,7 +45,7 @@ def read_hardware(root: Path = Path("/")) -> Hardware:
 def read_kubelet_hardware(root: Path = Path("/")) -> Hardware:
     """Read the host as :func:`read_hardware` does, and the facts that only the kubelet's decisions need.
 
-    They are a file of each CPU, and so are not read at the start of an instance.
+    They need one file of each CPU, and so are not read at the start of an instance.
     """
     hardware = read_hardware(root)
     system = root / "sys/devices/system"
@@ -91,7 +90,7 @@ def read_online_cpus(sys: Path) -> OnlineCpus:
 def _cpus(
     path: Path, online: CpuSet, numa_node_of: Mapping[int, int], fallback: int, kinds: Mapping[int, str]
 ) -> Iterator[Cpu]:
-    """Yield the *online* CPUs. What CPUs share is read once: a file of each CPU costs PID 1 a third of a millisecond."""
+    """Yield the *online* CPUs. Shared facts are read once: reading a file of each CPU costs PID 1 a third of a millisecond."""
     cores: dict[int, Cpu] = {}
     dies: dict[int, tuple[int, int]] = {}
     caches: dict[int, int | None] = {}
@@ -164,7 +163,7 @@ def _hugepages(path: Path) -> tuple[HugepagePool, ...]:
 
 
 def read_promised_pages(root: Path = Path("/")) -> dict[int, int]:
-    """Return, by each size of huge pages of the host of *root*, those that are free and reserved for mappings without them yet."""
+    """Return, by size, the huge pages of the host of *root* that are free but reserved for existing mappings."""
     pools = root / "sys/kernel/mm/hugepages"
     return {pool.size: _number(pools / f"hugepages-{pool.size >> 10}kB/resv_hugepages") for pool in _hugepages(pools)}
 
@@ -212,7 +211,7 @@ def _cpu_set(path: Path) -> CpuSet:
 
 
 def _sharing(cpu: int, path: Path, *names: str) -> CpuSet:
-    """Return the CPUs that share something with *cpu*, by the first of the files *names* that there is; else none."""
+    """Return the CPUs that share a resource with *cpu*, from the first existing file of *names*; the empty set without one."""
     file = next((path / name for name in names if (path / name).exists()), None)
     if file is None:
         return CpuSet()

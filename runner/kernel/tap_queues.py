@@ -1,4 +1,4 @@
-"""Queues of a tap or macvtap interface that come and go while it lives (``TUNSETQUEUE``, ``drivers/net/tun.c`` and ``tap.c``)."""
+"""Attaching and detaching queues of a live tap or macvtap interface (``TUNSETQUEUE``, ``drivers/net/tun.c`` and ``tap.c``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _set_queue(fd: int, flag: int) -> bool:
     try:
         fcntl.ioctl(fd, _TUNSETQUEUE, struct.pack("16sH22x", b"", flag))
     except OSError as error:
-        if error.errno == errno.EINVAL:  # it is so already
+        if error.errno == errno.EINVAL:  # it is in that state already
             return False
         raise HostError("cannot attach or detach a queue of the tap interface") from error
     return True

@@ -30,7 +30,7 @@ class TerminalProcess:
         )
         self.ended = trio.Event()
         self.status = 0
-        """Its exit status, or 128 and the number of the signal that killed it, as a shell says it."""
+        """Its exit status, or 128 plus the number of the signal that killed it, as in a shell."""
 
     async def wait(self) -> None:
         """Wait for its end and take its status; to be called once."""

@@ -33,9 +33,9 @@ _SMALL_BUFFER = 8
 
 @contextlib.contextmanager
 def tracefs_reached(sys: Path) -> Iterator[Path]:
-    """Hold a path to the tracefs: where it is mounted below *sys*, or by a mount that only this process can reach.
+    """Hold a path to tracefs: its mount point below *sys*, or a new mount that only this process can reach.
 
-    That mount has no mount point, and ends with its descriptor. Raises :class:`HostError` when tracefs is not to be had.
+    The new mount has no mount point, and ends with its descriptor. Raises :class:`HostError` when tracefs is not available.
     """
     mounted = sys / "kernel/tracing"
     try:
@@ -74,7 +74,7 @@ def _mount_detached() -> int:
 
 def remove_stale_instances(tracefs: Path, proc: Path) -> None:
     """Remove the trace instances of processes of this program that have ended."""
-    with contextlib.suppress(OSError):  # what cannot be removed disturbs nothing but memory
+    with contextlib.suppress(OSError):  # an instance that cannot be removed costs only memory
         for path in (tracefs / "instances").iterdir():
             if (match := _OWN_NAME.fullmatch(path.name)) and not (proc / match[1]).exists():
                 with contextlib.suppress(OSError):
@@ -98,13 +98,13 @@ class TraceInstance:
         _write(self.path / "tracing_on", "1")
 
     def stop(self) -> None:
-        """Record no more; what was recorded can still be read. Raises :class:`HostError`."""
+        """End the recording; recorded events can still be read. Raises :class:`HostError`."""
         _write(self.path / "tracing_on", "0")
 
     def pages(self, cpu: int) -> Iterator[bytes]:
-        """Yield what was recorded on *cpu* and not read yet.
+        """Yield the recorded pages of *cpu* that were not read yet.
 
-        Reading never waits: a reader that waits is woken by an interrupt on the very CPU that is recorded.
+        Reading never waits: a waiting reader would be woken by an interrupt on the recorded CPU itself.
         """
         try:
             while page := os.read(self._buffers[cpu], self._page_size):
@@ -115,7 +115,7 @@ class TraceInstance:
             raise HostError(f"cannot read the trace of CPU {cpu}") from error
 
     def lost_events(self, cpu: int) -> int:
-        """Return how many events of *cpu* were lost, because its buffer was full. Raises :class:`HostError`."""
+        """Return the number of events of *cpu* lost because its buffer was full. Raises :class:`HostError`."""
         return sum(map(int, _COUNTED.findall(_read(self.path / f"per_cpu/cpu{cpu}/stats"))))
 
 
@@ -125,8 +125,8 @@ def trace_instance(
 ) -> Iterator[TraceInstance]:
     """Hold an instance of process *pid*, this one, that records *events* (such as ``sched/sched_switch``) on *cpus*.
 
-    Each CPU has a buffer of *buffer_kib*, which is overwritten when it is full. It does not record yet. Times are those of
-    ``CLOCK_MONOTONIC``. Raises :class:`HostError` when the kernel has no such event or refuses.
+    Each CPU has a buffer of *buffer_kib*, which is overwritten when it is full. Recording begins with :meth:`TraceInstance.start`. Times
+    are those of ``CLOCK_MONOTONIC``. Raises :class:`HostError` when the kernel has no such event or refuses.
     """
     with _made(tracefs / "instances", pid) as path, contextlib.ExitStack() as held:
         _write(path / "tracing_on", "0")

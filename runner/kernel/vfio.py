@@ -12,7 +12,7 @@ from runner.facts.pci import DeviceNode
 
 
 def probe_node(path: PurePosixPath) -> DeviceNode:
-    """Open the node at *path* for a moment and return whether that works.
+    """Open the node at *path* for a moment and return the result.
 
     Opening a group does nothing to its devices. A second opener is refused (EBUSY), whether the first one uses the group
     or iommufd (``vfio_group_fops_open``).

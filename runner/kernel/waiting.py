@@ -1,11 +1,12 @@
-"""Waiting for descriptors, also while the kernel is short of what that takes.
+"""Waiting for descriptors, even while the kernel, this user or this process lacks the resources for it.
 
-trio registers a descriptor with epoll(7) when it is waited for first. All watches of a user are counted together, those of root's
-in every container without a user namespace of its own too (``fs.epoll.max_user_watches``; epoll_ctl(2) then fails with ENOSPC),
-and so any such container can take them all. No event reports that there are some again, so the kernel is asked again: the call
-itself is made first, and needs no watch where it has not to wait.
+trio registers a descriptor with epoll(7) at the first wait for it. The kernel counts all watches of a user together
+(``fs.epoll.max_user_watches``; epoll_ctl(2) then fails with ENOSPC), for root across all containers without a user namespace of their own,
+so any such container can use them up. No event reports that watches are available again, so the call is repeated: it is made before the
+wait, and needs no watch if it succeeds at once.
 
-What was waited for once stays registered: QEMU's monitor, the guest's console, signals and timers are from the start on.
+A descriptor stays registered after its first wait: QEMU's monitor, the guest's console, signals and timers are registered from the start
+on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
-"""What the kernel answers while it, this user or this process has no descriptor, watch or memory left for a call."""
+"""The error numbers for a lack of descriptors, watches or memory of the kernel, this user or this process."""
 AGAIN_AFTER = 0.05
 """Seconds until the next attempt."""
 LOGGED_EVERY = 60.0
@@ -39,13 +40,13 @@ LOGGED_EVERY = 60.0
 
 @define
 class Shortages:
-    """The number of calls that have failed because something was short."""
+    """The number of calls that have failed for lack of a resource."""
 
     count: int = 0
     _logged_at: float = -math.inf
 
     def note(self, error: OSError) -> None:
-        """Count *error*, and log it unless that was done a moment ago."""
+        """Count *error*, and log it unless one was logged a moment ago."""
         self.count += 1
         if time.monotonic() - self._logged_at >= LOGGED_EVERY:
             self._logged_at = time.monotonic()
@@ -57,7 +58,7 @@ shortages = Shortages()
 
 
 async def persistently(act: Callable[[], Awaitable[T]]) -> T:
-    """Return what *act* returns; while it fails for want of something, try again.
+    """Return the result of *act*; while it fails for lack of a resource, try again.
 
     For calls that have done nothing when they fail: one accept, receive, send or wait. Raises any other ``OSError`` of *act*.
 
@@ -78,7 +79,7 @@ async def persistently(act: Callable[[], Awaitable[T]]) -> T:
 async def receive(line: socket.socket, size: int) -> bytes:
     """Receive up to *size* bytes from the non-blocking *line*, none at its end, and return them in the same step of the event loop.
 
-    trio's own ``recv`` may have read them one step earlier, and a program that is renewed in between has lost them.
+    trio's own ``recv`` may read them one step earlier, and a renewal in between would lose them.
     """
 
     async def attempt() -> bytes:
@@ -92,10 +93,10 @@ async def receive(line: socket.socket, size: int) -> bytes:
 
 
 async def readable(fd: int | socket.socket) -> None:
-    """Wait until *fd* can be read. Raises as ``trio.lowlevel.wait_readable`` does, but for want of something."""
+    """Wait until *fd* can be read. Raises as ``trio.lowlevel.wait_readable`` does, except for a lack of resources."""
     await persistently(partial(trio.lowlevel.wait_readable, fd))
 
 
 async def writable(fd: int | socket.socket) -> None:
-    """Wait until *fd* can be written. Raises as ``trio.lowlevel.wait_writable`` does, but for want of something."""
+    """Wait until *fd* can be written. Raises as ``trio.lowlevel.wait_writable`` does, except for a lack of resources."""
     await persistently(partial(trio.lowlevel.wait_writable, fd))
