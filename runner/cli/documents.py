@@ -16,9 +16,9 @@ from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
 from runner.plan.cloud_init import SeedPlan, yaml_kind
 from runner.plan.document import document_problems
+from runner.spec.document_parser import parse_document
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
 from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
-from runner.spec.rules import parse_document
 from runner.spec.yaml import parse_yaml
 
 

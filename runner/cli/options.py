@@ -117,7 +117,7 @@ def read_spec_file(path: str) -> bytes:
 
     Raises :exc:`~runner.base.errors.UsageError`.
     """
-    from runner.spec.rules import LARGEST_DOCUMENT  # here, because most commands read no spec
+    from runner.spec.document_parser import LARGEST_DOCUMENT  # here, because most commands read no spec
 
     file = Path(path)
     try:
@@ -134,7 +134,7 @@ def read_spec(path: str) -> bytes:
     """Return the bytes of the spec at *path*, or of standard input for ``-``. Raises :exc:`~runner.base.errors.UsageError`."""
     if path != "-":
         return read_spec_file(path)
-    from runner.spec.rules import LARGEST_DOCUMENT
+    from runner.spec.document_parser import LARGEST_DOCUMENT
 
     try:
         return sys.stdin.buffer.read(LARGEST_DOCUMENT + 1)

@@ -11,8 +11,8 @@ from typing import Literal, TypedDict, cast
 
 from runner.base.errors import RunnerError, SpecError, problems_of
 from runner.protocol.controller_client import ControllerError
+from runner.spec.document_parser import parse_document
 from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
-from runner.spec.rules import parse_document
 
 
 class RefusalDocument(TypedDict):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from textwrap import fill
 
-from runner.spec.instance import reference, tables_of_reference
+from runner.spec.reference import reference, tables_of_reference
 
 MOST_OF_A_CELL = 200
 """Characters of a cell of a table; a longer one stands below the table."""

@@ -35,8 +35,8 @@ from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.signals import received
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
+from runner.spec.document_parser import parse_document
 from runner.spec.instance import InstanceSpec, parse_instance
-from runner.spec.rules import parse_document
 
 if TYPE_CHECKING:
     from runner.instance.documents import EndDocument

@@ -9,7 +9,7 @@ import attrs
 
 from runner.base.errors import Problem
 from runner.base.judgement import Judgement, Level
-from runner.spec.instance import EnvironmentSpec, declaring
+from runner.spec.variables import EnvironmentSpec, declaring
 
 
 class Problems:

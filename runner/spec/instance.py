@@ -7,18 +7,15 @@ generated. A key that takes one of a few words has the type ``Literal`` of these
 from __future__ import annotations
 
 import ipaddress
-import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
-from types import MappingProxyType
 from typing import Literal, get_args
-
-import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
 from runner.facts.descriptor import DESCRIPTOR_NAME
+from runner.spec.document_parser import parse_document
 from runner.spec.ports import EVERY_PORT, MOST_OF_ALL, PortForward
 from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
 from runner.spec.rules import (
@@ -30,19 +27,14 @@ from runner.spec.rules import (
     document,
     documents,
     either,
-    expanded,
     flag,
-    format_size,
     integer,
     key,
     mac,
-    parse_document,
     path,
     path_or,
     paths,
     ports,
-    references,
-    rule_of,
     seconds,
     settings,
     size,
@@ -52,7 +44,15 @@ from runner.spec.rules import (
     table,
     tables,
     text,
-    variables,
+)
+from runner.spec.variables import (
+    NO_ENVIRONMENT,
+    EnvironmentSpec,
+    declared_variables,
+    used_variables,
+    variables_of,
+    with_environment,
+    with_variables,
 )
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
@@ -801,18 +801,6 @@ class ShutdownSpec:
 
 
 @frozen
-class EnvironmentSpec:
-    """The variables of the runner's environment that the document may use."""
-
-    allow: tuple[str, ...] = key(
-        variables(),
-        default=(),
-        doc="the environment variables that `${NAME}` in a string of this document may name. With this table a literal `${` is written "
-        "`$${`; without it `$` has no special meaning",
-    )
-
-
-@frozen
 class InstanceSpec:
     """The whole document."""
 
@@ -972,9 +960,6 @@ def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterato
             yield Problem(f"{table_name}[{index}].{name}", f"{value!r} is taken by {table_name}[{seen[value]}] already")
 
 
-NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
-"""The environment for a document that uses none."""
-
 PLACEHOLDER = "unset"
 """The value of a variable that a document declares and that is not set where it is only checked."""
 
@@ -987,12 +972,12 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
     """
     problems: list[Problem] = []
     written = parse_document(source, data)
-    document = _with_environment(written, environment, problems)
+    document = with_environment(written, environment, problems)
     if problems:  # a string with an unresolved variable would only cause further problems
         raise SpecError(source, problems)
     spec = structure(InstanceSpec, document, "", problems)
     if spec is None or problems:
-        raise SpecError(source, _with_variables(problems, written))
+        raise SpecError(source, with_variables(problems, written))
     return spec
 
 
@@ -1004,117 +989,12 @@ def parse_elsewhere(
     They are taken as :data:`PLACEHOLDER`. Where that is no value for a key, the key is not judged, and there is no spec.
     Raises :exc:`~runner.base.errors.SpecError` with every other problem.
     """
-    unset = tuple(name for name in _declared_variables(source, data) if name not in environment)
+    unset = tuple(name for name in declared_variables(source, data) if name not in environment)
     try:
         return parse_instance(source, data, {**environment, **dict.fromkeys(unset, PLACEHOLDER)}), unset
     except SpecError as error:
-        used = _used(parse_document(source, data))
-        left = [problem for problem in error.problems if not set(unset).intersection(_variables_of(problem, used))]
+        used = used_variables(parse_document(source, data))
+        left = [problem for problem in error.problems if not set(unset).intersection(variables_of(problem, used))]
         if left:
             raise SpecError(source, left) from None
         return None, unset
-
-
-def _variables_of(problem: Problem, used: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the names in each ``${NAME}`` of the value that *problem* is about; *used* is what :func:`_used` returns."""
-    from bisect import bisect_left  # here, because only a document with a mistake needs it
-
-    path = problem.path
-    if "." not in path:  # a whole table
-        return ()
-    ranges = ((path, f"{path}\0"), *((path + mark, path + chr(ord(mark) + 1)) for mark in ".["))
-    return tuple(
-        dict.fromkeys(
-            name for first, end in ranges for _, name in used[bisect_left(used, (first,)) : bisect_left(used, (end,))]
-        )
-    )
-
-
-def _used(written: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return path and name of each ``${NAME}`` in the document as it is *written*, sorted by path."""
-    return sorted(references(written, ""), key=lambda each: each[0])
-
-
-def _with_variables(problems: Sequence[Problem], written: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield *problems*, each with the variables of its value: it comes from them, or they lack a declaration."""
-    used = _used(written)
-    for problem in problems:
-        if not (names := _variables_of(problem, used)):
-            yield problem
-        elif "environment" in written:
-            listed = " and ".join(f"${{{name}}}" for name in names)
-            yield attrs.evolve(problem, message=f"{problem.message}, which comes from {listed}")
-        else:
-            yield attrs.evolve(problem, remedy=f"{declaring(names)}; {problem.remedy}")
-
-
-def declaring(names: Sequence[str]) -> str:
-    """Return the remedy for a document that uses the variables *names* without declaring any."""
-    return f"add [environment] allow = {json.dumps(names)}, without which ${{{names[0]}}} has no special meaning"
-
-
-def _declared_variables(source: str, data: bytes) -> tuple[str, ...]:
-    """Return the environment variables that a document declares; none if the table is wrong (:func:`parse_instance` reports it)."""
-    declared = structure(EnvironmentSpec, parse_document(source, data).get("environment", {}), "environment", [])
-    return () if declared is None else declared.allow
-
-
-def _with_environment(
-    document: dict[str, object], environment: Mapping[str, str], problems: list[Problem]
-) -> dict[str, object]:
-    if "environment" not in document:
-        return document
-    declared = structure(EnvironmentSpec, document["environment"], "environment", [])
-    if declared is None:  # structure() reports it with the whole document
-        return document
-    for index, name in enumerate(declared.allow):
-        if name not in environment:
-            problems.append(
-                Problem(
-                    f"environment.allow[{index}]",
-                    f"the environment has no {name}",
-                    "set it in the pod (env:, fieldRef:) or on the command line",
-                )
-            )
-    known = {name: environment.get(name, f"${{{name}}}") for name in declared.allow}
-    return {
-        name: value if name == "environment" else expanded(value, known, name, problems)
-        for name, value in document.items()
-    }
-
-
-def reference() -> Iterator[tuple[str, str, str, str]]:
-    """Yield ``(key, allowed values, default, meaning)`` for every key of the schema, in document order."""
-    for table_name, schema, _ in _tables():
-        for inner in attrs.fields(schema):
-            default = _shown(inner.name, inner.default)
-            yield f"{table_name}.{inner.name}", rule_of(inner).allowed, default, inner.metadata["doc"]
-
-
-def tables_of_reference() -> dict[str, str]:
-    """Return the meaning of each table of :func:`reference`, by the name it has there."""
-    return {name: doc for name, _, doc in _tables()}
-
-
-def _tables() -> Iterator[tuple[str, type, str]]:
-    """Yield name, schema and meaning of each table; the name of an array of tables ends in ``[]``."""
-    for attribute in attrs.fields(InstanceSpec):
-        rule = rule_of(attribute)
-        if rule.schema is not None:
-            yield f"{attribute.name}[]" if rule.many else attribute.name, rule.schema, attribute.metadata["doc"]
-
-
-def _shown(name: str, default: object) -> str:
-    if default is attrs.NOTHING:
-        return "required"
-    if default in (None, ()):
-        return "-"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return json.dumps(default)
-    if name.endswith("size") and isinstance(default, int):
-        return f'"{format_size(default)}"'
-    return (
-        f"{default:g}" if isinstance(default, float) else f'"{default}"' if isinstance(default, str) else str(default)
-    )

@@ -19,13 +19,13 @@ from runner.spec.instance import (
     CpuSpec,
     DeviceSpec,
     DiskSpec,
-    EnvironmentSpec,
     GuestSpec,
     InstanceSpec,
     MemorySpec,
     NetworkSpec,
 )
 from runner.spec.rules import format_size, rule_of
+from runner.spec.variables import EnvironmentSpec
 
 Schema = dict[str, Any]
 

@@ -43,8 +43,9 @@ from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.placement.children import CHILDREN, Role
 from runner.plan.memory import FORWARDED_PORT
 from runner.protocol.unix_server import SocketLimits
-from runner.spec.instance import parse_instance, reference
+from runner.spec.instance import parse_instance
 from runner.spec.ports import MOST_OF_ALL
+from runner.spec.reference import reference
 from runner.spec.rules import MIB
 from tests.emulated_node.command import parser as emulated_node_parser
 from tests.images.manifests import DIRECTORIES, EXAMPLES

@@ -11,7 +11,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, mask_of
-from tests.node.instances import FLOAT, Instance, NodeFixture, Thread, members_of, threads_of
+from tests.node.instances import FLOAT, MIB, Instance, NodeFixture, Thread, members_of, threads_of
 
 pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.timeout(2400)]
 CPUS = {128: "1-20,65-84", 16: "1-4,9-12"}
@@ -58,6 +58,7 @@ def test_the_articles_instance(
         '[[share]]\ntag = "share"\npath = "/share"',
         mems=CpuSet(node for node in numa if numa[node] & cpus),
         more_mounts=[(share, "/share", "rw")],
+        memory=1024 * MIB,  # 40 vCPUs need more than the other tests' pods have
     )
     instance.running.wait_for("ROM-GUEST-UP", 1200)
     with capsys.disabled():

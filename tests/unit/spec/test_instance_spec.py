@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import SpecError
-from runner.spec.instance import parse_elsewhere, parse_instance, private_subnet, reference
-from runner.spec.rules import format_size, parse_document
+from runner.spec.document_parser import parse_document
+from runner.spec.instance import parse_elsewhere, parse_instance, private_subnet
+from runner.spec.reference import reference
+from runner.spec.rules import format_size
 
 KERNEL = '[boot]\nkernel = "/k"\n'
 FULL = """

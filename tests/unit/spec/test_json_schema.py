@@ -15,8 +15,9 @@ from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
 from runner.base.errors import SpecError
 from runner.plan.document import document_problems
-from runner.spec.instance import parse_instance, reference
+from runner.spec.instance import parse_instance
 from runner.spec.json_schema import spec_schema
+from runner.spec.reference import reference
 from tests.unit.spec.test_instance_spec import FULL, KERNEL, MISTAKES
 
 ROOT = Path(__file__).parents[3]
