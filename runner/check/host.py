@@ -30,7 +30,7 @@ from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts, read_pod
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.kernel.character_devices import probe_kvm, try_kvm
-from runner.kernel.files import probe_file
+from runner.kernel.file_prober import probe_file
 from runner.kernel.kernel_facts import pid_namespace
 from runner.kernel.peers import INIT_PID_NAMESPACE
 from runner.kernel.processes import Processes, dying_with_us, open_processes

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from runner.base.errors import SpecError
 from runner.facts.pci import ClaimFile
-from runner.kernel.files import read_document
+from runner.kernel.file_prober import read_document
 from runner.kubelet.device_metadata import CLAIMS, LARGEST, SUFFIX, TEMPLATES, parse_device_metadata
 
 

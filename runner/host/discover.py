@@ -37,14 +37,8 @@ from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
-from runner.kernel.files import (
-    find_program,
-    free_space,
-    memory,
-    probe_file,
-    read_document,
-    why_not_appended,
-)
+from runner.kernel.file_prober import free_space, probe_file, read_document, why_not_appended
+from runner.kernel.files import find_program, memory
 from runner.kernel.limits import cpu_limits, file_size_limit, huge_limits, memory_limit
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs

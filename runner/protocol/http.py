@@ -23,8 +23,9 @@ import trio
 from runner.base.errors import HostError
 from runner.base.events import SharedEvent
 from runner.base.values import frozen
+from runner.kernel.connections import serve_connections
 from runner.kernel.fd_passing import send_with_fds
-from runner.kernel.sockets import Socket, serve_connections
+from runner.kernel.sockets import Socket
 from runner.kernel.waiting import persistently
 
 log = logging.getLogger(__name__)

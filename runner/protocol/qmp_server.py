@@ -18,9 +18,9 @@ import trio
 
 from runner.base.errors import RunnerError, explain
 from runner.base.values import define
+from runner.kernel.connections import hung_up
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.packages import without_init
-from runner.kernel.sockets import hung_up
 from runner.kernel.waiting import persistently
 from runner.protocol.qmp import ExecuteError
 

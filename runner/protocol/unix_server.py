@@ -27,10 +27,11 @@ from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.connections import serve_connections
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers
-from runner.kernel.sockets import Socket, serve_connections
+from runner.kernel.sockets import Socket
 from runner.kernel.waiting import SHORT, persistently, shortages
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (

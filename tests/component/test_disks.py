@@ -24,7 +24,7 @@ from runner.facts.disk_content import DiskContent
 from runner.host.discover import read_disk_facts
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
-from runner.kernel import files
+from runner.kernel import file_prober
 from runner.kernel.disk_images import overlay
 from runner.plan.disks import DiskPlan, content_of, plan_disk
 from runner.plan.problems import Problems
@@ -564,11 +564,11 @@ def test_features_of_a_file_system_are_probed(tmp_path: Path) -> None:
     (tmp_path / "whole").write_bytes(b"\1" * MIB)
     with (tmp_path / "holes").open("wb") as file:
         file.truncate(MIB)
-    whole, holes = (files.probe_file(PurePosixPath(tmp_path / name), image=True) for name in ("whole", "holes"))
+    whole, holes = (file_prober.probe_file(PurePosixPath(tmp_path / name), image=True) for name in ("whole", "holes"))
     assert (whole.sparse, holes.sparse) == (False, True)
     assert whole.direct == holes.direct
     # A file of the kernel that cannot be read with O_DIRECT.
-    assert not files.probe_file(PurePosixPath("/proc/self/status"), image=True).direct
+    assert not file_prober.probe_file(PurePosixPath("/proc/self/status"), image=True).direct
 
 
 @pytest.mark.parametrize("sparse", [False, True])

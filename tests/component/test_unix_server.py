@@ -26,8 +26,8 @@ import trio.testing
 import runner.protocol.unix_server
 from runner.controller.serve.server import listening
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.connections import WaitingConnections, accepted
 from runner.kernel.peers import Peers
-from runner.kernel.sockets import WaitingConnections, accepted
 from runner.kernel.waiting import shortages
 from runner.protocol.jsonrpc import RpcError, RpcResult
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer

@@ -18,8 +18,8 @@ import trio.testing
 from runner.controller.metrics import ControllerCounters
 from runner.controller.restarted_task import BEGUN_AGAIN, restarted
 from runner.kernel import inotify
+from runner.kernel.connections import hung_up
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
-from runner.kernel.sockets import hung_up
 from runner.kernel.waiting import SHORT, Shortages, persistently, receive, shortages
 from runner.protocol.guest_agent import GuestAgent
 from runner.protocol.qmp import Monitor

@@ -27,7 +27,7 @@ from runner.host.discover import read_disk_facts
 from runner.instance.change.gate import Changes, Kind
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
-from runner.kernel.files import probe_file
+from runner.kernel.file_prober import probe_file
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan, disk_words, plan_disk, remark_little_space
 from runner.plan.instance import InstancePlan

@@ -20,8 +20,9 @@ from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.control.server import allowed_peer
 from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN
+from runner.kernel.connections import serve_connections
 from runner.kernel.peers import Peers
-from runner.kernel.sockets import Socket, serve_connections
+from runner.kernel.sockets import Socket
 from runner.protocol.jsonrpc import RpcError
 from runner.protocol.qmp import Monitor
 from runner.protocol.qmp_server import QmpSession, turn_away

@@ -23,11 +23,12 @@ from runner.base.tasks import first_of
 from runner.base.values import define
 from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
+from runner.kernel.connections import serve_connections
 from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers
-from runner.kernel.sockets import CONSOLE_SOCKET, Socket, listening, serve_connections
+from runner.kernel.sockets import CONSOLE_SOCKET, Socket, listening
 from runner.kernel.waiting import persistently, receive, writable
 from runner.plan.instance import ConsolePlan
 

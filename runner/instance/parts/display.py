@@ -18,7 +18,8 @@ from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.console import may_attach
 from runner.instance.parts.qemu import Qemu
 from runner.instance.supervisor import Supervisor
-from runner.kernel.sockets import listening, serve_connections
+from runner.kernel.connections import serve_connections
+from runner.kernel.sockets import listening
 from runner.protocol.qmp import QmpError
 
 log = logging.getLogger(__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import stat
 from pathlib import PurePosixPath
 
 from runner.base.errors import HostError
-from runner.kernel.files import discard, discard_left
+from runner.kernel.files import closing, discard
 from runner.kernel.meeting_point import discard_meeting_point
 
 READY = "ready"
@@ -22,8 +25,17 @@ PUBLISHED_AGAIN = 1.0
 
 
 def discard_signs(path: PurePosixPath) -> None:
-    """Remove from the state directory *path* the signs that a killed runner has left, as far as it is ours."""
-    discard_left(path, (READY, RECEIPT))
+    """Remove from the state directory *path* the signs that a killed runner has left; never raises.
+
+    Does nothing where others than this process's user may write, or while another process has claimed the directory.
+    """
+    with contextlib.suppress(OSError), closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        found = os.fstat(fd)
+        if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in (READY, RECEIPT):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
 
 
 _LEFT_DIRECTORY, _LEFT_FILE = r"meeting-[0-9a-f]{16}", r"([0-9a-f]{16}\.sock|overlay\.[0-9a-f]{16})"

@@ -11,7 +11,8 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, mask_of
-from tests.node.instances import FLOAT, MIB, Instance, NodeFixture, Thread, members_of, threads_of
+from tests.node.instances import FLOAT, Instance, NodeFixture, Thread, members_of, threads_of
+from tests.node.standin_kubelet import MIB
 
 pytestmark = [pytest.mark.usefixtures("rom"), pytest.mark.timeout(2400)]
 CPUS = {128: "1-20,65-84", 16: "1-4,9-12"}

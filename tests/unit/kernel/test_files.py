@@ -11,17 +11,8 @@ import pytest
 
 from runner.base.errors import HostError, explain
 from runner.facts.disk import DocumentFact
-from runner.kernel.files import (
-    append,
-    copied,
-    copy_new,
-    filled_memory,
-    opened,
-    probe_file,
-    publish,
-    read_document,
-    why_not_appended,
-)
+from runner.kernel.file_prober import probe_file, read_document, why_not_appended
+from runner.kernel.files import append, copied, copy_new, filled_memory, opened, publish
 from tests.support.fake_kernel import FAKE_KERNEL
 
 

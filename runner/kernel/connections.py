@@ -1,0 +1,212 @@
+"""Connections to a listening socket: accepted, bounded in number, and served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import select
+import socket
+from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
+from itertools import chain, islice
+
+import attrs
+import trio
+
+from runner.base.errors import explain
+from runner.base.events import SharedEvent
+from runner.base.rate_limit import LogRateLimit
+from runner.base.values import define
+from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.peers import boot_time
+from runner.kernel.sockets import Socket
+from runner.kernel.waiting import SHORT, persistently, shortages
+
+log = logging.getLogger(__name__)
+
+Accepted = tuple[trio.socket.SocketType, float]
+"""A connection and when it was accepted (:func:`~runner.kernel.peers.boot_time`)."""
+
+_PAUSE = 1.0
+"""Seconds until the next attempt to accept: the rest of this program needs what is short more."""
+_TOGETHER = 512
+"""Connections that are accepted, 0.02 ms each, before other tasks have their turn, which may take as long for each that is open."""
+_SERVED_TOGETHER = 16
+"""Peers that have a connection served then."""
+_MOST_PEERS = 1024
+"""Peers whose connections wait."""
+
+
+async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
+    """Return the next connection, which the caller closes.
+
+    While there is no descriptor or memory for it, wait: no event reports that there are some again.
+    """
+    while True:
+        try:
+            return (await listener.accept())[0]
+        except OSError as error:
+            if error.errno in SHORT:
+                shortages.note(error)
+                await trio.sleep(_PAUSE)
+            else:  # one client's, which went before it was accepted (accept(2))
+                log.debug(SharedEvent.CONNECTION_ABORTED, error.strerror)
+                await trio.lowlevel.checkpoint()
+
+
+async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list[Accepted]:
+    """Return the connections that wait at *listener*, at most *most*, which the caller closes; with *wait* at least one.
+
+    One at a time they would take a turn of all other tasks each. *listener* does not block.
+    """
+    found: list[Accepted] = []
+    if wait:
+        first = await accepted(trio.socket.from_stdlib_socket(listener))
+        found.append((first, boot_time()))
+    else:
+        await trio.lowlevel.checkpoint()
+    # Until none waits any more. If there is no descriptor for it, the next call that waits says so.
+    with contextlib.suppress(OSError):
+        while len(found) < most:
+            connection = trio.socket.from_stdlib_socket(listener.accept()[0])
+            # The time not later: a process that is younger is not the one that connected.
+            found.append((connection, boot_time()))
+    return found
+
+
+@define
+class WaitingConnections:
+    """Connections that were accepted and are not served yet: each peer has one served in its turn.
+
+    The kernel's queue is the same for all peers, and full as soon as one connects without end.
+    """
+
+    most: int
+    """Connections that wait; of a peer that has none, one more."""
+    of_each: int
+    """Connections of one peer that wait."""
+    _waiting: dict[Hashable, list[Accepted]] = attrs.field(factory=dict)
+    """By peer; the one that was served longest ago comes first."""
+    _count: int = 0
+
+    async def next_of_each(
+        self, listener: Socket, peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]]
+    ) -> list[Accepted]:
+        """Return the first connection of each of the next peers, after those that wait at *listener* were accepted.
+
+        There is at least one. The function that *peer* returns tells whose a connection is, or raises ``OSError`` if it has
+        gone. A connection that is more than may wait is closed.
+        """
+        found: list[Accepted] = []
+        while not found:
+            accepted_now = await _accepted_together(listener, _TOGETHER, wait=not self._waiting)
+            of = peer()
+            for each in accepted_now:
+                try:
+                    self._add(of(each[0]), each)
+                except OSError:
+                    each[0].close()
+            for key in list(islice(self._waiting, _SERVED_TOGETHER)):
+                mine = self._waiting.pop(key)
+                found.append(mine.pop(0))
+                if mine:
+                    self._waiting[key] = mine
+        self._count -= len(found)
+        return found
+
+    def _add(self, key: Hashable, each: Accepted) -> None:
+        mine = self._waiting.get(key, [])
+        full = self._count >= self.most or len(mine) >= self.of_each if mine else len(self._waiting) >= _MOST_PEERS
+        if full:
+            each[0].close()
+        else:
+            self._waiting.setdefault(key, mine).append(each)
+            self._count += 1
+
+    def close(self) -> None:
+        """Close those that wait."""
+        for connection, _ in chain.from_iterable(self._waiting.values()):
+            connection.close()
+
+
+def one_peer() -> Callable[[trio.socket.SocketType], Hashable]:
+    """Return a function that tells no connection from another: all clients are one peer."""
+    return lambda connection: None  # noqa: ARG005
+
+
+async def serve_connections(
+    listener: Socket,
+    serve: Callable[[trio.socket.SocketType, float], Awaitable[None]],
+    peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]] = one_peer,
+    *,
+    waiting: tuple[int, int] = (_MOST_PEERS, _MOST_PEERS),
+    most: float = math.inf,
+) -> None:
+    """Serve the connections that *listener* gets until cancelled, each in a task of its own; asleep while none comes.
+
+    *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is
+    closed afterwards. One that fails takes no other with it: an ``OSError`` is its connection's end, any other is logged as a
+    fault of this program. *peer* and *waiting*, the fields of :class:`WaitingConnections`, share turns out among clients. Where
+    *most* are open one more is hung up on.
+    """
+    queue, limit = WaitingConnections(*waiting), LogRateLimit()
+
+    async def serve_one(connection: trio.socket.SocketType, accepted_at: float) -> None:
+        with connection:
+            try:
+                await trio.lowlevel.checkpoint()
+                await serve(connection, accepted_at)
+            except OSError as error:
+                log.debug(SharedEvent.CONNECTION_LOST, explain(error))
+            except Exception:  # noqa: BLE001 - logged with its traceback
+                limit.log(log.exception, SharedEvent.CONNECTION_BUG)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            while True:
+                for connection, accepted_at in await queue.next_of_each(listener, peer):
+                    if len(nursery.child_tasks) < most:
+                        nursery.start_soon(serve_one, connection, accepted_at)
+                    else:
+                        connection.close()
+    finally:
+        queue.close()
+        limit.log_left_out()
+
+
+_COPIED = 1 << 16
+"""Bytes that are copied at once."""
+
+
+async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketType) -> None:
+    """Send to each of two connections what the other one sends, until both have sent all, or one is lost."""
+
+    async def copy(source: trio.socket.SocketType, target: trio.socket.SocketType) -> None:
+        while data := await persistently(partial(source.recv, _COPIED)):
+            await send_with_fds(target, data)
+        target.shutdown(socket.SHUT_WR)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(copy, one, other)
+            nursery.start_soon(copy, other, one)
+    except* OSError as lost:
+        log.debug(SharedEvent.CONNECTION_LOST, explain(lost.exceptions[0]))
+    finally:
+        one.close()
+        other.close()
+
+
+async def hung_up(connection: trio.socket.SocketType) -> None:
+    """Wait until the peer has closed *connection*, although bytes of it are unread; not while it only sends no more.
+
+    ``EPOLLHUP`` is reported without being asked for (``unix_poll`` of ``net/unix/af_unix.c``).
+    """
+
+    async def wait() -> None:
+        with select.epoll() as end:
+            end.register(connection.fileno(), 0)
+            await trio.lowlevel.wait_readable(end.fileno())
+
+    await persistently(wait)
