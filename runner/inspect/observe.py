@@ -23,13 +23,12 @@ from runner.facts.roots import Roots
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.inspect.cpu_settings import read_cpu_settings
 from runner.inspect.cpu_state import settled_cpu_state
+from runner.inspect.memory_observer import guest_memory, pod_charge
 from runner.inspect.observation import (
-    GuestMemory,
     InstanceObservation,
     KubeletObservation,
     Observation,
     ObservedGuarantee,
-    PodCharge,
     Unknown,
 )
 from runner.inspect.roles import Roles
@@ -70,8 +69,6 @@ _VCPU_NAME = re.compile(r"CPU ([0-9]+)/", re.ASCII)
 """QEMU's name for a vCPU thread (``-name debug-threads=on``)."""
 _IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
 """Its name for the iothread of a disk; ``IO mon_iothread`` is its own."""
-_GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
-"""The file in memory that is the guest's RAM, as ``numa_maps`` writes it."""
 _LAST = (Role.OTHER, Role.EMULATOR, Role.IOTHREAD, Role.VCPU)
 """The roles that come last in the table, in this order; the threads of all others come first, by their numbers."""
 
@@ -177,8 +174,8 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
         threads=threads,
         others=table.others(members, found.rules.cpus),
         hidden=table.hidden,
-        memory=_guest_memory(procfs, qemu),
-        charge=_charge(roots, threads),
+        memory=guest_memory(procfs, qemu),
+        charge=pod_charge(roots, threads),
         pod=names.pod,
         pod_uid=names.pod_uid,
         uptime=None if qemu is None else procfs.age(qemu),
@@ -251,8 +248,8 @@ async def observe_node(
                 threads=threads,
                 others=table.others(members, cpus[pod_uid]),
                 hidden=_hidden_by(table, members),
-                memory=_guest_memory(procfs, qemu),
-                charge=_charge(roots, threads),
+                memory=guest_memory(procfs, qemu),
+                charge=pod_charge(roots, threads),
                 settings=read_cpu_settings(roots.proc.parent, cpus[pod_uid]),
                 pod=pod,
                 pod_uid=pod_uid,
@@ -416,38 +413,3 @@ async def _kubelet_now(roots: Roots, root: Cgroup, files: KubeletFiles) -> Kubel
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def _guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
-    if qemu is None:
-        return Unknown("there is no QEMU")
-    try:
-        mappings = procfs.mappings(qemu)
-    except HostError as error:
-        return Unknown(f"{explain(error)}; inspect on the node, as root")
-    if mappings is None:
-        return Unknown("QEMU has ended, or the kernel knows no NUMA nodes")
-    small: Counter[int] = Counter()
-    huge: Counter[int] = Counter()
-    bound: set[int] = set()
-    remote_bytes = 0
-    for mapping in mappings:
-        if not mapping.huge and not _GUEST_RAM.fullmatch(mapping.file):
-            continue
-        (huge if mapping.huge else small).update(mapping.resident)
-        bound |= set(mapping.bound)
-        remote_bytes += sum(
-            size for node, size in mapping.resident.items() if mapping.bound and node not in mapping.bound
-        )
-    return GuestMemory(dict(small), dict(huge), CpuSet(bound), remote_bytes)
-
-
-def _charge(roots: Roots, threads: Iterable[ObservedThread]) -> PodCharge | Unknown:
-    """Return what the pod's cgroup is charged for; the pod's cgroup is where the anchor is."""
-    path = next((each.thread.cgroup for each in threads if each.role is Role.ANCHOR), "")
-    if not path:
-        return Unknown("the pod's cgroup is not known: there is no anchor, or no cgroup v2")
-    try:
-        return PodCharge(path, Cgroup(roots.cgroup).at(path).charge())
-    except (HostError, ValueError) as error:
-        return Unknown(f"the charge of the pod's cgroup '{path}' cannot be read: {explain(error)}")

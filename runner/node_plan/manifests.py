@@ -26,6 +26,7 @@ from runner.kubelet.pod import (
     QosClass,
     read_quantity,
 )
+from runner.node_plan.manifest_notes import manifest_notes
 from runner.spec.value import Value
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
@@ -151,13 +152,14 @@ def _manifest(document: Value, kind: str, *, pod_level_resources: bool) -> Manif
         priority=_priority(spec),
         static=bool(annotations.get(MIRROR)) or _word(annotations.get(CONFIG_SOURCE)) not in {"", "api"},
     )
+    hugepages = {name for each in resources.values() for name in each.requests if name.startswith(HUGEPAGES_PREFIX)}
     return Manifest(
         name,
         document.source,
         pod,
         qos,
         tuple(why),
-        tuple(_notes(document, spec, pod, resources)),
+        tuple(manifest_notes(document, spec, pod, hugepages)),
         node_name=_word(spec.get("nodeName")),
         ended=_word(document.get("status", {}).get("phase")) in ENDED,
         grace=spec.get("terminationGracePeriodSeconds").number()
@@ -297,72 +299,3 @@ def _qos(parts: Mapping[str, _Resources]) -> tuple[QosClass, list[str]]:
     if nothing:
         return QosClass.BEST_EFFORT, why
     return (QosClass.BURSTABLE, why) if why else (QosClass.GUARANTEED, [])
-
-
-def _claim_notes(spec: Value) -> Iterator[str]:
-    """Yield what is not known of the devices that the pod's containers get by resource claims (DRA)."""
-    named = (
-        {each.get("name").text() for each in spec.get("resourceClaims").elements()}
-        if spec.get("resourceClaims")
-        else set()
-    )
-    used: dict[str, None] = {}
-    for key in ("initContainers", "containers"):
-        for container in spec.get(key).elements() if spec.get(key) else ():
-            claims = container.get("resources", {}).get("claims")
-            words = []
-            for claim in claims.elements() if claims else ():
-                name = claim.get("name").text()
-                if name not in named:
-                    claim.get("name").fail(f"must be the name of an entry of the pod's resourceClaims, found {name!r}")
-                used[name] = None
-                request = _word(claim.get("request"))
-                words.append(f"{name!r} (request {request!r})" if request else repr(name))
-            if words:
-                yield (
-                    f"container {container.get('name').text()!r} has devices by resource claims (DRA): {', '.join(words)}; not "
-                    "known here: which devices these are, on which NUMA nodes, and whether this node has any left"
-                )
-    if used:
-        yield (
-            "the Topology Manager does not look at resource claims: their devices may be on other NUMA nodes than the CPUs and "
-            "the memory above, unless a claim's constraints forbid it; CPUs or memory that a DRA driver gives are not in this plan"
-        )
-    if named - used.keys():
-        yield f"no container uses the pod's resource claims {', '.join(map(repr, sorted(named - used.keys())))}"
-
-
-SHARED_NAMESPACES: Mapping[str, str] = {
-    "shareProcessNamespace": "is refused when it registers, because it must be PID 1 of a PID namespace of its own",
-    "hostPID": "is refused when it registers, because it must be PID 1 of a PID namespace of its own",
-    "hostNetwork": "with a [[network]] of mode 'bridge' does not start, because it would take the node's own address: use"
-    " mode 'user' or 'passt', or leave hostNetwork out",
-}
-"""Key of a pod's spec → what happens to an instance in that pod."""
-
-
-def _of_namespaces(spec: Value, pod: Pod) -> Iterator[str]:
-    """Yield what an instance in *pod* cannot do in namespaces that it shares; only a pod with exclusive CPUs can hold one."""
-    if not pod.guaranteed or all(each.millicpus % 1000 for each in pod.containers if each.kind is ContainerKind.APP):
-        return
-    for key, consequence in SHARED_NAMESPACES.items():
-        if spec.get(key).value is True:
-            yield f"spec.{key} is true: an instance in this pod {consequence}"
-
-
-def _notes(document: Value, spec: Value, pod: Pod, resources: Mapping[str, _Resources]) -> Iterator[str]:
-    replicas = document.get("spec", {}).get("replicas").value if document.get("kind").value != "Pod" else None
-    if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
-        yield f"{replicas} replicas, planned as one pod; name the file once for each that comes to this node"
-    if pod.guaranteed and not pod.pod_level_resources:
-        for container in pod.containers:
-            if container.millicpus % 1000:
-                yield (
-                    f"container {container.name!r} asks for {container.millicpus}m CPUs, which is not a whole number:"
-                    " it runs in the shared pool"
-                )
-    yield from _of_namespaces(spec, pod)
-    yield from _claim_notes(spec)
-    hugepages = {name for each in resources.values() for name in each.requests if name.startswith(HUGEPAGES_PREFIX)}
-    if hugepages and not pod.guaranteed:
-        yield f"{', '.join(sorted(hugepages))}: the Memory Manager places them for Guaranteed pods only"

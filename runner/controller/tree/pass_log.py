@@ -85,7 +85,7 @@ class PassLog:
                     self.counters.removed += 1
                     log.info(ControllerEvent.STALE_INSTANCE_REMOVED, group_uid(group))
                 case Seal(group) | Unseal(group):
-                    self._add_partition(action, observed.groups[group])
+                    self._log_partition(action, observed.groups[group])
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
                     log.info(ControllerEvent.LIMIT_WRITTEN, self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
@@ -102,7 +102,7 @@ class PassLog:
                 case _:
                     log.debug(ControllerEvent.ACTION_DONE, action)
 
-    def _add_partition(self, action: Seal | Unseal, found: Group) -> None:
+    def _log_partition(self, action: Seal | Unseal, found: Group) -> None:
         """Log that a group was sealed or unsealed, and count it as a repair if another program had ended its partition."""
         repaired = isinstance(action, Seal) and found.was_sealed and found.partition != ISOLATED
         self.counters.repairs += repaired

@@ -78,9 +78,9 @@ class PodCgroups:
         """
         for top in map(Cgroup, self.existing(pod_uid)):
             for group in _groups(top):
-                yield from self._members(group)
+                yield from self._member_processes(group)
 
-    def _members(self, group: Cgroup) -> Iterator[MemberProcess]:
+    def _member_processes(self, group: Cgroup) -> Iterator[MemberProcess]:
         path = f"/{group.path.relative_to(self.mount.path)}"
         container = self.container(path)
         if container is None:

@@ -446,9 +446,9 @@ class _Move:
         for vcpu in self.threads.vcpus:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or is found when they are read back
                 receipts.active.release(vcpu.tid)
-        self._read_back(threads)
+        self._read_back_successor(threads)
 
-    def _read_back(self, threads: QemuThreads) -> None:
+    def _read_back_successor(self, threads: QemuThreads) -> None:
         supervisor, receipts = self.status.supervisor, self.status.receipts
         found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.active.placement, threads)
         receipts.threads, receipts.receipt = threads, attrs.evolve(receipts.receipt, threads=found.threads)
@@ -536,7 +536,7 @@ class _Move:
         for queue, detached in self.queues.items():
             (detach_queue if detached else attach_queue)(queue)
         if self.displaced:
-            self._read_back(self.threads)
+            self._read_back_successor(self.threads)
         if await monitor.run_state() in {"postmigrate", "finish-migrate", "paused"}:
             await monitor.execute("cont")
 

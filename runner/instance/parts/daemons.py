@@ -22,7 +22,7 @@ from runner.placement.children import RESTARTS, Restart
 
 log = logging.getLogger(__name__)
 
-UP_WITHIN = 10.0
+SERVES_WITHIN = 10.0
 """Seconds within which a daemon says that it serves: dnsmasq takes 4 ms."""
 
 STOPPED_WITHIN = 2.0
@@ -80,7 +80,7 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
 
             async def come_up() -> None:
                 async with supervisor.changes.begin(Kind.START, f"{command.role} is being started"):
-                    await _come_up(child.process)
+                    await _wait_until_it_serves(child.process)
 
             await held.once(f"up:{name}", come_up)
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
@@ -93,12 +93,12 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
             await supervisor.processes.stop(child.process, STOPPED_WITHIN)
 
 
-async def _come_up(process: Process) -> None:
-    with trio.move_on_after(UP_WITHIN) as waiting:
+async def _wait_until_it_serves(process: Process) -> None:
+    with trio.move_on_after(SERVES_WITHIN) as waiting:
         if not await process.serves():
             raise HostError(f"cannot start {process.role}: it {process.how_it_ended()}", remedy=process.limit())
     if waiting.cancelled_caught:
-        raise HostError(f"cannot start {process.role}: it has not said within {UP_WITHIN:g} s that it serves")
+        raise HostError(f"cannot start {process.role}: it has not said within {SERVES_WITHIN:g} s that it serves")
 
 
 def refuse_dead(daemons: Sequence[Process]) -> None:
