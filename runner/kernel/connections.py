@@ -26,22 +26,22 @@ from runner.kernel.waiting import SHORT, persistently, shortages
 log = logging.getLogger(__name__)
 
 Accepted = tuple[trio.socket.SocketType, float]
-"""A connection and when it was accepted (:func:`~runner.kernel.peers.boot_time`)."""
+"""A connection, and the time at which it was accepted, on the clock of processes' start times."""
 
 _PAUSE = 1.0
-"""Seconds until the next attempt to accept: the rest of this program needs what is short more."""
+"""Seconds until the next attempt to accept after a shortage: the rest of this program needs the resource more."""
 _TOGETHER = 512
-"""Connections that are accepted, 0.02 ms each, before other tasks have their turn, which may take as long for each that is open."""
+"""Connections that are accepted, 0.02 ms each, before other tasks have their turn."""
 _SERVED_TOGETHER = 16
-"""Peers that have a connection served then."""
+"""Peers of which one connection each is served in one turn."""
 _MOST_PEERS = 1024
-"""Peers whose connections wait."""
+"""Peers whose connections may wait."""
 
 
 async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
     """Return the next connection, which the caller closes.
 
-    While there is no descriptor or memory for it, wait: no event reports that there are some again.
+    While this process has no descriptor or memory for it, try again after a pause: no event reports their return.
     """
     while True:
         try:
@@ -50,7 +50,7 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
             if error.errno in SHORT:
                 shortages.note(error)
                 await trio.sleep(_PAUSE)
-            else:  # one client's, which went before it was accepted (accept(2))
+            else:  # the client disconnected before its connection was accepted (accept(2))
                 log.debug(SharedEvent.CONNECTION_ABORTED, error.strerror)
                 await trio.lowlevel.checkpoint()
 
@@ -58,7 +58,7 @@ async def accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
 async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list[Accepted]:
     """Return the connections that wait at *listener*, at most *most*, which the caller closes; with *wait* at least one.
 
-    One at a time they would take a turn of all other tasks each. *listener* does not block.
+    Accepted one at a time, each would cost a turn of all other tasks. *listener* does not block.
     """
     found: list[Accepted] = []
     if wait:
@@ -66,37 +66,37 @@ async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list
         found.append((first, boot_time()))
     else:
         await trio.lowlevel.checkpoint()
-    # Until none waits any more. If there is no descriptor for it, the next call that waits says so.
+    # No more connections wait, or no descriptor is left; the next call that waits reports the latter.
     with contextlib.suppress(OSError):
         while len(found) < most:
             connection = trio.socket.from_stdlib_socket(listener.accept()[0])
-            # The time not later: a process that is younger is not the one that connected.
+            # The time is taken before: a younger process is not the one that connected.
             found.append((connection, boot_time()))
     return found
 
 
 @define
 class WaitingConnections:
-    """Connections that were accepted and are not served yet: each peer has one served in its turn.
+    """Connections that are accepted and not served yet; one connection of each peer is served in its turn.
 
     The kernel's queue is the same for all peers, and full as soon as one connects without end.
     """
 
     most: int
-    """Connections that wait; of a peer that has none, one more."""
+    """The most connections that may wait; a peer without a waiting one may have one more."""
     of_each: int
-    """Connections of one peer that wait."""
+    """The most connections of one peer that may wait."""
     _waiting: dict[Hashable, list[Accepted]] = attrs.field(factory=dict)
-    """By peer; the one that was served longest ago comes first."""
+    """Waiting connections by peer; the peer that was served longest ago comes first."""
     _count: int = 0
 
     async def next_of_each(
         self, listener: Socket, peer: Callable[[], Callable[[trio.socket.SocketType], Hashable]]
     ) -> list[Accepted]:
-        """Return the first connection of each of the next peers, after those that wait at *listener* were accepted.
+        """Accept the connections that wait at *listener*, then return the first connection of each of the next peers.
 
-        There is at least one. The function that *peer* returns tells whose a connection is, or raises ``OSError`` if it has
-        gone. A connection that is more than may wait is closed.
+        At least one is returned. The function that *peer* returns names the peer of a connection, or raises ``OSError`` if the peer is
+        gone. Connections beyond the bounds are closed.
         """
         found: list[Accepted] = []
         while not found:
@@ -125,13 +125,13 @@ class WaitingConnections:
             self._count += 1
 
     def close(self) -> None:
-        """Close those that wait."""
+        """Close the waiting connections."""
         for connection, _ in chain.from_iterable(self._waiting.values()):
             connection.close()
 
 
 def one_peer() -> Callable[[trio.socket.SocketType], Hashable]:
-    """Return a function that tells no connection from another: all clients are one peer."""
+    """Return a function that treats all clients as one peer."""
     return lambda connection: None  # noqa: ARG005
 
 
@@ -145,10 +145,10 @@ async def serve_connections(
 ) -> None:
     """Serve the connections that *listener* gets until cancelled, each in a task of its own; asleep while none comes.
 
-    *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is
-    closed afterwards. One that fails takes no other with it: an ``OSError`` is its connection's end, any other is logged as a
-    fault of this program. *peer* and *waiting*, the fields of :class:`WaitingConnections`, share turns out among clients. Where
-    *most* are open one more is hung up on.
+    *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is closed
+    afterwards. A failing connection does not affect the others: an ``OSError`` ends its connection, any other error is logged as a bug of
+    this program. *peer* and *waiting*, the bounds of :class:`WaitingConnections`, share turns among clients. When *most* connections are
+    open, a further one is closed.
     """
     queue, limit = WaitingConnections(*waiting), LogRateLimit()
 
@@ -180,7 +180,7 @@ _COPIED = 1 << 16
 
 
 async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketType) -> None:
-    """Send to each of two connections what the other one sends, until both have sent all, or one is lost."""
+    """Copy data between two connections in both directions, until both peers have sent everything, or one is lost."""
 
     async def copy(source: trio.socket.SocketType, target: trio.socket.SocketType) -> None:
         while data := await persistently(partial(source.recv, _COPIED)):
@@ -199,7 +199,7 @@ async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketTyp
 
 
 async def hung_up(connection: trio.socket.SocketType) -> None:
-    """Wait until the peer has closed *connection*, although bytes of it are unread; not while it only sends no more.
+    """Wait until the peer has closed *connection*, even with unread bytes; a peer that only ends its sending direction does not count.
 
     ``EPOLLHUP`` is reported without being asked for (``unix_poll`` of ``net/unix/af_unix.c``).
     """

@@ -56,7 +56,7 @@ def _mounted_read_only(path: PurePosixPath) -> bool:
 
 
 def free_space(path: PurePosixPath) -> int | None:
-    """Return how many bytes another user than root can write below *path*, or below its first parent that exists."""
+    """Return how many bytes a user other than root can write below *path*, or below its first existing parent."""
     for each in (path, *path.parents):
         with contextlib.suppress(OSError):
             found = os.statvfs(each)
@@ -65,7 +65,7 @@ def free_space(path: PurePosixPath) -> int | None:
 
 
 def why_not_appended(path: PurePosixPath) -> str | None:
-    """Return why :func:`append` would fail for *path*, or ``None``; creates nothing."""
+    """Return the reason why :func:`append` would fail for *path*, or ``None``; creates nothing."""
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -116,11 +116,11 @@ def _file_kind(mode: int) -> FileKind:
 
 
 def _direct_alignment(path: PurePosixPath) -> int | None:
-    """Return the number of bytes that QEMU aligns reads past the page cache to; ``None`` if these do not work.
+    """Return the alignment in bytes of QEMU's reads with ``O_DIRECT``; ``None`` if such reads do not work.
 
-    QEMU finds it in the same way (``block/file-posix.c``, ``raw_probe_alignment``): XFS says it; elsewhere the shortest read
-    that succeeds shows it, but for one of a single byte, which only a hole at the beginning lets succeed: then QEMU takes the
-    greatest. It is 4096 on a disk with such sectors. tmpfs before Linux 6.6, and some others, have no ``O_DIRECT``.
+    QEMU finds it in the same way (``block/file-posix.c``, ``raw_probe_alignment``): XFS reports it. Elsewhere it is the size of the
+    shortest read that succeeds; a read of one byte succeeds only where the file begins with a hole, and then QEMU assumes the largest
+    alignment. It is 4096 on a disk with sectors of that size. tmpfs before Linux 6.6, and some others, have no ``O_DIRECT``.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -137,12 +137,12 @@ def _direct_alignment(path: PurePosixPath) -> int | None:
 
 
 def _is_read_only(device: int) -> bool:
-    """Tell whether the kernel takes no writes to a block device, which it opens for them all the same (``blkdev_write_iter``)."""
+    """Tell whether a block device is read-only; the kernel opens it for writing all the same (``blkdev_write_iter``)."""
     return bool(struct.unpack("i", fcntl.ioctl(device, _BLKROGET, bytes(4)))[0])
 
 
 def _is_held(device: PurePosixPath) -> bool:
-    """Tell whether the kernel has the block device for itself (open(2), ``O_EXCL``)."""
+    """Tell whether the kernel itself uses the block device exclusively (open(2), ``O_EXCL``)."""
     try:
         os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as error:
@@ -158,7 +158,7 @@ def _sectors(fd: int) -> tuple[int, int]:
 
 
 def read_document(path: PurePosixPath, most: int) -> DocumentFact:
-    """Return the content of a file of at most *most* bytes, or why it was not read."""
+    """Return the content of a file of at most *most* bytes, or the reason why it was not read."""
     try:
         with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
             found = os.fstat(fd)
