@@ -27,7 +27,8 @@ from runner.check.checks import TIMEOUT, Check, CheckContext, CheckedHost, Kubel
 from runner.check.documents import CheckDocument
 from runner.facts.host import Kvm
 from runner.facts.roots import Roots
-from runner.host.discover import read_host_facts, read_pod
+from runner.host.discover import read_host_facts
+from runner.host.pods import read_pod
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.file_prober import probe_file

@@ -38,6 +38,10 @@ class User:
 ROOT = User("root", 0, 0)
 
 
+VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
+"""Where distributions install it, beside PATH."""
+
+
 @frozen
 class Virtiofsd:
     """The installed virtiofsd: the one in C of QEMU up to 7.2, or its successor in Rust."""
@@ -111,6 +115,10 @@ CLAIMED_CPUS = "DRA_CPUSET_"
 
 It shows a runner why it has them. The controller does not believe it: :mod:`runner.kubelet.claims`.
 """
+
+
+IN_A_POD = "KUBERNETES_SERVICE_HOST"
+"""An environment variable that the kubelet sets in every container."""
 
 
 @frozen
@@ -273,7 +281,7 @@ class HostFacts:
     container_uid: str | None = None
     """The identifier of this container at the node's controller: the pod's UID, or without a kubelet the container's id."""
     pod_uid: str | None = None
-    """The pod's UID; ``None`` outside Kubernetes, where nothing shows it, and where nothing is derived from it."""
+    """The pod's UID; ``None`` outside Kubernetes, where nothing shows it."""
     controller_error: str | None = "it was not looked for"
     """Why the node's controller cannot be used; ``None`` if the directory of its socket exists."""
     controller_remedy: str = ""

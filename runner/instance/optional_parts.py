@@ -105,12 +105,6 @@ def _returned_devices() -> Callable[[Supervisor, InstancePlan, InPodCgroup], Abs
     return devices_returned
 
 
-def _locked_memory() -> Callable[[int], AbstractContextManager[None]]:
-    from runner.kernel.memory import lockable
-
-    return lockable
-
-
 def _has_macvtaps(plan: InstancePlan) -> bool:
     if not plan.networks:
         return False
@@ -310,7 +304,6 @@ DISKS = OptionalPart(lambda plan: bool(plan.machine.disks), _disks, _NO_FDS)
 DEVICES = OptionalPart(lambda plan: bool(plan.machine.passthrough.devices), _devices, _NO_FDS)
 LENT_DEVICES = OptionalPart(DEVICES.wanted, _lent_devices, _NO_STEP)
 RETURNED_DEVICES = OptionalPart(DEVICES.wanted, _returned_devices, _NO_PART)
-LOCKED_MEMORY = OptionalPart(lambda plan: bool(plan.machine.lockable), _locked_memory, _NO_STEP)
 MACVTAPS = OptionalPart(_has_macvtaps, _macvtaps, _NO_LINKS)
 NETWORKS = OptionalPart(lambda plan: bool(plan.networks), _networks, _NO_NICS)
 BRIDGES = OptionalPart(_has_bridges, _bridges, _NO_PART)

@@ -63,6 +63,10 @@ class InheritedFd:
     declared: str | None
     """The kind that the agent declares; ``None`` for one inherited through exec."""
 
+    def probe(self) -> DescriptorFact:
+        """Return the kernel's facts about it, and what its sender calls it."""
+        return attrs.evolve(probe_descriptor(self.descriptor.number), declared=self.declared)
+
 
 @asynccontextmanager
 async def inherited_fds(
@@ -230,12 +234,8 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
     return str(said["name"]), str(said["kind"])
 
 
-def probe_descriptor(number: int, declared: str | None = None) -> DescriptorFact:
-    """Return the kernel's facts about the open descriptor *number*; *declared* is the kind that its sender named."""
-    return attrs.evolve(_probe(number), declared=declared)
-
-
-def _probe(number: int) -> DescriptorFact:
+def probe_descriptor(number: int) -> DescriptorFact:
+    """Return the kernel's facts about the open descriptor *number*."""
     found = os.fstat(number)
     writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if stat.S_ISREG(found.st_mode):

@@ -9,7 +9,8 @@ import errno
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Literal
@@ -29,6 +30,8 @@ Use = Literal["file", "process", "inotify", "epoll", "lock", "backing", "aio", "
 locked; memory of a file, as a guest's is; requests of native AIO; an io_uring; memory that a device reaches; a namespace."""
 
 _ALL_CONTAINERS = "in all containers without a user namespace of their own"
+CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24
+"""``include/uapi/linux/capability.h``."""
 _NEARLY = 0.98
 """The share of a machine-wide limit that counts as reached: the use may have fallen between the failure and this reading."""
 
@@ -335,6 +338,30 @@ def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
         yield read_text(each / name).strip()
         if each == root:
             return
+
+
+def read_lockable(capabilities: Collection[int]) -> int | None:
+    """Return the bytes that a child started within :func:`lockable` may lock, ``None`` without a limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if hard == resource.RLIM_INFINITY or _CAP_SYS_RESOURCE in capabilities else hard
+
+
+@contextmanager
+def lockable(size: int) -> Iterator[None]:
+    """Let children started in the block lock *size* bytes, as far as possible: above the hard limit this needs CAP_SYS_RESOURCE."""
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= size:
+        yield
+        return
+    try:
+        try:
+            enough = hard == resource.RLIM_INFINITY or hard >= size
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard) if enough else (resource.RLIM_INFINITY,) * 2)
+        except ValueError:  # not allowed, and root with CAP_IPC_LOCK does not need it
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
 _UNLIMITED = 1 << 62

@@ -1,19 +1,12 @@
-"""The rights of this process over memory: mbind(2) and ``RLIMIT_MEMLOCK``."""
+"""The right of this process to say on which NUMA node its memory is: mbind(2)."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import resource
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 
 from runner.base.errors import HostError
 from runner.kernel.preallocate import bind
-
-_UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24
-"""``include/uapi/linux/capability.h``."""
 
 
 def try_mbind(numa_node: int) -> OSError | None:
@@ -35,27 +28,3 @@ def try_mbind(numa_node: int) -> OSError | None:
         finally:
             del first  # a mapping with an exported buffer cannot be closed
     return None
-
-
-def read_lockable(capabilities: Collection[int]) -> int | None:
-    """Return the bytes that a child started within :func:`lockable` may lock, ``None`` without a limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if hard == resource.RLIM_INFINITY or _CAP_SYS_RESOURCE in capabilities else hard
-
-
-@contextmanager
-def lockable(size: int) -> Iterator[None]:
-    """Let children started in the block lock *size* bytes, as far as possible: above the hard limit this needs CAP_SYS_RESOURCE."""
-    before = soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or soft >= size:
-        yield
-        return
-    try:
-        try:
-            enough = hard == resource.RLIM_INFINITY or hard >= size
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard) if enough else _UNLIMITED)
-        except ValueError:  # not allowed, and root with CAP_IPC_LOCK does not need it
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)

@@ -17,8 +17,6 @@ from runner.plan.problems import Problems
 from runner.spec.instance import CloudInitSpec
 
 LABEL = "CIDATA"
-LARGEST = 1 << 20
-"""Largest size of each document in bytes."""
 
 KINDS = (
     "#cloud-config",  # also #cloud-config-archive and #cloud-config-jsonp
@@ -91,12 +89,6 @@ class SeedPlan:
     network_config: Secret | None
     vendor_data: Secret | None = None
     """What this program itself has for the guest; user-data comes before it."""
-
-
-def named_documents(cloud_init: CloudInitSpec) -> list[PurePosixPath]:
-    """Return the files whose content :func:`plan_seed` needs."""
-    values = (cloud_init.user_data, cloud_init.meta_data, cloud_init.network_config, *cloud_init.ssh_keys)
-    return [value for value in values if isinstance(value, PurePosixPath)]
 
 
 def plan_seed(

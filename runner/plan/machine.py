@@ -56,6 +56,7 @@ booted in 7 % less CPU time.
 """
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
+DHCP_USERS = ("dnsmasq", "nobody")
 
 ROOT_BUS_SLOTS = 30
 """Slots for devices, of 32: q35 itself takes the first and the last one."""

@@ -24,6 +24,7 @@ from runner.plan.dhcp import (
     search_bytes,
 )
 from runner.plan.identity import Identity
+from runner.plan.machine import DHCP_USERS
 from runner.plan.network_plan import (
     EVERY,
     BridgedPlan,
@@ -66,8 +67,6 @@ OWN_ADDRESSES_ALONE = {
     "ipvtap": "passes packets to its own IP addresses alone",
 }
 """Kinds of links behind which a bridge's other ports receive nothing (``drivers/net/macvlan.c``, ``ipvlan_core.c``)."""
-
-DHCP_USERS = ("dnsmasq", "nobody")
 
 
 def derived_mac(identity: Identity, index: int) -> str:

@@ -132,7 +132,5 @@ def our_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iter
             named.append((f"disk[{index}].path", disk.file))
         named += ((f"disk[{index}].backing", each) for each in disk.backing)
     if spec.cloud_init is not None:
-        from runner.plan.cloud_init import named_documents  # here, because most instances have no cloud-init
-
-        named += (("cloud_init", each) for each in named_documents(spec.cloud_init))
+        named += (("cloud_init", each) for each in spec.cloud_init.files)
     yield from ((where, path) for where, path in named if isinstance(path, PurePosixPath))

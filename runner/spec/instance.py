@@ -769,6 +769,12 @@ class CloudInitSpec:
         doc="the network-config, YAML or JSON; without it DHCP on each network, which is matched by its MAC address",
     )
 
+    @property
+    def files(self) -> list[PurePosixPath]:
+        """The files that it names; each may have :data:`~runner.spec.document_parser.LARGEST_DOCUMENT` bytes."""
+        values = (self.user_data, self.meta_data, self.network_config, *self.ssh_keys)
+        return [value for value in values if isinstance(value, PurePosixPath)]
+
     def contradictions(self) -> Iterator[Problem]:
         """Yield the keys that contradict others."""
         if self.meta_data is not None:

@@ -147,7 +147,7 @@ async def test_a_device_that_the_kernels_own_reset_has_not_brought_back_is_reset
 
 LIMITED = """
 import resource
-from runner.kernel.memory import lockable, read_lockable
+from runner.kernel.limits import lockable, read_lockable
 limit = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 20))
 assert read_lockable(()) == 1 << 20

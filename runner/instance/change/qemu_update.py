@@ -45,8 +45,8 @@ from runner.instance.supervisor import QemuUpdateOutcome
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.connections import accepted, copy_between
 from runner.kernel.files import reopened
+from runner.kernel.limits import lockable
 from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, meeting_point
-from runner.kernel.memory import lockable
 from runner.kernel.processes import Process, stop_bound
 from runner.kernel.program_directory import check_file
 from runner.kernel.sockets import Socket, connected_pair

@@ -16,6 +16,7 @@ from runner.instance.parts.qemu import Qemu, spawn_qemu, started_within
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
+from runner.kernel.limits import lockable
 from runner.kernel.processes import Process, stop_bound
 from runner.kernel.sockets import Socket
 from runner.plan.argv.qemu import QemuFds
@@ -143,7 +144,7 @@ async def paused_qemu(
 
         def start() -> Process:
             lent.enter_context(optional_parts.LENT_DEVICES.held(plan, supervisor.faults, plan.machine.passthrough))
-            with optional_parts.LOCKED_MEMORY.held(plan, plan.machine.lockable):
+            with lockable(plan.machine.lockable):
                 return spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd)
 
         process = held.child("qemu", supervisor.processes, start, lambda: machine.process)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runner.base.errors import SpecError
 from runner.facts.pci import ClaimedDevice
-from runner.host.device_claims import read_claim
+from runner.host.devices import read_claim
 from runner.kubelet.device_metadata import LARGEST, parse_device_metadata
 
 CLAIMS = Path(__file__).parents[2] / "data" / "claims"

@@ -17,9 +17,10 @@ from runner.facts.disk import DocumentFact
 from runner.facts.host import HostFacts
 from runner.instance.parts.seed import seed_image
 from runner.plan.argv.qemu import pasteable
-from runner.plan.cloud_init import LARGEST, Secret, SeedPlan, check_user_data, handled, read_keys
+from runner.plan.cloud_init import Secret, SeedPlan, check_user_data, handled, read_keys
 from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines
+from runner.spec.document_parser import LARGEST_DOCUMENT
 from tests.support.json_schemas import fitting
 from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS, VERSION
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
@@ -268,7 +269,7 @@ def test_a_clock_that_no_cd_can_have_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_image_is_a_cd_with_that_label(tmp_path: Path) -> None:
     """A kernel reads its files in tests/machine/test_cloud_init.py."""
-    documents = {"user-data": b"x" * LARGEST, "meta-data": b"", "network-config": b"y"}
+    documents = {"user-data": b"x" * LARGEST_DOCUMENT, "meta-data": b"", "network-config": b"y"}
     secrets = {name: Secret(content) for name, content in documents.items()}
     path = tmp_path / "seed"
     path.write_bytes(seed_image(SeedPlan("", secrets["user-data"], secrets["meta-data"], secrets["network-config"])))

@@ -16,7 +16,7 @@ from runner.facts.host import HostFacts, User
 from runner.facts.memory import MemoryLimits
 from runner.facts.pci import Bar, DeviceNode, PciLink, VfioFacts
 from runner.facts.roots import Roots
-from runner.host.device_claims import read_claim
+from runner.host.devices import read_claim
 from runner.kernel.pci import read_pci_facts
 from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
 from runner.plan.instance import share_grace

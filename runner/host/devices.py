@@ -1,14 +1,36 @@
-"""The files in the container about the devices of resource claims (DRA)."""
+"""The PCI devices that a guest is given, and the files in the container about those of resource claims (DRA)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+import attrs
+
 from runner.base.errors import SpecError
-from runner.facts.pci import ClaimFile
+from runner.facts.host import HostFacts
+from runner.facts.pci import ClaimFile, VfioFacts
+from runner.facts.roots import Roots
 from runner.kernel.file_prober import read_document
+from runner.kernel.pci import read_pci_facts
+from runner.kernel.vfio import probe_node
 from runner.kubelet.device_metadata import CLAIMS, LARGEST, SUFFIX, TEMPLATES, parse_device_metadata
+from runner.plan.passthrough_planner import given_addresses
+from runner.spec.instance import InstanceSpec
+
+
+def with_devices(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts:
+    """Add what the plan needs to know of the devices that *spec* names."""
+    claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
+    vfio = VfioFacts(
+        devices=read_pci_facts(given_addresses(spec.device, os.environ, claims), roots),
+        environment=os.environ,
+        claims=claims,
+        container=probe_node(PurePosixPath(roots.dev / "vfio/vfio")),
+        iommufd=probe_node(PurePosixPath(roots.dev / "iommu")),
+    )
+    return attrs.evolve(facts, vfio=vfio)
 
 
 def read_claim(root: Path, claim: str) -> tuple[ClaimFile, ...]:
