@@ -19,10 +19,12 @@ TIERS = {"newcomer": 2, "gate": 2, "all": 3, "soak": 2, "kubelet": 2, "node": 2}
 """How many parts of a tier run at once. CI's machine has two CPUs, and most parts compute nearly all the time, so that a third makes
 the whole hardly shorter, and each step of a test that other processes take for it longer by half. The long ones that `all` has besides
 wait for half of their time."""
-ALWAYS, SHORT, REAL = "newcomer gate all", "newcomer gate", "gate all"
+ALWAYS, SHORT = "newcomer gate all", "newcomer gate"
 LANES = {"here": 2, "machine": 1, "node": 2}
 """Two parts that start real guests on this machine would see each other's links; a third node would only slow two others down."""
 
+SHOWN = "not node_only"
+"""Of the tests of the node those that `all` runs."""
 COMPONENT = "tests/component/controller tests/component/test_renewal.py tests/component/test_qemu_update.py"
 """About half of the time of the component tests."""
 LINES_RUN = 90
@@ -40,10 +42,17 @@ LOWEST = (
 
 PARTS = (
     # A node takes longest, so it begins; what follows is ordered so that no long part begins last.
+    Part("the emulated node: what no fake can show", "gate", "tests/images/run --only gate", "node"),
     Part(
-        "the emulated node: what no fake can show",
-        REAL,
-        "tests/images/run --only gate",
+        "the emulated node: what no fake can show, what needs 16 CPUs, the images",
+        "all",
+        f"tests/images/run --only gate -- -m '(gate or many_cpus) and {SHOWN}'",
+        "node",
+    ),
+    Part(
+        "the emulated node with 8 CPUs",
+        "all",
+        f"tests/node/run --cpus 8 -- -m 'not gate and not many_cpus and {SHOWN}'",
         "node",
     ),
     Part(
@@ -82,21 +91,19 @@ PARTS = (
     ),
     Part("the machine: the real program as PID 1, with real guests", "all", "pytest tests/machine", "machine"),
     Part(
-        "the emulated node, first half",
+        "the images in the emulated node with systemd, containerd and podman",
         "all",
-        "tests/node/run --cpus 8 --part 1/2 -- -m 'not gate and not many_cpus and not node_itself'",
+        "tests/images/run --only systemd",
         "node",
     ),
+    Part("the emulated node with systemd", "all", f"tests/node/run --systemd --cpus 8 -- -m '{SHOWN}'", "node"),
     Part(
-        "the emulated node, second half",
+        "the emulated node with an IOMMU and devices to pass",
         "all",
-        "tests/node/run --cpus 8 --part 2/2 -- -m 'not gate and not many_cpus and not node_itself'",
+        f"tests/node/run --devices --cpus 8 -- -m '{SHOWN}'",
         "node",
     ),
-    Part("the emulated node with 16 CPUs", "all", "tests/node/run -- -m 'not gate and many_cpus'", "node"),
-    Part("the images, here and in the emulated node; the Kubernetes manifests", "all", "tests/images/run", "node"),
-    Part("the emulated node with an IOMMU and devices to pass", "all", "tests/node/run --devices --cpus 8", "node"),
-    Part("the emulated node with systemd", "all", "tests/node/run --systemd --cpus 8", "node"),
+    Part("the images on this machine; the Kubernetes manifests", "all", "tests/images/run --only here", "machine"),
     Part(
         "the benchmark once, quickly: that it runs, not what it measures",
         "all",
@@ -108,6 +115,9 @@ PARTS = (
         "soak",
         "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component tests/machine",
     ),
-    Part("the kernel's cgroups, stand-in kubelet, guest", "node", "tests/node/run --cpus 8 -- -m node_itself", "node"),
+    Part("the emulated node", "node", "tests/node/run -- -m node_only", "node"),
+    Part("the images in the emulated node", "node", "tests/images/run --only node -- -m node_only", "node"),
+    Part("the emulated node with systemd", "node", "tests/node/run --systemd --cpus 8 -- -m node_only", "node"),
+    Part("the emulated node with devices", "node", "tests/node/run --devices --cpus 8 -- -m node_only", "node"),
     Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
 )

@@ -114,15 +114,3 @@ def test_a_node_that_falls_silent_is_ended(tmp_path: Path, tools: dict[str, str]
     assert "the node hung: no sign of life for 1 s" in done.stdout
     assert "the kernel's last line" in done.stdout
     assert done.stdout.count("up after") == 1
-
-
-def test_the_parts_together_are_every_file_once() -> None:
-    parts = [command.part(f"{number}/3") for number in (1, 2, 3)]
-    files = [file for part in parts for file in part]
-    assert sorted(files) == sorted(str(file.relative_to(PROJECT)) for file in PROJECT.glob("tests/node/test_*.py"))
-
-
-@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "-1/3", "1/3/5"])
-def test_a_part_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{text}$"):
-        command.part(text)

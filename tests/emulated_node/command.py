@@ -78,12 +78,6 @@ def parser() -> argparse.ArgumentParser:
         help="with an IOMMU and spare PCI devices on every NUMA node; default tests: tests/node/devices",
     )
     out.add_argument(
-        "--part",
-        type=part,
-        metavar="K/N",
-        help="only every Nth of the files in tests/node, from the Kth on: N nodes together run all of them",
-    )
-    out.add_argument(
         "--kernel",
         choices=artefacts.KERNELS,
         default=artefacts.KERNEL,
@@ -122,15 +116,6 @@ def disk(text: str) -> tuple[str, Path]:
     return serial, Path(file)
 
 
-def part(text: str) -> list[str]:
-    """Read the value of ``--part``."""
-    number, _, parts = text.partition("/")
-    if not number.isdecimal() or not parts.isdecimal() or not 1 <= int(number) <= int(parts):
-        raise ValueError(text)
-    files = sorted((PROJECT / "tests/node").glob("test_*.py"))[int(number) - 1 :: int(parts)]
-    return [str(file.relative_to(PROJECT)) for file in files]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = parser()
@@ -138,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.set_defaults(**ARTICLE)
     options = arguments.parse_args(argv)
     chosen = {"article": ARTICLE_TESTS, "systemd": SYSTEMD_TESTS, "devices": DEVICE_TESTS, "qemu": QEMU_TESTS}
-    default = next((tests for name, tests in chosen.items() if getattr(options, name)), options.part or TESTS)
+    default = next((tests for name, tests in chosen.items() if getattr(options, name)), TESTS)
     if options.qemu and options.devices:
         default = QEMU_DEVICE_TESTS
     options.pytest = pytest_arguments(options.pytest, default)

@@ -53,7 +53,7 @@ def debugger(node: NodeFixture, instance: Instance, *, listed_first: bool) -> It
         beside.path.rmdir()
 
 
-@pytest.mark.parametrize("listed_first", [True, False])
+@pytest.mark.parametrize("listed_first", [True, pytest.param(False, marks=pytest.mark.node_only)])
 def test_a_debugger_in_its_pid_namespace_is_not_the_instance(node_fixture: NodeFixture, *, listed_first: bool) -> None:
     instance = node_fixture.start(1, "2-3")
     instance.up()
@@ -67,7 +67,7 @@ def test_a_debugger_in_its_pid_namespace_is_not_the_instance(node_fixture: NodeF
     assert "another container's" not in node_fixture.controller.log.read_text()
 
 
-@pytest.mark.parametrize("cgroupfs", ["ro", "none"])
+@pytest.mark.parametrize("cgroupfs", ["ro", pytest.param("none", marks=pytest.mark.node_only)])
 def test_an_instance_whose_container_is_paused_ends(node_fixture: NodeFixture, cgroupfs: str) -> None:
     """``docker pause``: the guest runs on, as what is in float is not in the container's cgroup, and SIGTERM ends it."""
     instance = node_fixture.start(1, "2-3", cgroupfs=cgroupfs)
@@ -83,7 +83,7 @@ def test_an_instance_whose_container_is_paused_ends(node_fixture: NodeFixture, c
     node_fixture.settle()
 
 
-@pytest.mark.parametrize("runtime", ["crun", "runc"])
+@pytest.mark.parametrize("runtime", ["crun", pytest.param("runc", marks=pytest.mark.node_only)])
 def test_a_mask_of_the_container_runtime_does_not_narrow_an_instance(node_fixture: NodeFixture, runtime: str) -> None:
     """``CPUAffinity=`` of systemd's unit: since Linux 6.2 a process keeps such a mask in every cgroup."""
     before = os.sched_getaffinity(0)

@@ -30,7 +30,7 @@ from tests.node.cgroups import (
 )
 from tests.support.leases import attempting_leases
 
-pytestmark = pytest.mark.node_itself
+pytestmark = pytest.mark.node_only
 
 CPUS = CpuSet.parse(Path("/sys/devices/system/cpu/online").read_text())
 

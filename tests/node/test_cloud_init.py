@@ -68,7 +68,7 @@ def needs_cloud_init() -> None:
 
 
 @pytest.mark.parametrize("renderer", RENDERERS)
-@pytest.mark.parametrize("ipv6", [False, True])
+@pytest.mark.parametrize("ipv6", [pytest.param(False, marks=pytest.mark.node_only), True])
 def test_the_networks_ask_for_the_addresses_that_they_have(tmp_path: Path, renderer: str, *, ipv6: bool) -> None:
     seed = plan_of(f"{KERNEL}[cloud_init]\n[[network]]\n" + "ipv6 = true\n" * ipv6).machine.seed
     assert seed is not None

@@ -32,7 +32,7 @@ def test_an_identifier_has_one_guest() -> None:
         assert again == 4242, "it is free again at once"
 
 
-@pytest.mark.parametrize("vsock", ["4242", '"auto"'])
+@pytest.mark.parametrize("vsock", [pytest.param("4242", marks=pytest.mark.node_only), '"auto"'])
 def test_a_machine_with_everything(tmp_path: Path, vsock: str) -> None:
     """QEMU accepts the descriptors of vsock, seed and agent; its user may not open their paths."""
     (tmp_path / "user-data").write_text("#cloud-config\n")

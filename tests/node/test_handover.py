@@ -105,6 +105,7 @@ def test_a_newcomer_waits_for_a_deaf_guest_while_the_controller_is_replaced(node
     node.settle()
 
 
+@pytest.mark.node_only
 def test_the_old_one_is_killed_the_newcomer_leaves_and_a_third_one_comes(node_fixture: NodeFixture) -> None:
     """The second pod goes while it waits; the third waits for the first; a fourth for the third, both of which are killed."""
     node = node_fixture

@@ -190,13 +190,13 @@ def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("kind", "mebibytes", "processes"),
     [
-        ("anonymous", 400, 1),
+        pytest.param("anonymous", 400, 1, marks=pytest.mark.node_only),
         ("anonymous", 8, 60),
-        ("memfd", 400, 1),
+        pytest.param("memfd", 400, 1, marks=pytest.mark.node_only),
         ("flight", 400, 1),
-        ("tmpfs", 400, 1),
-        ("names", 400, 1),
-        ("pipes", 400, 1),
+        pytest.param("tmpfs", 400, 1, marks=pytest.mark.node_only),
+        pytest.param("names", 400, 1, marks=pytest.mark.node_only),
+        pytest.param("pipes", 400, 1, marks=pytest.mark.node_only),
     ],
 )
 def test_a_hoarder_is_ended_by_the_kernel_and_no_other_pod_notices(

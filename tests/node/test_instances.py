@@ -208,6 +208,7 @@ def short_lived_controllers(controller: Controller) -> Iterator[ShortLivedContro
     controller.start()
 
 
+@pytest.mark.node_only
 def test_the_controller_is_killed_again_and_again_under_three_instances(
     fleet: Fleet, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
@@ -237,6 +238,7 @@ def test_the_controller_is_killed_again_and_again_under_three_instances(
     assert [instance.marks() for instance in three] == marks
 
 
+@pytest.mark.node_only
 def test_the_controller_is_killed_while_an_instance_registers_and_deregisters(fleet: Fleet) -> None:
     a, b, c = fleet.up()
     assert c.stop() == 0

@@ -122,13 +122,19 @@ def test_ordinary_pages_follow_the_limit_too_and_can_be_locked(start: Start) -> 
             {"hugepages": {"2MB": 128 * MIB}},
             "memory.hugepages: 32 pages of 2MiB (64MiB) are to come from NUMA node 1, where 31 (62MiB) are free",
         ),
-        (
+        pytest.param(
             'size = "128MiB"\nhugepages = "2MiB"',
             {"hugepages": {"2MB": 126 * MIB}, "mems": CpuSet([0])},
             "memory.size: 128MiB in pages of 2MiB do not fit into the 126MiB of them this pod may use (hugetlb.2MB.max, ",
+            marks=pytest.mark.node_only,
         ),
         ('size = "320MiB"', {}, "do not fit into the 384MiB this pod may use"),
-        ('size = "limits"\nhugepages = "2MiB"', {}, "leaves, and there is no limit; set limits.hugepages-2Mi"),
+        pytest.param(
+            'size = "limits"\nhugepages = "2MiB"',
+            {},
+            "leaves, and there is no limit; set limits.hugepages-2Mi",
+            marks=pytest.mark.node_only,
+        ),
     ],
 )
 def test_memory_that_does_not_fit_is_refused_before_anything_is_changed(
@@ -145,10 +151,11 @@ def test_memory_that_does_not_fit_is_refused_before_anything_is_changed(
 @pytest.mark.parametrize(
     ("memory", "options", "sentence"),
     [
-        (
+        pytest.param(
             'size = "128MiB"\nhugepages = "2MiB"',
             {"hugepages": {"2MB": 126 * MIB}},
             "cannot preallocate the guest's memory: cannot ",
+            marks=pytest.mark.node_only,
         ),
         (
             'size = "320MiB"',
@@ -169,7 +176,7 @@ def test_limits_that_cannot_be_read_are_a_failed_start(
     assert free() == [40, 40]
 
 
-@pytest.mark.parametrize("ending", ["asked to stop", "killed"])
+@pytest.mark.parametrize("ending", [pytest.param("asked to stop", marks=pytest.mark.node_only), "killed"])
 def test_an_end_while_memory_is_preallocated(start: Start, ending: str) -> None:
     instance = start('size = "192MiB"', memory=512 * MIB)
 

@@ -143,6 +143,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @PARTITIONS
+@pytest.mark.node_only
 def test_the_trace_shows_nothing_else_under_stress_of_everything_else(
     start: Start, kubelet: Kubelet, tree: Cgroup
 ) -> None:
@@ -203,6 +204,7 @@ def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, vic
 @PARTITIONS
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", some(["qemu", "runner"], 1))
+@pytest.mark.node_only
 def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
     before: dict[str, str], node_fixture: NodeFixture, tmp_path: Path, victim: str
 ) -> None:
@@ -310,6 +312,7 @@ def all_given_back(machine: Machine, before: dict[str, str]) -> None:
 @PARTITIONS
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", some(["controller", "writer", "pod", "everything"], 1))
+@pytest.mark.node_only
 def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
     before: dict[str, str], machine: Machine, tmp_path: Path, victim: str
 ) -> None:
@@ -366,7 +369,7 @@ def test_two_instances_start_and_end_against_each_other(machine: Machine) -> Non
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
 
     def live(pod: minimal_pods.Pod) -> None:
-        for _ in range(times(10)):
+        for _ in range(times(2)):
             assert sealed(machine, pod) == "enforced"
             assert pod.scope.cpus() <= isolated()
             ended(machine, pod)

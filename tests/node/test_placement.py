@@ -88,6 +88,7 @@ def test_the_guests_memory_is_the_pods_and_on_its_numa_node(start: Start, kubele
     assert instance.stop() == 0
 
 
+@pytest.mark.node_only
 def test_the_anchor_is_started_again_where_it_was(start: Start) -> None:
     instance = start(1, "2-3")
     instance.up()
@@ -137,7 +138,7 @@ def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kube
 
 
 @ARRANGED
-@pytest.mark.parametrize("swept", [True, False])
+@pytest.mark.parametrize("swept", [True, pytest.param(False, marks=pytest.mark.node_only)])
 def test_processes_executed_in_the_pod_are_kept_off_the_vcpus_cpus(start: Start, kubelet: Kubelet, swept: bool) -> None:  # noqa: FBT001
     instance = start(1, "2-3", keys="" if swept else "sweep = false\n")
     instance.up()
@@ -196,6 +197,7 @@ def test_the_controller_may_be_down_while_the_instance_runs_and_when_it_ends(
     until(lambda: not instance.group.path.exists(), "the controller to remove the stale cgroup")
 
 
+@pytest.mark.node_only
 def test_a_controller_that_starts_later_is_waited_for(start: Start, controller: Controller) -> None:
     controller.kill()
     instance = start(1, "2-3")
@@ -206,6 +208,7 @@ def test_a_controller_that_starts_later_is_waited_for(start: Start, controller: 
     assert instance.stop() == 0
 
 
+@pytest.mark.node_only
 def test_a_refused_registration_is_a_failed_start_with_its_reason(start: Start) -> None:
     instance = start(1, "2-3", environment_uid="0000000f-0000-4000-8000-00000000000f")
     assert instance.running.wait() == 31
@@ -236,7 +239,11 @@ def alone(kubelet: Kubelet, tmp_path: Path) -> Iterator[Callable[..., Instance]]
 
 @pytest.mark.parametrize(
     ("runtime", "namespace", "keys"),
-    [("crun", "private", 'placement = "delegated"'), ("runc", "private", ""), ("crun", "host", "")],
+    [
+        ("crun", "private", 'placement = "delegated"'),
+        pytest.param("runc", "private", "", marks=pytest.mark.node_only),
+        pytest.param("crun", "host", "", marks=pytest.mark.node_only),
+    ],
 )
 def test_delegated_divides_the_containers_own_cgroup(
     alone: Callable[..., Instance], runtime: Runtime, namespace: str, keys: str

@@ -113,6 +113,7 @@ async def test_entered_and_left(placement_fixture: PlacementFixture) -> None:
     assert placement_fixture.snapshot() == before
 
 
+@pytest.mark.node_only
 async def test_cancelled_at_every_step(placement_fixture: PlacementFixture) -> None:
     await placement_fixture.hold()
     before = placement_fixture.snapshot()

@@ -172,7 +172,7 @@ def test_a_shell_in_the_pod_may_not_end_its_instance(instance: Instance) -> None
     assert all("only process 1 may act for an instance" in each["error"]["message"] for each in received)
 
 
-@pytest.mark.parametrize("host_pid", [True, False])
+@pytest.mark.parametrize("host_pid", [True, pytest.param(False, marks=pytest.mark.node_only)])
 def test_a_pod_that_shares_its_processes_runs_no_instance(node_fixture: NodeFixture, host_pid: bool) -> None:  # noqa: FBT001
     """The runner refuses, and with ``--not-pid1`` the controller does."""
     reason = "its pod must not set shareProcessNamespace" if not host_pid else "an instance's pod must not set hostPID"

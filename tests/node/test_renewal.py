@@ -104,6 +104,7 @@ def test_an_upgrade_leaves_the_partition_and_the_vcpus_alone(
         renew(instance, program, 1)
 
 
+@pytest.mark.node_only
 def test_upgrades_after_programs_that_fail(node_fixture: NodeFixture, program: ProgramDirectory) -> None:
     """One that cannot import what it needs, and one that does not commit in time; then two of a program that can."""
     instance = start(node_fixture, program)
@@ -153,6 +154,7 @@ def taking_over(instance: Instance, program: ProgramDirectory) -> threading.Thre
     return thread
 
 
+@pytest.mark.node_only
 def test_a_stop_during_an_upgrade_ends_the_guest_in_order(node_fixture: NodeFixture, program: ProgramDirectory) -> None:
     instance = start(node_fixture, program)
     asking = taking_over(instance, program)
@@ -162,6 +164,7 @@ def test_a_stop_during_an_upgrade_ends_the_guest_in_order(node_fixture: NodeFixt
     assert "the runner is renewed generation=1" in instance.running.output
 
 
+@pytest.mark.node_only
 def test_a_runner_killed_during_an_upgrade_leaves_nothing(node_fixture: NodeFixture, program: ProgramDirectory) -> None:
     instance = start(node_fixture, program)
     members = members_of(instance.running.pid)

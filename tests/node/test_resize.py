@@ -225,6 +225,7 @@ def test_a_guest_that_cannot_give_up_a_vcpu_is_powered_down(node_fixture: NodeFi
 
 
 @SEALED_AND_NOT
+@pytest.mark.node_only
 def test_cpus_that_no_vcpu_has_are_given_up_without_a_word(node_fixture: NodeFixture) -> None:
     """The instance has more CPUs than vCPUs, as after ``ctl cpus`` with fewer; the kubelet takes the others."""
     kubelet = node_fixture.kubelet
@@ -254,6 +255,7 @@ def test_cpus_that_no_vcpu_has_are_given_up_without_a_word(node_fixture: NodeFix
 
 
 @SEALED_AND_NOT
+@pytest.mark.node_only
 def test_the_vcpus_leave_also_while_the_controller_is_away(node_fixture: NodeFixture) -> None:
     kubelet, controller = node_fixture.kubelet, node_fixture.controller
     instance = node_fixture.start(1, "2-3", cgroupfs="ro")
@@ -269,6 +271,7 @@ def test_the_vcpus_leave_also_while_the_controller_is_away(node_fixture: NodeFix
 
 
 @SEALED_AND_NOT
+@pytest.mark.node_only
 def test_a_runner_that_is_killed_in_the_middle_leaves_nothing(node_fixture: NodeFixture) -> None:
     kubelet = node_fixture.kubelet
     instance = node_fixture.start(1, "2-4", cgroupfs="ro")
@@ -286,6 +289,7 @@ def test_a_runner_that_is_killed_in_the_middle_leaves_nothing(node_fixture: Node
         assert Cgroup(ROOT).read("cpuset.cpus.isolated") == ""
 
 
+@pytest.mark.node_only
 def test_a_resize_during_a_resize(node_fixture: NodeFixture) -> None:
     """The kubelet takes one CPU, exchanges another meanwhile, and gives both back."""
     kubelet = node_fixture.kubelet

@@ -15,7 +15,7 @@ import pytest
 
 from tests.node.cgroups import SECONDS
 
-pytestmark = pytest.mark.node_itself
+pytestmark = pytest.mark.node_only
 UP = "ROM-GUEST-UP"
 ROM = os.environ.get("RUNNER_NODE_ROM", "")
 

@@ -13,7 +13,7 @@ from runner.base.cpuset import CpuSet
 from tests.node.cgroups import ROOT, Cgroup, cgroup_of
 from tests.node.standin_kubelet import Container, Kubelet, Pod, Runtime, cpu_checksum
 
-pytestmark = pytest.mark.node_itself
+pytestmark = pytest.mark.node_only
 
 UID = "0f5c3c5e-8f2a-4b0e-9d1d-2f3b5a6c7d8e"
 BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])

@@ -295,6 +295,7 @@ def test_a_guest_uses_its_devices_on_the_numa_node_they_are_on(
 
 
 @pytest.mark.timeout(BOOTS_WITHIN + 2 * ENDS_WITHIN)
+@pytest.mark.node_only
 def test_lstopo_shows_each_pair_of_devices_in_the_guest_as_on_the_node(
     node_fixture: NodeFixture,
     six: list[Spare],

@@ -18,7 +18,8 @@ from tests.node.images.manifested import Cluster
 from tests.node.instances import TREE, Instance
 from tests.node.standin_kubelet import Kubelet, Mount, Running, Runtime
 
-BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
+pytestmark = pytest.mark.many_cpus
+BOTH = pytest.mark.parametrize("runtime", ["crun", pytest.param("runc", marks=pytest.mark.node_only)])
 CONTROLLER, INSTANCE = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
 LEFT_TO_THE_CONTROLLER = f"{1 << 1 | 1 << 23 | 1 << 24:016x}"
 """CAP_DAC_OVERRIDE, CAP_SYS_NICE and CAP_SYS_RESOURCE, as /proc shows them."""

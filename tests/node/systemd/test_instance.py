@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("rom")
 DIRTY = 40
 
 
-@pytest.mark.parametrize("runtime", ["crun", "runc"])
+@pytest.mark.parametrize("runtime", ["crun", pytest.param("runc", marks=pytest.mark.node_only)])
 def test_the_scope_survives_when_all_but_the_anchors_leave(node_fixture: NodeFixture, runtime: Runtime) -> None:
     """Nor does it end when systemd reads its units again."""
     instance = node_fixture.start(1, "2-3", runtime=runtime)

@@ -35,6 +35,7 @@ def test_systemd_is_pid_1() -> None:
 
 
 @BOTH
+@pytest.mark.node_only
 def test_a_container_is_a_scope_unit_on_its_cpus(kubelet: Kubelet, runtime: Runtime) -> None:
     main = kubelet.run(pod(runtime, "alone"))["main"]
     main.wait_for("up")
@@ -46,6 +47,7 @@ def test_a_container_is_a_scope_unit_on_its_cpus(kubelet: Kubelet, runtime: Runt
 
 
 @BOTH
+@pytest.mark.node_only
 def test_with_an_anchor_the_scope_survives_when_pid_1_leaves(
     kubelet: Kubelet, threaded: Cgroup, runtime: Runtime
 ) -> None:
@@ -60,6 +62,7 @@ def test_with_an_anchor_the_scope_survives_when_pid_1_leaves(
 
 
 @BOTH
+@pytest.mark.node_only
 def test_without_an_anchor_the_scope_ends_at_once(kubelet: Kubelet, threaded: Cgroup, runtime: Runtime) -> None:
     main = kubelet.run(pod(runtime, "alone"))["main"]
     main.wait_for("up")
