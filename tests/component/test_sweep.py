@@ -1,6 +1,6 @@
 """Cancel a run at every step, and fail every acquisition; afterwards everything is as before.
 
-The steps and system operations are counted, not sampled: every one of them is tried.
+The steps and system operations are counted, not sampled: every one of them is tried, of a run with everything and of one other.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from runner.plan.problems import Problems
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost, link_names
 from tests.support.fake_pci import with_devices
+from tests.support.soak import some
 from tests.support.sweep import FAULT_INJECTOR, CancelAtStep
 
 SPECS = {
@@ -39,6 +40,7 @@ SPECS = {
 }
 DAEMONS = {"bare": set(), "with everything": {"dnsmasq", "passt", "virtiofsd"}, "with devices": {"virtiofsd"}}
 """The daemons that each run must have started; otherwise the test would not cover them."""
+EACH = pytest.mark.parametrize("spec", ["with everything", *some(["bare", "with devices"], 1)])
 
 
 def planned(fake_host: FakeHost, spec: str) -> InstancePlan:
@@ -83,7 +85,8 @@ def fault_injector(fake_host: FakeHost) -> Iterator[None]:
         subprocess.run(["ip", "link", "delete", name], check=True)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.soak
+@EACH
 async def test_a_run_cancelled_at_any_step_leaves_nothing(fake_host: FakeHost, spec: str) -> None:
     plan = planned(fake_host, spec)
     before = fake_host.snapshot()
@@ -99,7 +102,8 @@ async def test_a_run_cancelled_at_any_step_leaves_nothing(fake_host: FakeHost, s
         n += 1
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.soak
+@EACH
 @pytest.mark.usefixtures("fault_injector")
 async def test_a_failure_of_any_acquisition_leaves_nothing(fake_host: FakeHost, spec: str) -> None:
     """Every operation that fails before `cont` is a refused start with the reason, and the start is reversed."""

@@ -117,6 +117,14 @@ def node_fixture(kubelet: Kubelet, controller: Controller, tmp_path: Path) -> No
     return NodeFixture(kubelet, controller, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory, numa: dict[int, CpuSet]) -> Iterator[NodeFixture]:
+    """Return a node that all tests of a file share, because starts take most of their time."""
+    directory = tmp_path_factory.mktemp("node")
+    with kubelet_of(directory, numa) as kubelet, controller_of(kubelet, directory) as controller:
+        yield NodeFixture(kubelet, controller, directory)
+
+
 @pytest.fixture
 def rom() -> Path:
     """Return the guest that is a ROM."""

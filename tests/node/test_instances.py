@@ -22,8 +22,6 @@ from tests.node.instances import (
     Controller,
     Instance,
     NodeFixture,
-    controller_of,
-    kubelet_of,
     marks_of,
     members_of,
     names,
@@ -146,16 +144,8 @@ def isolation_monitored() -> Iterator[IsolationMonitor]:
 
 
 @pytest.fixture(scope="module")
-def node_fixture(tmp_path_factory: pytest.TempPathFactory, numa: dict[int, CpuSet]) -> Iterator[NodeFixture]:
-    """Return a node that all of these tests share, because starts take most of their time."""
-    directory = tmp_path_factory.mktemp("node")
-    with kubelet_of(directory, numa) as kubelet, controller_of(kubelet, directory) as controller:
-        yield NodeFixture(kubelet, controller, directory)
-
-
-@pytest.fixture(scope="module")
-def fleet(node_fixture: NodeFixture) -> Fleet:
-    return Fleet(node_fixture)
+def fleet(shared_node: NodeFixture) -> Fleet:
+    return Fleet(shared_node)
 
 
 @pytest.fixture

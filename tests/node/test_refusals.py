@@ -16,8 +16,6 @@ from tests.node.instances import (
     TREE,
     Instance,
     NodeFixture,
-    controller_of,
-    kubelet_of,
     names,
     uid_of,
     until,
@@ -33,11 +31,9 @@ IDENTITY, CPUSET, INVALID_PARAMS = -32001, -32002, -32602
 
 
 @pytest.fixture(scope="module")
-def node_fixture(tmp_path_factory: pytest.TempPathFactory, numa: dict[int, CpuSet]) -> Iterator[NodeFixture]:
-    """Return a node that all of these tests share, with the one instance on it."""
-    directory = tmp_path_factory.mktemp("node")
-    with kubelet_of(directory, numa) as kubelet, controller_of(kubelet, directory) as controller:
-        yield NodeFixture(kubelet, controller, directory)
+def node_fixture(shared_node: NodeFixture) -> NodeFixture:
+    """Return the node that all of these tests share, with the one instance on it."""
+    return shared_node
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ while time.process_time() < end:
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
     found = CpuSet(list(numa[max(numa)])[:2])
     if len(found) < 2 or 0 in found:
@@ -47,9 +47,10 @@ def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
     return found
 
 
-@pytest.fixture
-def instance(node_fixture: NodeFixture, exclusive: CpuSet, numa: dict[int, CpuSet]) -> Iterator[Instance]:
-    started = node_fixture.start(1, str(exclusive), mems=CpuSet([max(numa)]), arguments=("--http", "127.0.0.1:9440"))
+@pytest.fixture(scope="module")
+def instance(shared_node: NodeFixture, exclusive: CpuSet, numa: dict[int, CpuSet]) -> Iterator[Instance]:
+    """Return the instance that all of these tests look at."""
+    started = shared_node.start(1, str(exclusive), mems=CpuSet([max(numa)]), arguments=("--http", "127.0.0.1:9440"))
     started.up()
     with contextlib.nullcontext() if PARTITIONED else kept_off(exclusive):
         yield started
