@@ -93,7 +93,10 @@ class IsolationMonitor:
     def observe(self) -> None:
         before = instance_cpus()
         float_cpus = FLOAT.cpus()
-        pids = [pid for domain in TREE.children() for pid in domain.read("cgroup.procs").split()]
+        pids: list[str] = []
+        for domain in TREE.children():
+            with contextlib.suppress(OSError):  # it may just be removed
+                pids += domain.read("cgroup.procs").split()
         threads = [thread for pid in pids for thread in threads_of(int(pid))]
         after = instance_cpus()
         for name, cpus in before.items():
