@@ -24,6 +24,7 @@ from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.restarted_task import restarted
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
+from runner.controller.serve.hang_ups import HangUps
 from runner.controller.serve.methods import controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import Registrations
@@ -193,8 +194,14 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 listening(options.socket.with_name(REPORT_SOCKET)) as report_listener,
                 contextlib.ExitStack() as held,
             ):
-                server = UnixServer(controller_methods(registrations, seals, status), SocketLimits())
-                report_server = UnixServer(report_methods(callers, loop, reports), LIMITS)
+                for each in (
+                    listener,
+                    report_listener,
+                ):  # its queue goes with this process, which waits for nothing then
+                    os.dup(each.fileno())
+                hang_up = HangUps().hang_up
+                server = UnixServer(controller_methods(registrations, seals, status), SocketLimits(), hang_up)
+                report_server = UnixServer(report_methods(callers, loop, reports), LIMITS, hang_up)
                 tasks: dict[str, Callable[[], Awaitable[None]]] = {
                     "log": output.drain,
                     "tuner": tuning.follow,

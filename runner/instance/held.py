@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from runner.base.errors import HostError
 from runner.kernel.files import closing
-from runner.kernel.sockets import Socket, adopted_socket, connected_pair
+from runner.kernel.sockets import Socket, adopted_socket, connected_pair, refuse_fds
 
 if TYPE_CHECKING:
     from runner.kernel.processes import Process, Processes
@@ -144,6 +144,7 @@ class Held:
             def make() -> AbstractContextManager[Socket]:
                 nonlocal theirs
                 ours, theirs = stack.enter_context(connected_pair(purpose))
+                refuse_fds(ours)
                 return nullcontext(ours)
 
             with self.socket(name, make, now) as ours:

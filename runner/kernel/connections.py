@@ -75,6 +75,15 @@ async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list
     return found
 
 
+HangUp = Callable[[trio.socket.SocketType], None]
+"""Closes a connection; never raises."""
+
+
+def close(connection: trio.socket.SocketType) -> None:
+    """Close *connection*, and what is in its queue."""
+    connection.close()
+
+
 @define
 class WaitingConnections:
     """Connections that are accepted and not served yet; one connection of each peer is served in its turn.
@@ -86,6 +95,7 @@ class WaitingConnections:
     """The most connections that may wait; a peer without a waiting one may have one more."""
     of_each: int
     """The most connections of one peer that may wait."""
+    hang_up: HangUp = close
     _waiting: dict[Hashable, list[Accepted]] = attrs.field(factory=dict)
     """Waiting connections by peer; the peer that was served longest ago comes first."""
     _count: int = 0
@@ -106,7 +116,7 @@ class WaitingConnections:
                 try:
                     self._add(of(each[0]), each)
                 except OSError:
-                    each[0].close()
+                    self.hang_up(each[0])
             for key in list(islice(self._waiting, _SERVED_TOGETHER)):
                 mine = self._waiting.pop(key)
                 found.append(mine.pop(0))
@@ -119,7 +129,7 @@ class WaitingConnections:
         mine = self._waiting.get(key, [])
         full = self._count >= self.most or len(mine) >= self.of_each if mine else len(self._waiting) >= _MOST_PEERS
         if full:
-            each[0].close()
+            self.hang_up(each[0])
         else:
             self._waiting.setdefault(key, mine).append(each)
             self._count += 1
@@ -127,7 +137,7 @@ class WaitingConnections:
     def close(self) -> None:
         """Close the waiting connections."""
         for connection, _ in chain.from_iterable(self._waiting.values()):
-            connection.close()
+            self.hang_up(connection)
 
 
 def one_peer() -> Callable[[trio.socket.SocketType], Hashable]:
@@ -142,25 +152,27 @@ async def serve_connections(
     *,
     waiting: tuple[int, int] = (_MOST_PEERS, _MOST_PEERS),
     most: float = math.inf,
+    hang_up: HangUp = close,
 ) -> None:
     """Serve the connections that *listener* gets until cancelled, each in a task of its own; asleep while none comes.
 
     *serve* takes a connection and the time at which it was accepted, by the clock of processes' start times; the connection is closed
     afterwards. A failing connection does not affect the others: an ``OSError`` ends its connection, any other error is logged as a bug of
     this program. *peer* and *waiting*, the bounds of :class:`WaitingConnections`, share turns among clients. When *most* connections are
-    open, a further one is closed.
+    open, a further one is closed. *hang_up* closes connections.
     """
-    queue, limit = WaitingConnections(*waiting), LogRateLimit()
+    queue, limit = WaitingConnections(*waiting, hang_up=hang_up), LogRateLimit()
 
     async def serve_one(connection: trio.socket.SocketType, accepted_at: float) -> None:
-        with connection:
-            try:
-                await trio.lowlevel.checkpoint()
-                await serve(connection, accepted_at)
-            except OSError as error:
-                log.debug(SharedEvent.CONNECTION_LOST, explain(error))
-            except Exception:  # noqa: BLE001 - logged with its traceback
-                limit.log(log.exception, SharedEvent.CONNECTION_BUG)
+        try:
+            await trio.lowlevel.checkpoint()
+            await serve(connection, accepted_at)
+        except OSError as error:
+            log.debug(SharedEvent.CONNECTION_LOST, explain(error))
+        except Exception:  # noqa: BLE001 - logged with its traceback
+            limit.log(log.exception, SharedEvent.CONNECTION_BUG)
+        finally:
+            hang_up(connection)
 
     try:
         async with trio.open_nursery() as nursery:
@@ -169,7 +181,7 @@ async def serve_connections(
                     if len(nursery.child_tasks) < most:
                         nursery.start_soon(serve_one, connection, accepted_at)
                     else:
-                        connection.close()
+                        hang_up(connection)
     finally:
         queue.close()
         limit.log_left_out()

@@ -2,6 +2,13 @@
 
 The kernel installs received descriptors in the very ``recvmsg`` that returns their bytes. So each is handed to its owner
 before anything else happens: no error and no cancellation leaves one open.
+
+Who is sent descriptors without wanting any has to close them all the same, and the last close of a file may take as long as its
+sender likes: of a TCP socket with ``SO_LINGER`` and data that its peer does not take, days (``inet_release``); of a memfd the time to
+free its pages. The kernel closes those that are not received in the call that takes their bytes, and those that are still in
+the queue of a connection in the close(2) of that. From Linux 6.16 on it refuses them where they are sent
+(:func:`~runner.kernel.sockets.refuse_fds`); before, bytes are looked at before they are taken (:func:`receive_without_fds`,
+:func:`holds_fds`).
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from runner.base.errors import HostError
 from runner.kernel.waiting import persistently
 
 _INT = array.array("i").itemsize
+_CHUNK = 1 << 16
 
 
 class TooManyFdsError(HostError):
@@ -27,6 +35,10 @@ class TooManyFdsError(HostError):
 
 class TruncatedFdsError(HostError):
     """The kernel could not install every descriptor that was sent: this process has too many open."""
+
+
+class FdsSentError(HostError):
+    """The peer has sent descriptors, although none are taken: they stay in the queue of the connection."""
 
 
 class TooManyFdsInFlightError(HostError):
@@ -78,6 +90,35 @@ async def receive_with_fds(
         for fd in fds:
             os.close(fd)
     return data
+
+
+async def receive_without_fds(connection: trio.socket.SocketType, size: int) -> bytes:
+    """Receive up to *size* bytes. Raises :exc:`FdsSentError` where descriptors came with them, and ``OSError``."""
+    # Urgent data is data like other: else the kernel drops it, and its descriptors, without showing either.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+    data, _, flags, _ = await persistently(partial(connection.recvmsg, size, 0, socket.MSG_PEEK))
+    if flags & socket.MSG_CTRUNC:
+        raise FdsSentError("cannot take what the peer has sent: descriptors came with it")
+    return await connection.recv(len(data)) if data else b""  # exactly these: the next ones may have some
+
+
+def holds_fds(connection: trio.socket.SocketType) -> bool:
+    """Shut *connection* down, take what is left in its queue, and tell whether the peer has sent descriptors, which stay there."""
+    plain = socket.socket(fileno=connection.fileno())
+    try:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+        plain.shutdown(socket.SHUT_RDWR)  # from here on the peer cannot send
+        while True:
+            data, _, flags, _ = plain.recvmsg(_CHUNK, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if flags & socket.MSG_CTRUNC:
+                return True
+            if not data:
+                return False
+            plain.recv(len(data))
+    except OSError:  # the peer has gone, and with its end all of the queue was read
+        return False
+    finally:
+        plain.detach()
 
 
 def _fds(ancillary: Sequence[tuple[int, int, bytes]]) -> Iterator[int]:

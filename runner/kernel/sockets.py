@@ -17,6 +17,9 @@ from runner.kernel.limits import limited
 
 Socket = socket.socket
 
+SO_PASSRIGHTS = 83
+"""``include/uapi/asm-generic/socket.h``, Linux 6.16; Python 3.13 has no name for it."""
+
 Hold = Callable[[str, Callable[[], AbstractContextManager[Socket]]], AbstractContextManager[Socket]]
 """Holds the socket of a name, which the function makes where there is none yet."""
 
@@ -34,6 +37,17 @@ def connected_pair(purpose: str) -> Iterator[tuple[socket.socket, socket.socket]
         raise limited(f"cannot make a socket pair for {purpose}", error) from error
     with ours, theirs:
         yield ours, theirs
+
+
+def refuse_fds(receiver: socket.socket) -> bool:
+    """Let the kernel refuse all descriptors that are sent to *receiver*, or to a connection that it accepts, with EPERM.
+
+    Return whether it does: before Linux 6.16 it cannot.
+    """
+    with contextlib.suppress(OSError):
+        receiver.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+        return True
+    return False
 
 
 @contextmanager
@@ -144,6 +158,7 @@ def _inode(path: str) -> int | None:
 def _new_listener(path: str, momentary: str, name: str, manners: Manners) -> Iterator[Socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
+            refuse_fds(listener)
             _check_free(path, manners.another)
             _replace(listener, path, momentary, manners)
         except (OSError, HostError) as error:

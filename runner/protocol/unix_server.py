@@ -2,8 +2,8 @@
 
 A conversation is a sequence of messages, answered one after another in order. A client that sends nothing for a while is hung
 up on, so it opens a connection when it has a request and does not keep it. A client that hangs up while its request is worked
-on does not stop the work. Descriptors that a client sends along are never received: the kernel closes them (unix(7),
-``SCM_RIGHTS`` without a buffer for it).
+on does not stop the work. A client that sends descriptors along is hung up on, and they are never received
+(:mod:`runner.kernel.fd_passing`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.kernel.cgroup import CgroupError
-from runner.kernel.connections import serve_connections
-from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.connections import HangUp, close, serve_connections
+from runner.kernel.fd_passing import FdsSentError, receive_without_fds, send_with_fds
 from runner.kernel.lines import OverlongError
 from runner.kernel.peers import Peer, Peers
 from runner.kernel.sockets import Socket
-from runner.kernel.waiting import SHORT, persistently, shortages
+from runner.kernel.waiting import SHORT, shortages
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
     INTERNAL_ERROR,
@@ -118,6 +118,7 @@ class UnixServer:
 
     service: RpcService
     limits: SocketLimits
+    hang_up: HangUp = close
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """By peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
@@ -140,7 +141,7 @@ class UnixServer:
         limits = self.limits
         waiting = limits.connections + limits.newcomers, limits.connections_per_peer
         try:
-            await serve_connections(listener, self._serve, self._containers, waiting=waiting)
+            await serve_connections(listener, self._serve, self._containers, waiting=waiting, hang_up=self.hang_up)
         finally:
             self._log_limit.log_left_out()
 
@@ -178,12 +179,12 @@ class UnixServer:
         """
         if len(self._refused) >= self.limits.connections:
             self._refused.pop(0).cancel()
-        with contextlib.suppress(OSError), trio.move_on_after(self.limits.unfinished) as scope:
+        with contextlib.suppress(OSError, FdsSentError), trio.move_on_after(self.limits.unfinished) as scope:
             self._refused.append(scope)
             try:
                 await send_with_fds(connection, format_error(error))
                 connection.shutdown(socket.SHUT_WR)
-                await connection.recv(_CHUNK)
+                await receive_without_fds(connection, _CHUNK)
             finally:
                 if scope in self._refused:
                     self._refused.remove(scope)
@@ -196,7 +197,12 @@ class UnixServer:
             data = b""
             rest = trio.current_time() + self.limits.unfinished if framer.unfinished else math.inf
             with trio.move_on_at(min(deadline, rest)) as timeout:
-                data = await persistently(partial(client.connection.recv, _CHUNK))
+                try:
+                    data = await receive_without_fds(client.connection, _CHUNK)
+                except FdsSentError:
+                    raise RpcError(
+                        INVALID_REQUEST, "Invalid Request: descriptors came with it, and none are taken"
+                    ) from None
             if timeout.cancelled_caught and not framer.unfinished:
                 return
             if silent and data:

@@ -207,6 +207,28 @@ for line in sys.stdin:
             result = [ran.returncode, ran.stdout]
         elif do == "fd":
             result = fds[arguments[0]]
+        elif do == "linger":  # send a socket of which the last close takes ten minutes: its peer takes nothing
+            path, urgent = arguments
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                peer = socket.create_connection(listener.getsockname())
+                taken = listener.accept()[0]
+            fds.append(peer.detach())
+            taken.setblocking(False)
+            try:
+                while True:
+                    taken.send(bytes(1 << 16))
+            except BlockingIOError:
+                pass
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 600))
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(path)
+            try:
+                result = socket.send_fds(connection, [b"x"], [taken.fileno()], socket.MSG_OOB if urgent else 0)
+            except PermissionError:
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+                raise
+            taken.close()
+            fds.append(connection.detach())
         elif do == "pin":
             result = os.sched_setaffinity(arguments[0], arguments[1])
     except OSError as error:

@@ -13,6 +13,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 from unittest.mock import ANY
 from urllib.request import urlopen
@@ -21,6 +22,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.held_files import FILES
+from runner.protocol.controller_client import REPORT_SOCKET
 from tests.node.cgroups import SECONDS
 from tests.node.minimal_pods import (
     BYSTANDER,
@@ -301,6 +303,21 @@ def test_a_pod_that_takes_all_epoll_watches_keeps_the_controller_from_nothing(ma
         finally:
             limit.write_text(before)
         assert process.poll() is None
+
+
+@pytest.mark.gate
+def test_a_pod_that_sends_descriptors_keeps_the_controller_from_nothing(machine: Machine) -> None:
+    """They are of sockets of which the last close takes ten minutes: since Linux 6.16 they are refused, before threads close them."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller() as process:
+        for number in range(40):  # more than threads
+            path = machine.socket if number % 4 else machine.socket.with_name(REPORT_SOCKET)
+            assert a.execute("linger", str(path), number % 2) in (1, os.strerror(errno.EPERM))
+        began = time.monotonic()
+        registered(machine, b)
+        assert time.monotonic() - began < SECONDS / 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
 
 
 def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> None:

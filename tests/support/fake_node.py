@@ -22,6 +22,7 @@ from runner.controller.privileged_process import PrivilegedProcess, serve
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
+from runner.controller.serve.hang_ups import HangUps
 from runner.controller.serve.methods import RpcMethods, controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import MOST_WAITING, Registrations
@@ -42,6 +43,7 @@ from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.controller.tune.tuner_process import TunerProcess, obey
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
+from runner.kernel.sockets import SO_PASSRIGHTS
 from runner.kernel.sysfs import read_promised_pages
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.controller_client import REPORT_SOCKET
@@ -410,9 +412,13 @@ async def controlled(
     cpu_source: Callable[[KubeletFiles, Path, CpuSet], CpuSource] = CpuSource,
     report_intervals: ReportIntervals | None = None,
     report_limits: SocketLimits = LIMITS,
+    passes_fds: bool = False,
     limit: float = 30,
 ) -> AsyncIterator[Controller]:
-    """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet."""
+    """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet.
+
+    With *passes_fds* the kernel refuses no descriptors, as before Linux 6.16.
+    """
     pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
     device_filter = device_filter or DeviceFilter(node.root.path)
     loop = ReconcileLoop(
@@ -441,7 +447,8 @@ async def controlled(
         callers, loop, device_filter, seccomp, timeouts, cpus, partitions_required, most_waiting
     )
     reports = Reports(report_intervals or ReportIntervals())
-    report_server = UnixServer(report_methods(callers, loop, reports), report_limits)
+    hang_up = HangUps().hang_up
+    report_server = UnixServer(report_methods(callers, loop, reports), report_limits, hang_up)
     with trio.fail_after(limit), in_a_thread(partial(obey, host_tuner)) as connection:
         tuning_passes = TuningPasses(loop, TunerProcess(connection), least=tuned_every)
         processes: tuple[PrivilegedProcess, ...] = (tuning_passes.process,)
@@ -449,9 +456,12 @@ async def controlled(
             processes += (partition_writer,)
         status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning_passes)
         methods = controller_methods(registrations, seals, status)
-        server = UnixServer(methods, limits or SocketLimits())
+        server = UnixServer(methods, limits or SocketLimits(), hang_up)
         async with running_loop(loop):
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
+                if passes_fds:
+                    for each in (listener, for_reports):
+                        each.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
                 async with trio.open_nursery() as nursery:
                     await trio.lowlevel.checkpoint()
                     nursery.start_soon(tuning_passes.follow)

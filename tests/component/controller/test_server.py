@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,17 @@ import trio.testing
 from runner.base.errors import HostError, explain
 from runner.controller.serve.server import listening
 from runner.controller.serve.timeouts import Timeouts
+from runner.kernel.sockets import refuse_fds
+from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_node import B, Client, Node, connected, controlled
 from tests.support.frames import STATUS, frames
 from tests.support.soak import SEED, times
+
+
+def refused() -> bool:
+    with socket.socket(socket.AF_UNIX) as any_of_them:
+        return refuse_fds(any_of_them)
 
 
 @pytest.fixture
@@ -258,21 +266,71 @@ async def test_registrations_that_wait_leave_connections_to_others(node: Node) -
         await works(node)
 
 
+def rights(*numbers: int) -> list[tuple[int, int, array.array[int]]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+
+
 @pytest.mark.parametrize("count", [1, 253])
-async def test_unexpected_descriptors_are_closed(node: Node, count: int) -> None:
+async def test_a_client_that_sends_descriptors_is_hung_up_on_and_they_are_closed(node: Node, count: int) -> None:
     read_end, write_end = os.pipe()
-    async with controlled(node), connected(node.socket) as client:
+    async with controlled(node, passes_fds=True), connected(node.socket) as client:
         await client.send(STATUS)
         await client.line()
         await trio.testing.wait_all_tasks_blocked(0.01)  # the controller may have a file open for a moment
-        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [write_end] * count))]
-        await client.connection.sendmsg([STATUS], rights)
-        assert error_code(await client.line()) is None
-        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # names only
+        await client.connection.sendmsg([STATUS], rights(*[write_end] * count))
+        assert error_code(await client.line()) == -32600
+        assert await ended(client)
         os.close(write_end)
         assert os.read(read_end, 1) == b""  # no process holds the other end any more
         os.close(read_end)
+
+
+async def test_descriptors_are_refused_where_the_kernel_can(node: Node) -> None:
+    if not refused():
+        pytest.skip("the kernel cannot refuse descriptors")
+    async with controlled(node):
+        for path in (node.socket, node.socket.with_name(REPORT_SOCKET)):
+            async with connected(path) as client:
+                with pytest.raises(PermissionError):
+                    await client.connection.sendmsg([STATUS], rights(0))
+        await works(node)
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[int]:
+    """Hold a socket of which the last close takes 4 s: its peer does not take what was sent."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as ours,
+    ):
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(1 << 16))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 4))
+        yield ours.detach()
+
+
+@pytest.mark.parametrize("sent", ["with a request", "behind one", "urgently", "in time", "too often"])
+async def test_descriptors_that_take_long_to_be_closed_keep_nobody_waiting(node: Node, sent: str) -> None:
+    limits = SocketLimits(first_byte=0.1, connections_per_peer=2)
+    async with controlled(node, limits=limits, passes_fds=True), contextlib.AsyncExitStack() as held:
+        began = trio.current_time()
+        for _ in range(8 if sent == "too often" else 1):
+            fd = held.enter_context(lingering())
+            client = await held.enter_async_context(connected(node.socket))
+            if sent == "behind one":
+                await client.send(STATUS)
+            data, flags = {"urgently": (b"!", socket.MSG_OOB), "in time": (b"{", 0)}.get(sent, (STATUS, 0))
+            await client.connection.sendmsg([data], rights(fd), flags)
+            os.close(fd)
+        node.become(B)
+        for _ in range(4):
+            await works(node)
+            await trio.sleep(0.1)
+        assert trio.current_time() - began < 3
+    assert trio.current_time() - began < 3
 
 
 @pytest.mark.soak
