@@ -17,6 +17,7 @@ from runner.base.errors import Status, escaped
 from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
 from runner.cli.options import absolute_path, add_json, add_state_dir, parse_pairs
+from runner.instance.control.methods import METHODS
 from runner.spec.rules import format_size
 
 QMP_EXAMPLES = """\
@@ -209,22 +210,20 @@ def main(arguments: argparse.Namespace) -> int:
 
         run(Path(arguments.state_dir), arguments.words, shell=arguments.shell)
         return 0
-    if arguments.method == "upgrade":
-        from runner.cli.upgrade import upgrade  # here, because it is seldom asked for
-
-        answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
-        print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
-        return 0
     if arguments.method == "cpu.list" and arguments.count is not None:
         arguments.method = "cpu.set"
     if arguments.method == "qemu.update" and arguments.check:
         arguments.method = "qemu.check"
-    names = ("path", "name", "size", "count", "qemu", "digest", "no_way_back")
-    given = {name: getattr(arguments, name, None) for name in names}
-    params = {
-        name: value if isinstance(value, int) else str(value) for name, value in given.items() if value is not None
-    }
-    answer = trio.run(ask_instance, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
+    if arguments.method == "upgrade":
+        from runner.cli.upgrade import upgrade  # here, because it is seldom asked for
+
+        answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
+    else:
+        given = {name: getattr(arguments, name) for name in METHODS[arguments.method].params}
+        params = {
+            name: value if isinstance(value, int) else str(value) for name, value in given.items() if value is not None
+        }
+        answer = trio.run(ask_instance, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
     print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
     if not isinstance(answer, dict):
         return 0

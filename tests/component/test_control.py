@@ -26,7 +26,8 @@ from runner.cli.refusal import print_refusal
 from runner.facts.host import User
 from runner.instance.change.gate import Changes, Kind
 from runner.instance.change.hotplug import refuse_elsewhere
-from runner.instance.control.server import ControlMethods
+from runner.instance.control.methods import METHODS
+from runner.instance.control.server import ACTIONS, ControlMethods
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.files import opened
@@ -407,3 +408,7 @@ async def test_a_disk_that_was_detached_is_said_to_be_so_though_the_receipt_cann
         finally:
             for each in directory.iterdir():
                 each.unlink()
+
+
+def test_each_method_of_the_table_does_something() -> None:
+    assert ACTIONS.keys() == METHODS.keys()

@@ -20,6 +20,8 @@ class ControlMethod:
     """It takes the keys of a ``[[disk]]`` besides."""
     changes: bool = False
     """It changes the instance, which may wait for the guest; each has a bound of its own there."""
+    needs_qemu: bool = True
+    """It is refused while QEMU does not answer."""
     waits_for_qemu: bool = False
     """It may wait for QEMU without a bound of its own."""
 
@@ -27,9 +29,9 @@ class ControlMethod:
 _QEMU = ("qemu", "digest", "no_way_back")
 
 METHODS = {
-    "status": ControlMethod("status"),
-    "runner": ControlMethod("renewal"),
-    "upgrade": ControlMethod("done", ("from", "digest"), changes=True),
+    "status": ControlMethod("status", needs_qemu=False),
+    "runner": ControlMethod("renewal", needs_qemu=False),
+    "upgrade": ControlMethod("done", ("from", "digest"), changes=True, needs_qemu=False),
     "qemu.check": ControlMethod("qemu-check", _QEMU),
     "qemu.update": ControlMethod("qemu-update", _QEMU, changes=True),
     "cpu.list": ControlMethod("vcpus"),

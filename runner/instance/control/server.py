@@ -24,6 +24,7 @@ from runner.facts.roots import Roots
 from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
 from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.instance.control.status import StatusReader
+from runner.instance.documents import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
 from runner.instance.parts.qemu import EXITS_WITHIN
 from runner.instance.parts.vcpus import Vcpus
 from runner.instance.watch.receipts import Receipts
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 Answer = Mapping[str, object]
 """The result of a method without the number of the protocol."""
+Params = Mapping[str, object]
 
 REFUSED = -32000
 """The error code for a request that is understood and cannot be done."""
@@ -144,7 +146,7 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
     return peer
 
 
-def _checked(method: str, params: Mapping[str, object] | list[object]) -> Mapping[str, object]:
+def _checked(method: str, params: Mapping[str, object] | list[object]) -> Params:
     """Return *params*. Raises :exc:`RpcError` for those that *method* does not take, and for a method that there is not."""
     if method not in METHODS:
         raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method!r}")
@@ -157,9 +159,11 @@ def _checked(method: str, params: Mapping[str, object] | list[object]) -> Mappin
     return params
 
 
-async def _call(status: StatusReader, method: str, params: Mapping[str, object]) -> Answer:
+async def _call(status: StatusReader, method: str, params: Params) -> Answer:
     try:
-        return await _called(status, method, params)
+        if METHODS[method].needs_qemu:
+            await status.qemu_answers()
+        return await ACTIONS[method](status, params)
     except RunnerError as error:
         failure = error
     ends = ""
@@ -170,45 +174,29 @@ async def _call(status: StatusReader, method: str, params: Mapping[str, object])
     raise RpcError(REFUSED, f"{explain(failure)}{ends}", {"problems": problems}) from failure
 
 
-async def _called(status: StatusReader, method: str, params: Mapping[str, object]) -> Answer:
-    match method:
-        case "status":
-            return await status.read()
-        case "runner":
-            return {"runner": status.runner()}
-        case "upgrade":
-            await _upgrade(status, params)
-    await status.qemu_answers()
-    match method:
-        case "qemu.check" | "qemu.update":
-            return await _update_qemu(status, params, only_check=method == "qemu.check")
-        case "cpu.list":
-            return await status.vcpus.listed()
-        case "cpu.set":
-            return await status.vcpus.set(_count(params))
-    return await _called_for_disks(status, method, params)
+async def _runner(status: StatusReader, _params: Params) -> RunnerAnswer:
+    await trio.lowlevel.checkpoint()
+    return {"runner": status.runner()}
 
 
-async def _called_for_disks(status: StatusReader, method: str, params: Mapping[str, object]) -> Answer:
-    disks = status.disks
-    match method:
-        case "disk.list":
-            return {"disks": await disks.listed()}
-        case "disk.attach":
-            disk = _disk(params)
-            for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
-                _refuse_shared(status, path, "cannot attach the disk", "keep it elsewhere")
-                _refuse_links(status, path)
-            return await disks.attach(disk)
-        case "disk.detach":
-            await disks.detach(_name(params, "name"))
-            return {}
-        case "disk.grow":
-            return await disks.grow(_name(params, "name"), _size(params))
-    raise AssertionError(method)
+async def _listed(status: StatusReader, _params: Params) -> DisksAnswer:
+    return {"disks": await status.disks.listed()}
 
 
-async def _upgrade(status: StatusReader, params: Mapping[str, object]) -> NoReturn:
+async def _attach(status: StatusReader, params: Params) -> DiskDocument:
+    disk = _disk(params)
+    for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
+        _refuse_shared(status, path, "cannot attach the disk", "keep it elsewhere")
+        _refuse_links(status, path)
+    return await status.disks.attach(disk)
+
+
+async def _detach(status: StatusReader, params: Params) -> NothingAnswer:
+    await status.disks.detach(_name(params, "name"))
+    return {}
+
+
+async def _upgrade(status: StatusReader, params: Params) -> NoReturn:
     from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
 
     directory, digest = _real_path(params, "from"), _digest(params)
@@ -237,7 +225,7 @@ def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
         )
 
 
-async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, only_check: bool) -> Answer:
+async def _update_qemu(status: StatusReader, params: Params, *, only_check: bool) -> Answer:
     # Here, because few instances have their QEMU updated.
     from runner.instance.change.qemu_update import QemuProgram, check, update
 
@@ -254,7 +242,7 @@ async def _update_qemu(status: StatusReader, params: Mapping[str, object], *, on
     return await (check if only_check else update)(status, program, no_way_back=no_way_back)
 
 
-def _disk(params: Mapping[str, object]) -> DiskSpec:
+def _disk(params: Params) -> DiskSpec:
     problems: list[Problem] = []
     disk = structure(DiskSpec, params, "disk", problems)
     if disk is not None and disk.fd is not None:
@@ -266,14 +254,14 @@ def _disk(params: Mapping[str, object]) -> DiskSpec:
     return disk
 
 
-def _name(params: Mapping[str, object], key: str) -> str:
+def _name(params: Params, key: str) -> str:
     value = params.get(key)
     if not isinstance(value, str):
         raise RpcError(INVALID_PARAMS, f"Invalid params: {key!r} must be a string")
     return value
 
 
-def _real_path(params: Mapping[str, object], key: str) -> PurePosixPath:
+def _real_path(params: Params, key: str) -> PurePosixPath:
     """Return the path *key*; links are followed once, so that what was checked is what is executed."""
     given = PurePosixPath(_name(params, key))
     if not given.is_absolute():
@@ -281,14 +269,14 @@ def _real_path(params: Mapping[str, object], key: str) -> PurePosixPath:
     return PurePosixPath(os.path.realpath(given))
 
 
-def _digest(params: Mapping[str, object]) -> str:
+def _digest(params: Params) -> str:
     digest = _name(params, "digest")
     if _DIGEST.fullmatch(digest) is None:
         raise RpcError(INVALID_PARAMS, "Invalid params: 'digest' must be sha256: and 64 hexadecimal digits")
     return digest
 
 
-def _size(params: Mapping[str, object]) -> int | None:
+def _size(params: Params) -> int | None:
     value = params.get("size")
     if value is None:
         return None
@@ -300,8 +288,24 @@ def _size(params: Mapping[str, object]) -> int | None:
     return size
 
 
-def _count(params: Mapping[str, object]) -> int:
+def _count(params: Params) -> int:
     value = params.get("count")
     if not isinstance(value, int) or isinstance(value, bool):
         raise RpcError(INVALID_PARAMS, "Invalid params: 'count' must be a whole number")
     return value
+
+
+ACTIONS: Mapping[str, Callable[[StatusReader, Params], Awaitable[Answer]]] = {
+    "status": lambda status, _: status.read(),
+    "runner": _runner,
+    "upgrade": _upgrade,
+    "qemu.check": partial(_update_qemu, only_check=True),
+    "qemu.update": partial(_update_qemu, only_check=False),
+    "cpu.list": lambda status, _: status.vcpus.listed(),
+    "cpu.set": lambda status, params: status.vcpus.set(_count(params)),
+    "disk.list": _listed,
+    "disk.attach": _attach,
+    "disk.detach": _detach,
+    "disk.grow": lambda status, params: status.disks.grow(_name(params, "name"), _size(params)),
+}
+"""What each of :data:`~runner.instance.control.methods.METHODS` does."""
