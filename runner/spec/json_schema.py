@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from runner.base.json_schema import DRAFT, Schema, given, implies
 from runner.spec.instance import (
     NETWORK_KEYS,
     BootSpec,
@@ -27,15 +28,13 @@ from runner.spec.instance import (
 from runner.spec.rules import format_size, rule_of
 from runner.spec.variables import EnvironmentSpec
 
-Schema = dict[str, Any]
-
 VARIABLE: Schema = {"$ref": "#/definitions/variable"}
 
 
 def spec_schema() -> Schema:
     """Return the JSON Schema of a whole document."""
     return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$schema": DRAFT,
         "title": "A spec of Instance Runner",
         "definitions": {
             "variable": {
@@ -96,19 +95,9 @@ def _with_variables(value: Mapping[str, Any]) -> Schema:
 # -- contradictions ----------------------------------------------------------------------------------------------------
 
 
-def _given(**values: object) -> Schema:
-    """Return a schema for tables whose keys have these *values*; an ellipsis stands for any."""
-    properties = {name: {} if value is ... else {"const": value} for name, value in values.items()}
-    return {"required": [*values], "properties": properties}
-
-
-def _if(condition: Schema, then: Schema) -> Schema:
-    return {"if": condition, "then": then}
-
-
 def _not(name: str, value: object) -> Schema:
     """Return a schema for tables whose key *name* has not this *value*."""
-    return {"not": _given(**{name: value})}
+    return {"not": given(**{name: value})}
 
 
 def _in(name: str, *words: str) -> Schema:
@@ -123,40 +112,40 @@ def _needed(name: str, *words: str) -> Schema:
 
 def _network() -> Iterator[Schema]:
     for name, modes in NETWORK_KEYS.items():
-        given = _given(**{name: True if name == "ipv6" else ...})
-        yield _if(given, _in("mode", *modes) if "private" in modes else _needed("mode", *modes))
-    yield _if(_given(subnet6=...), _given(ipv6=True))
-    yield _if(_given(mode="descriptor"), {"required": ["fd"]})
-    yield _if(_given(mode="passt"), {"properties": {"queues": {"const": 1}}})
+        keys = given(**{name: True if name == "ipv6" else ...})
+        yield implies(keys, _in("mode", *modes) if "private" in modes else _needed("mode", *modes))
+    yield implies(given(subnet6=...), given(ipv6=True))
+    yield implies(given(mode="descriptor"), {"required": ["fd"]})
+    yield implies(given(mode="passt"), {"properties": {"queues": {"const": 1}}})
 
 
 _FILLED = {"minItems": 1}
 _BACKED = {"required": ["backing"], "properties": {"backing": _FILLED}}
 
 CONTRADICTIONS: Mapping[type, list[Schema]] = {
-    CpuSpec: [_if(_given(cpus=...), _not("count", "all"))],
+    CpuSpec: [implies(given(cpus=...), _not("count", "all"))],
     MemorySpec: [
-        _if(_given(prealloc=False), {"not": {"required": ["hugepages"]}}),
-        _if(_given(prealloc=False), _not("lock", True)),
-        _if(_given(shared=False), {"not": {"required": ["hugepages"]}}),
+        implies(given(prealloc=False), {"not": {"required": ["hugepages"]}}),
+        implies(given(prealloc=False), _not("lock", True)),
+        implies(given(shared=False), {"not": {"required": ["hugepages"]}}),
     ],
     BootSpec: [{"dependencies": {"initrd": ["kernel"], "cmdline": ["kernel"], "firmware_vars": ["firmware"]}}],
     DiskSpec: [
         {"oneOf": [{"required": ["path"]}, {"required": ["fd"]}]},
-        _if(_given(ephemeral=True), {"allOf": [_not("read_only", True), _in("cache", "auto"), _in("aio", "auto")]}),
-        _if(_given(ephemeral_size=...), _given(ephemeral=True)),
-        _if(_BACKED, _needed("format", "qcow2")),
-        _if(_given(aio="native"), _in("cache", "auto", "none")),
-        _if(_given(detect_zeroes="unmap"), _not("discard", False)),
+        implies(given(ephemeral=True), {"allOf": [_not("read_only", True), _in("cache", "auto"), _in("aio", "auto")]}),
+        implies(given(ephemeral_size=...), given(ephemeral=True)),
+        implies(_BACKED, _needed("format", "qcow2")),
+        implies(given(aio="native"), _in("cache", "auto", "none")),
+        implies(given(detect_zeroes="unmap"), _not("discard", False)),
     ],
     NetworkSpec: [*_network()],
     DeviceSpec: [
         {"oneOf": [{"required": [each]} for each in ("address", "resource", "claim", "variable")]},
         {"dependencies": {"request": ["claim"], "count": {"not": {"required": ["address"]}}}},
     ],
-    GuestSpec: [_if(_given(ready="agent"), _not("agent", False))],
+    GuestSpec: [implies(given(ready="agent"), _not("agent", False))],
     CloudInitSpec: [
-        _if(_given(meta_data=...), {"properties": {"ssh_keys": {"maxItems": 0}, "hostname": False}}),
+        implies(given(meta_data=...), {"properties": {"ssh_keys": {"maxItems": 0}, "hostname": False}}),
     ],
     InstanceSpec: [
         {
@@ -166,19 +155,19 @@ CONTRADICTIONS: Mapping[type, list[Schema]] = {
                 {"required": ["disk"], "properties": {"disk": _FILLED}},
             ]
         },
-        _if(
+        implies(
             {
                 "required": ["guest"],
                 "properties": {"guest": {"required": ["ready"], "properties": {"ready": {"pattern": "^port:"}}}},
             },
             {"required": ["network"], "properties": {"network": {"contains": _in("mode", "private")}}},
         ),
-        _if(
-            {"required": ["memory"], "properties": {"memory": _given(shared=False)}},
+        implies(
+            {"required": ["memory"], "properties": {"memory": given(shared=False)}},
             {"properties": {"share": {"maxItems": 0}}},
         ),
-        _if(
-            {"required": ["memory"], "properties": {"memory": _given(prealloc=False)}},
+        implies(
+            {"required": ["memory"], "properties": {"memory": given(prealloc=False)}},
             {
                 "properties": {
                     "device": {"maxItems": 0},

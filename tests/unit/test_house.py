@@ -47,6 +47,7 @@ PURE = (
                 "cpuset",
                 "errors",
                 "events",
+                "json_schema",
                 "judgement",
                 "strict_json",
                 "subject",
