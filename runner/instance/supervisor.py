@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import trio
 
-from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
@@ -21,22 +20,14 @@ from runner.base.values import define, frozen
 from runner.instance.change.gate import Changes, StopRequest
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
-from runner.instance.watch.signs_of_life import SignsOfLife
+from runner.instance.watch.guest_state import GuestState
 from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 
 if TYPE_CHECKING:
     from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
-    from runner.placement.threads import Receipt
-    from runner.protocol.qmp import Monitor
 
 log = logging.getLogger(__name__)
-
-MINUTE = 60.0
-"""Seconds for which a reset of the guest counts."""
-
-RESETS_OF_A_LOOP = 3
-"""Resets within :data:`MINUTE` by which a guest does not get up; an installer, or a first boot, makes one or two."""
 
 ENDS_WITHIN = 1.0
 """Seconds that a background task may take after it was cancelled; it ends at its next checkpoint."""
@@ -81,8 +72,6 @@ class Counters:
     qemu_updates: Counter[str] = attrs.field(factory=Counter)
     """Updates of QEMU that were begun, by :data:`QemuUpdateOutcome`."""
 
-
-Phase = Literal["starting", "running", "stopping"]
 
 RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
 """Another program has taken over; it could not, and the one before continues; this one continues after a fault of its own."""
@@ -156,120 +145,6 @@ class Renewal:
             yield
         finally:
             self.resume_after_loop = None
-
-
-class RunningQemu(Protocol):
-    """The QEMU that has the guest, as far as its figures are asked for."""
-
-    updates: int
-    """How often another QEMU has taken its place."""
-
-    @property
-    def monitor(self) -> Monitor:
-        """The conversation with it."""
-
-
-@define
-class GuestState:
-    """The state of the guest, as probes and metrics show it."""
-
-    phase: Phase = "starting"
-    since: float | None = None
-    """When it began to run, on trio's clock."""
-    read: Callable[[], Receipt] | None = None
-    """Reads back from the kernel where every thread is now; only while it runs."""
-    machine: RunningQemu | None = None
-    """The QEMU that has it; only while it runs."""
-    changes: Announcements = attrs.field(factory=Announcements)
-    """Changes of :attr:`phase` and :meth:`reasons`."""
-    registered: trio.Event = attrs.field(factory=trio.Event)
-    """Set when the controller knows the instance."""
-    placed: Callable[[Receipt], None] | None = None
-    """Called with the first receipt of a QEMU, while the guest does not run yet."""
-    waits_for: str = ""
-    """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
-    cpus_lost: str = ""
-    """Which CPUs the container has lost, while the vCPUs make room; empty otherwise."""
-    offline: CpuSet = attrs.field(factory=CpuSet)
-    """The CPUs of vCPUs that the machine has taken offline."""
-    panic: str = ""
-    """How its kernel has said that it has panicked since it was reset, such as a line of its console; empty if it has not."""
-    halted: str = ""
-    """Why a guest that has not ended executes nothing, such as that it is suspended; empty if it runs."""
-    no_address: dict[str, str] = attrs.field(factory=dict)
-    """Why the guest does not get the address of a network that it has asked for, by the network's bridge."""
-    qemu_silent: str = ""
-    """Why nothing is known of a guest whose QEMU does not answer; empty if it does."""
-    resets: deque[float] = attrs.field(factory=lambda: deque(maxlen=1000))
-    """When it was reset in the last minute, on trio's clock; see :meth:`resets_lately`."""
-    signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
-    changed: Callable[[], None] = lambda: None
-    """Called when :attr:`cpus_lost`, :attr:`offline` or :attr:`no_address` has changed."""
-    ask_qemu: Callable[[], None] = lambda: None
-    """Asks QEMU whether it answers, without waiting for it: only where a client asks for the guest's state, so that an idle
-    PID 1 stays asleep."""
-
-    def set_cpus_lost(self, cpus_lost: str) -> None:
-        """Set :attr:`cpus_lost`."""
-        if cpus_lost != self.cpus_lost:
-            self.cpus_lost = cpus_lost
-            self.changed()
-
-    def set_offline(self, offline: CpuSet) -> None:
-        """Set :attr:`offline`."""
-        if offline != self.offline:
-            self.offline = offline
-            self.changed()
-
-    def set_no_address(self, bridge: str, reason: str) -> None:
-        """Set :attr:`no_address` of the network with *bridge*; with an empty *reason* it has the address."""
-        if reason != self.no_address.get(bridge, ""):
-            self.no_address[bridge] = reason
-            self.changed()
-
-    def resets_lately(self) -> int:
-        """Return how often the guest was reset in the last minute."""
-        since = trio.current_time() - MINUTE
-        while self.resets and self.resets[0] <= since:
-            self.resets.popleft()
-        return len(self.resets)
-
-    @property
-    def unready(self) -> str:
-        """Return why the guest is not ready; empty if it is."""
-        return next(filter(None, (sentence for _, sentence in self.reasons())), "")
-
-    def reasons(self) -> Iterator[tuple[str, str]]:
-        """Yield what may keep it from being ready, first what the others follow from: the reason's name, and the sentence.
-
-        The name is that of a label of a metric; the sentence is empty for what is as it should be.
-        """
-        yield "phase", "" if self.phase == "running" else self.phase
-        yield "cpus_lost", self.cpus_lost
-        offline = f"the CPUs '{self.offline}' of vCPUs are offline: these share the instance's other CPUs"
-        yield "cpus_offline", offline if self.offline else ""
-        yield "qemu_silent", self.qemu_silent
-        yield "halted", self.halted and f"the guest does not run: {self.halted}"
-        yield "panicked", self.panic and f"the guest's kernel has panicked: {self.panic}"
-        resets = self.resets_lately()
-        again = f"the guest does not get up: it was reset {resets} times in the last minute"
-        yield "resets", again if resets >= RESETS_OF_A_LOOP else ""
-        silence = self.signs_of_life.silence
-        yield "silent", "" if silence is None else f"the guest is silent: {silence}"
-        yield "no_address", next(filter(None, self.no_address.values()), "")
-        yield "awaits_sign", self.waits_for
-
-    @contextmanager
-    def running(self, read: Callable[[], Receipt], machine: RunningQemu, since: float | None = None) -> Iterator[None]:
-        """Note that the guest runs in *machine* for as long as the block does; it has run *since* then, by default now."""
-        self.phase, self.since = "running", trio.current_time() if since is None else since
-        self.read, self.machine = read, machine
-        self.changes.announce()
-        try:
-            yield
-        finally:
-            self.phase, self.read, self.machine = "stopping", None, None
-            self.changes.announce()
 
 
 @frozen
