@@ -39,7 +39,7 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
 from runner.kernel.file_prober import free_space, probe_file, read_document, why_not_appended
 from runner.kernel.files import find_program, memory
-from runner.kernel.limits import CAP_IPC_LOCK, cpu_limits, file_size_limit, huge_limits, memory_limit, read_lockable
+from runner.kernel.limits import CAP_IPC_LOCK, cpu_limits, hard_limit, huge_limits, memory_limit, read_lockable
 from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
@@ -177,7 +177,7 @@ def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str
         },
         lockable=lockable,
         may_lock=may_lock,
-        file_size=file_size_limit(),
+        file_size=hard_limit(resource.RLIMIT_FSIZE),
     )
 
 

@@ -118,14 +118,14 @@ class _ShownLimits:
     user_id: int
 
     def files(self) -> str:
-        most = _rlimit(resource.RLIMIT_NOFILE)
+        most = _soft_limit(resource.RLIMIT_NOFILE)
         return f"this process may have {most} files open: raise its limit (RLIMIT_NOFILE, `ulimit -n`)"
 
     def all_files(self) -> str:
         return f"all processes of the machine may have {self._sysctl('fs/file-max')} files open: raise fs.file-max"
 
     def size(self) -> str:
-        most = _rlimit(resource.RLIMIT_FSIZE)
+        most = _soft_limit(resource.RLIMIT_FSIZE)
         return (
             "" if most is None else f"a file here may have {most} bytes: raise that limit (RLIMIT_FSIZE, `ulimit -f`)"
         )
@@ -169,7 +169,7 @@ class _ShownLimits:
 
     def _other_processes(self) -> str:
         """Return the remaining possibility: the processes of the user in other containers, which no file counts."""
-        most = None if self.user_id == 0 else _rlimit(resource.RLIMIT_NPROC)
+        most = None if self.user_id == 0 else _soft_limit(resource.RLIMIT_NPROC)
         of_user = (
             ""
             if most is None
@@ -189,7 +189,7 @@ class _ShownLimits:
         return ""
 
     def memory(self) -> str:
-        if (most := _rlimit(resource.RLIMIT_AS)) is not None:
+        if (most := _soft_limit(resource.RLIMIT_AS)) is not None:
             return f"a process here may have {most} bytes of addresses: lift that limit (RLIMIT_AS, `ulimit -v`)"
         if self._sysctl("vm/overcommit_memory") == "2":
             info = dict(each.split(":", 1) for each in read_text(self.roots.proc / "meminfo").splitlines())
@@ -206,8 +206,7 @@ class _ShownLimits:
         )
 
     def locked(self) -> str:
-        _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if most == resource.RLIM_INFINITY:
+        if (most := hard_limit(resource.RLIMIT_MEMLOCK)) is None:
             return self.memory()
         return (
             f"a process here may lock {most >> 10} KiB of memory (RLIMIT_MEMLOCK, `ulimit -l`): lift that limit "
@@ -216,7 +215,7 @@ class _ShownLimits:
 
     def backing(self) -> str:
         """Return the reason why mmap(2) of a memory file failed; it is not a lack of RAM, of which none is used yet."""
-        if _rlimit(resource.RLIMIT_AS) is not None or self._sysctl("vm/overcommit_memory") == "2":
+        if _soft_limit(resource.RLIMIT_AS) is not None or self._sysctl("vm/overcommit_memory") == "2":
             return self.memory()
         info = read_text(self.roots.proc / "meminfo")
         free = re.search(r"^HugePages_Free: *([0-9]+)", info, re.MULTILINE)
@@ -299,12 +298,6 @@ class MemoryLimit:
         return f"the container may have {self.size >> 20} MiB of memory ({self.file} of {str(self.group)!r})"
 
 
-def file_size_limit() -> int | None:
-    """Return the largest size in bytes of a file that this process and its children write (``RLIMIT_FSIZE``); ``None`` without a limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return None if hard == resource.RLIM_INFINITY else hard
-
-
 def memory_limit(roots: Roots | None = None) -> MemoryLimit | None:
     """Return the least limit of memory of this process's cgroups, of either version, as far as they can be seen."""
     found = (
@@ -342,8 +335,7 @@ def _of_each(root: PurePosixPath, cgroup: str, name: str) -> Iterator[str]:
 
 def read_lockable(capabilities: Collection[int]) -> int | None:
     """Return the bytes that a child started within :func:`lockable` may lock, ``None`` without a limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if hard == resource.RLIM_INFINITY or _CAP_SYS_RESOURCE in capabilities else hard
+    return None if _CAP_SYS_RESOURCE in capabilities else hard_limit(resource.RLIMIT_MEMLOCK)
 
 
 @contextmanager
@@ -413,6 +405,13 @@ class OutOfMemory:
         return kills, int(read_text(group / "memory.failcnt").strip() or 0)
 
 
-def _rlimit(which: int) -> int | None:
+def _soft_limit(which: int) -> int | None:
+    """Return what this process is held to now; ``None`` without a limit."""
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def hard_limit(which: int) -> int | None:
+    """Return the most that this process and its children can be given (getrlimit(2)); ``None`` without a limit."""
+    _, hard = resource.getrlimit(which)
+    return None if hard == resource.RLIM_INFINITY else hard

@@ -30,6 +30,7 @@ import trio
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.leases import read_at_once
+from runner.kernel.procfs import start_time
 from runner.kernel.waiting import SHORT
 
 SO_PEERPIDFD = 77
@@ -124,7 +125,7 @@ class Peers:
             )
         with self._held(connection, pid) as pidfd, self._directory(pid) as directory:
             try:
-                started = _start_time(_read(directory, "stat"))
+                started = start_time(_read(directory, "stat"))
                 numbers = self._numbers(pidfd, directory)
                 peer = Peer(
                     pid=pid,
@@ -134,7 +135,7 @@ class Peers:
                     user_id=user_id,
                     cgroup=_unified(_read(directory, "cgroup")),
                 )
-                if _has_ended(pidfd) or _start_time(_read(directory, "stat")) != started:
+                if _has_ended(pidfd) or start_time(_read(directory, "stat")) != started:
                     raise ProcessLookupError
             except OSError as error:
                 raise _unless_short(error, f"cannot identify the peer: process {pid} has ended") from error
@@ -255,11 +256,6 @@ def _has_ended(pidfd: int | None) -> bool:
 def _read(directory: int | None, file: str) -> str:
     # Not as text: a process name may hold "\r", which would begin a line.
     return read_at_once(file, dir_fd=directory).decode(errors="surrogateescape")
-
-
-def _start_time(stat: str) -> float:
-    # proc_pid_stat(5): the command name is in parentheses and may hold any character, ")" too; starttime is field 22.
-    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _unified(cgroup: str) -> str:

@@ -134,7 +134,7 @@ class Procfs:
     def age(self, pid: int) -> float | None:
         """Return the seconds since *pid* was started, ``None`` when it is gone."""
         try:
-            started: float = int(_stat(_read(self.root / str(pid) / "stat"))[19]) / os.sysconf("SC_CLK_TCK")
+            started = start_time(_read(self.root / str(pid) / "stat"))
         except OSError:
             return None
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
@@ -456,8 +456,13 @@ def _lines(text: str) -> list[str]:
 
 def _stat(text: str) -> list[str]:
     # proc_pid_stat(5) from its third field on, the state: the name in parentheses before it may hold anything.
-    # "flags" (9) is at index 6, "processor" (39) at 36.
+    # "flags" (9) is at index 6, "starttime" (22) at 19, "processor" (39) at 36.
     return text.rpartition(")")[2].split()
+
+
+def start_time(stat: str) -> float:
+    """Return the time in seconds from the machine's boot to the start of a process, by its ``/proc/PID/stat``."""
+    return int(_stat(stat)[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_kernels(stat: list[str]) -> bool:
