@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from runner.base.values import frozen
 
@@ -140,6 +141,21 @@ class NoInstanceError(RunnerError):
 
 class PlacementError(RunnerError):
     """A thread is not where it was put, or cannot be put there."""
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Raise :exc:`HostError` where the kernel refuses what the block asks of it; *what* names the attempt.
+
+    Example::
+
+        with doing(f"remove {name!r}"):
+            os.unlink(name)
+    """
+    try:
+        yield
+    except OSError as error:
+        raise HostError(f"cannot {what}") from error
 
 
 def explain(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, NoReturn, Self
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.base.values import frozen
 from runner.kernel.privileges import end_with_parent, keep_capabilities
 from runner.kernel.procfs import Procfs
@@ -61,11 +61,9 @@ class PrivilegedProcess:
     def start(cls, procfs: Path, obey: Callable[[bytes], bytes]) -> Self:
         """Fork a process that answers each line by *obey*; no thread may have been started yet. Raises :class:`HostError`."""
         gc.freeze()  # what is there is not looked at by a collection of either process, which would copy its pages
-        try:
+        with doing(f"start the {cls.title}"):
             ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             parent, pid = os.getpid(), os.fork()  # noqa: TID251  # before trio runs, which starts all other children
-        except OSError as error:
-            raise HostError(f"cannot start the {cls.title}") from error
         if pid == 0:
             for each in (*_OURS, ours):
                 each.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.facts.host import Kvm
 from runner.kernel.files import Descriptor, closing, owned
 from runner.kernel.limits import limit_behind
@@ -93,17 +93,11 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
     with ExitStack() as held:
         found = []
         for _ in range(queues):
-            try:
+            with doing(f"open {str(device)!r}; give the pod the device"):
                 fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
-            except OSError as error:
-                raise HostError(f"cannot open {str(device)!r}; give the pod the device") from error
             found.append(held.enter_context(owned(fd)))
-            try:
+            with doing(f"make the tap interface {name!r}; it takes CAP_NET_ADMIN and an unused name"):
                 fcntl.ioctl(fd, _TUNSETIFF, request)
-            except OSError as error:
-                raise HostError(
-                    f"cannot make the tap interface {name!r}; it takes CAP_NET_ADMIN and an unused name"
-                ) from error
         yield tuple(found)
 
 
@@ -134,12 +128,8 @@ def macvtap(
     with ExitStack() as held:
         try:
             with in_pod_cgroup():
-                try:
+                with doing(f"make a device node for the macvtap {name!r}; it takes CAP_MKNOD"):
                     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
-                except OSError as error:
-                    raise HostError(
-                        f"cannot make a device node for the macvtap {name!r}; it takes CAP_MKNOD"
-                    ) from error
                 found = tuple(_opened_queues(held, node, queues))
             if len(found) < queues:
                 found = tuple(_opened_queues(held, node, queues))
@@ -170,11 +160,9 @@ def _opened_queues(held: ExitStack, node: Path, queues: int) -> Iterator[Descrip
 
 def _use_macvtap(fd: int, name: str, *, several: bool) -> None:
     flags = IFF_TAP | IFF_NO_PI | _IFF_VNET_HDR | (IFF_MULTI_QUEUE if several else 0)
-    try:
+    with doing(f"use the macvtap {name!r}"):
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"", flags))
         found = os.fsdecode(fcntl.ioctl(fd, TUNGETIFF, bytes(40))[:16].rstrip(b"\0"))
-    except OSError as error:
-        raise HostError(f"cannot use the macvtap {name!r}") from error
     if found != name:  # the kernel does not check a name passed to TUNSETIFF
         raise HostError(f"cannot use the macvtap {name!r}: its device node is of {found!r}")
 
@@ -187,10 +175,8 @@ def may_open(device: Path) -> bool:
 @contextmanager
 def vhost_net(device: Path = Path("/dev/vhost-net")) -> Iterator[Descriptor]:
     """Hold a descriptor of vhost-net for one queue pair."""
-    try:
+    with doing(f"open {str(device)!r}"):
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot open {str(device)!r}") from error
     with owned(fd) as descriptor:
         yield descriptor
 
@@ -202,10 +188,8 @@ def vhost_vsock(cid: int, *, exact: bool, device: Path = Path("/dev/vhost-vsock"
     That is *cid*, or without *exact* the next free one: each belongs to one guest of the host (``drivers/vhost/vsock.c``:
     ``EADDRINUSE``). QEMU sets it again on the same descriptor, which changes nothing.
     """
-    try:
+    with doing(f"open {str(device)!r}"):
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot open {str(device)!r}") from error
     with closing(fd):
         for each in range(cid, cid + (1 if exact else _CIDS_TRIED)):
             try:

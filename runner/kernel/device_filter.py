@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.base.values import frozen
 
 DeviceKind = Literal["b", "c"]
@@ -92,10 +92,8 @@ def macvtap_rules(procfs: Path) -> tuple[DeviceRule, ...]:
     A container runtime can allow a single tap only if it exists before the container does, as one made by a device plugin: its minor number
     is known only then.
     """
-    try:
+    with doing(f"read {procfs / 'devices'}"):
         lines = (procfs / "devices").read_text().partition("Block devices:")[0].splitlines()
-    except OSError as error:
-        raise HostError(f"cannot read {procfs / 'devices'}") from error
     return tuple(DeviceRule("c", int(line.split()[0]), None) for line in lines if line.split()[1:] == ["macvtap"])
 
 

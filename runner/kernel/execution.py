@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.kernel.files import closing
 from runner.kernel.limits import limited
 
@@ -33,13 +33,11 @@ def memory(name: str) -> Iterator[int]:
 def sealed_memory(name: str, content: bytes) -> Iterator[int]:
     """Hold a descriptor of *content* that no process can change any more ("file sealing" of memfd_create(2))."""
     with memory(name) as fd:
-        try:
+        with doing(f"write the {name}"):
             rest = memoryview(content)
             while rest:
                 rest = rest[os.write(fd, rest) :]
             seal(fd)
-        except OSError as error:
-            raise HostError(f"cannot write the {name}") from error
         yield fd
 
 
@@ -60,12 +58,10 @@ def claim_inherited(expected: Mapping[str, list[int]]) -> None:
     Raises :exc:`~runner.base.errors.HostError` for one that is not open, or of another file.
     """
     for number, file in expected.items():
-        try:
+        with doing(f"take over descriptor {number}"):
             if identity(int(number)) != file:
                 raise HostError(f"cannot take over descriptor {number}: it is of another file")
             os.set_inheritable(int(number), False)
-        except OSError as error:
-            raise HostError(f"cannot take over descriptor {number}") from error
 
 
 def execute(argv: Sequence[str], environment: Mapping[str, str], descriptors: Iterable[int]) -> NoReturn:

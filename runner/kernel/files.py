@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-from runner.base.errors import HostError, RefusedError
+from runner.base.errors import HostError, RefusedError, doing
 from runner.kernel.limits import limit_behind, limited
 
 
@@ -213,10 +213,8 @@ def publish(path: PurePosixPath, content: bytes) -> None:
 
 def remove(path: PurePosixPath) -> None:
     """Remove a file that exists."""
-    try:
+    with doing(f"remove {str(path)!r}"):
         os.unlink(path)  # noqa: PTH108 - a pure path
-    except OSError as error:
-        raise HostError(f"cannot remove {str(path)!r}") from error
 
 
 def discard(path: PurePosixPath) -> None:

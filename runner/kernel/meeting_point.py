@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import PurePath
 
-from runner.base.errors import HostError
+from runner.base.errors import doing
 from runner.base.values import frozen
 from runner.kernel.files import closing
 from runner.kernel.limits import limited
@@ -71,11 +71,9 @@ def discard_meeting_point(name: str, at: int) -> None:
 
     Raises :exc:`~runner.base.errors.HostError`.
     """
-    try:
+    with doing(f"remove {name!r}"):
         with closing(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=at)) as directory:
             for each in (CPR_SOCKET, MAIN_SOCKET):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(each, dir_fd=directory)
         os.rmdir(name, dir_fd=at)
-    except OSError as error:
-        raise HostError(f"cannot remove {name!r}") from error

@@ -12,14 +12,13 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, ip_address, ip_interface, ip_network
 from typing import Any, Protocol, Self, TypeVar
 
 import attrs
 
-from runner.base.errors import HostError
+from runner.base.errors import doing
 from runner.base.values import frozen
 from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
 from runner.kernel.packages import without_init
@@ -184,7 +183,7 @@ class Rtnetlink:
 
     def __init__(self) -> None:
         self._sequence = 0
-        with _doing("open rtnetlink"):
+        with doing("open rtnetlink"):
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
             try:
                 # Errors come with a message of the kernel's.
@@ -205,14 +204,14 @@ class Rtnetlink:
 
     def links(self) -> list[FoundLink]:
         """Return every link of the namespace."""
-        with _doing("read the network interfaces"):
+        with doing("read the network interfaces"):
             messages = self._dump(rtnl.RTM_GETLINK, _link_request({}, _WITHOUT_STATISTICS))
             return [_understood(_found, message) for message in messages]
 
     def link(self, name: str) -> FoundLink | None:
         """Return the link *name*, if there is one."""
         request = _link_request({}, _name(name), _WITHOUT_STATISTICS)
-        with _doing(f"look for the network interface {name!r}"):
+        with doing(f"look for the network interface {name!r}"):
             try:
                 answers = self._ask(rtnl.RTM_GETLINK, 0, request)
             except OSError as error:
@@ -229,7 +228,7 @@ class Rtnetlink:
         options = [("IFLA_BR_STP_STATE", 0), ("IFLA_BR_FORWARD_DELAY", 0), ("IFLA_BR_MCAST_SNOOPING", 0)]
         info = [("IFLA_INFO_KIND", "bridge"), ("bridge options", {"attrs": options})]
         request = _link_request({}, _name(name), ("IFLA_MTU", mtu), ("IFLA_LINKINFO", {"attrs": info}))
-        with _doing(f"make the bridge {name!r}"):
+        with doing(f"make the bridge {name!r}"):
             self._ask(rtnl.RTM_NEWLINK, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL, request)
 
     def add_macvtap(self, name: str, over: FoundLink, mac: str, mtu: int) -> None:
@@ -244,7 +243,7 @@ class Rtnetlink:
             ("IFLA_MTU", mtu),
             ("IFLA_LINKINFO", {"attrs": info}),
         )
-        with _doing(f"make the macvtap {name!r} over {over.name!r}"):
+        with doing(f"make the macvtap {name!r} over {over.name!r}"):
             self._ask(rtnl.RTM_NEWLINK, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL, request)
 
     def set_link(self, link: FoundLink, change: Change) -> None:
@@ -257,12 +256,12 @@ class Rtnetlink:
         }
         flags = {"flags": _IFF_UP if change.up else 0, "change": 0 if change.up is None else _IFF_UP}
         attributes = ((name, value) for name, value in values.items() if value is not None)
-        with _doing(f"set {change} of the network interface {link.name!r}"):
+        with doing(f"set {change} of the network interface {link.name!r}"):
             self._ask(rtnl.RTM_SETLINK, 0, _link_request({"index": link.index, **flags}, *attributes))
 
     def delete_link(self, link: FoundLink) -> None:
         """Delete *link*."""
-        with _doing(f"delete the network interface {link.name!r}"):
+        with doing(f"delete the network interface {link.name!r}"):
             self._ask(rtnl.RTM_DELLINK, 0, _link_request({"index": link.index}))
 
     def addresses(self, link: FoundLink) -> tuple[IPv4Interface, ...]:
@@ -288,12 +287,12 @@ class Rtnetlink:
     def _read_addresses(self, link: FoundLink, family: int, read: Callable[[_Message], T]) -> list[T]:
         """Return the results of *read* for the addresses of *link*."""
         request = _Request(ifaddrmsg.ifaddrmsg, {"family": family, "index": link.index})
-        with _doing(f"read the addresses of {link.name!r}"):
+        with doing(f"read the addresses of {link.name!r}"):
             return [_understood(read, message) for message in self._dump(rtnl.RTM_GETADDR, request)]
 
     def add_address(self, link: FoundLink, address: IpInterface) -> None:
         """Add an address that *link* does not have."""
-        with _doing(f"give {link.name!r} the address {address}"):
+        with doing(f"give {link.name!r} the address {address}"):
             self._ask(rtnl.RTM_NEWADDR, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL, _address_request(link, address))
 
     def replace_address(self, link: FoundLink, address: IpInterface, *, broadcast: bool = False) -> None:
@@ -302,17 +301,17 @@ class Rtnetlink:
         if broadcast:
             more = ("IFA_BROADCAST", str(address.network.broadcast_address))
             request = attrs.evolve(request, attributes=(*request.attributes, more))
-        with _doing(f"give {link.name!r} the address {address}"):
+        with doing(f"give {link.name!r} the address {address}"):
             self._ask(rtnl.RTM_NEWADDR, netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE, request)
 
     def delete_address(self, link: FoundLink, address: IpInterface) -> None:
         """Remove an address from *link*."""
-        with _doing(f"take the address {address} from {link.name!r}"):
+        with doing(f"take the address {address} from {link.name!r}"):
             self._ask(rtnl.RTM_DELADDR, 0, _address_request(link, address))
 
     def neighbours(self, link: FoundLink) -> tuple[PermanentNeighbour, ...]:
         """Return the permanent neighbours of *link*."""
-        with _doing(f"read the neighbours of {link.name!r}"):
+        with doing(f"read the neighbours of {link.name!r}"):
             messages = self._dump(rtnl.RTM_GETNEIGH, _Request(ndmsg.ndmsg, {}, (("NDA_IFINDEX", link.index),)))
             found = [_understood(partial(_neighbour, index=link.index), message) for message in messages]
         return tuple(filter(None, found))
@@ -325,7 +324,7 @@ class Rtnetlink:
             "state": ndmsg.NUD_PERMANENT,
         }
         attributes = (("NDA_DST", str(neighbour.address)), ("NDA_LLADDR", neighbour.mac))
-        with _doing(f"tell {link.name!r} the neighbour {neighbour.address}"):
+        with doing(f"tell {link.name!r} the neighbour {neighbour.address}"):
             self._ask(
                 rtnl.RTM_NEWNEIGH,
                 netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE,
@@ -342,7 +341,7 @@ class Rtnetlink:
         forwarding = _Request(ndmsg.ndmsg, known, (("NDA_LLADDR", neighbour.mac),))
         option = ("IFLA_PROTINFO", {"attrs": [("IFLA_BRPORT_PROXYARP_WIFI", 1)]})
         self.replace_neighbour(bridge, neighbour)
-        with _doing(f"answer ARP for {neighbour.address} on {bridge.name!r}"):
+        with doing(f"answer ARP for {neighbour.address} on {bridge.name!r}"):
             self._ask(rtnl.RTM_NEWNEIGH, netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE, forwarding)
             self._ask(rtnl.RTM_SETLINK, 0, _link_request({"family": socket.AF_BRIDGE, "index": port.index}, option))
 
@@ -381,7 +380,7 @@ class Rtnetlink:
         """Return the results of *read* for the routes through *link*."""
         # The caller picks the table: the kernel refuses to dump one that was never used (ENOENT).
         request = _Request(_RouteMessage, {"family": family}, (("RTA_OIF", link.index),))
-        with _doing(f"read the routes of {link.name!r}"):
+        with doing(f"read the routes of {link.name!r}"):
             return [_understood(read, message) for message in self._dump(rtnl.RTM_GETROUTE, request)]
 
     def replace_route(self, link: FoundLink, route: Route) -> None:
@@ -405,7 +404,7 @@ class Rtnetlink:
             "RTA_METRICS": bytes.fromhex(route.metrics) or None,
         }
         attributes = tuple((name, value) for name, value in values.items() if value is not None)
-        with _doing(f"put the route {route} through {link.name!r}"):
+        with doing(f"put the route {route} through {link.name!r}"):
             self._ask(
                 rtnl.RTM_NEWROUTE,
                 netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE,
@@ -634,12 +633,3 @@ def _multipath(message: _Message, index: int) -> IpNetwork | None:
 
 def _ip(text: str | None) -> IpAddress | None:
     return None if text is None else ip_address(text)
-
-
-@contextmanager
-def _doing(what: str) -> Iterator[None]:
-    """Raise :exc:`~runner.base.errors.HostError` when the kernel refuses; *what* names the attempt."""
-    try:
-        yield
-    except OSError as error:
-        raise HostError(f"cannot {what}") from error

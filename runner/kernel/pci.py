@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from runner.base.errors import HostError
+from runner.base.errors import doing
 from runner.facts.pci import (
     ADDRESS,
     BRIDGE,
@@ -184,11 +184,11 @@ def _word(configuration: bytes, at: int) -> int:
 
 def _configuration(path: str) -> bytes:
     """Return as much of the configuration space as this process may read. Raises :exc:`~runner.base.errors.HostError`."""
-    try:
-        with open(f"{path}/config", "rb", buffering=0) as config:  # noqa: PTH123
-            return config.read(_CONFIGURATION_SPACE)
-    except OSError as error:
-        raise HostError(f"cannot read the configuration space of {path.rpartition('/')[2]}") from error
+    with (
+        doing(f"read the configuration space of {path.rpartition('/')[2]}"),
+        open(f"{path}/config", "rb", buffering=0) as config,  # noqa: PTH123
+    ):
+        return config.read(_CONFIGURATION_SPACE)
 
 
 def _is_ones(configuration: bytes) -> bool:

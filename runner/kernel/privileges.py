@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 
 CAP_DAC_OVERRIDE, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_SYS_NICE, CAP_SYS_RESOURCE = 1, 19, 21, 23, 24
 """``include/uapi/linux/capability.h``."""
@@ -56,15 +56,13 @@ def keep_capabilities(kept: Iterable[int]) -> None:
     """
     libc, header, sets = _libc(), _Header(_CAPABILITY_VERSION_3, 0), (_Sets * 2)()
     mask = sum(1 << number for number in kept)
-    try:
+    with doing("give capabilities away"):
         _checked(libc.capget(ctypes.byref(header), sets))
         for half, found in enumerate(sets):
             found.permitted &= mask >> 32 * half & 0xFFFFFFFF
             found.effective, found.inheritable = found.permitted, 0
         _checked(libc.capset(ctypes.byref(header), sets))
         _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    except OSError as error:
-        raise HostError("cannot give capabilities away") from error
 
 
 def end_with_parent(parent: int) -> None:
@@ -72,10 +70,8 @@ def end_with_parent(parent: int) -> None:
 
     Raises :class:`~runner.base.errors.HostError`, also if the parent has ended already.
     """
-    try:
+    with doing("end with the parent"):
         _checked(_libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    except OSError as error:
-        raise HostError("cannot end with the parent") from error
     if os.getppid() != parent:
         raise HostError("the parent has ended")
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import attrs
 import trio
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.base.events import InstanceEvent
 from runner.base.values import Fd, define, frozen
 from runner.kernel.leases import read_at_once
@@ -402,12 +402,10 @@ class Processes:
         process.go_on(found)
         if process.returncode is not None:
             return process
-        try:
+        with doing(f"take over {found.role} (pid {found.pid})"):
             os.waitid(os.P_PID, found.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             same = start_time(found.pid) == found.started
             process.user_id = os.stat(f"/proc/{found.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
-        except OSError as error:
-            raise HostError(f"cannot take over {found.role} (pid {found.pid})") from error
         if not same:
             raise HostError(f"cannot take over {found.role}: pid {found.pid} is another process now")
         self._owned[found.pid] = process

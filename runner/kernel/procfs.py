@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.base.values import frozen
 from runner.facts.threads import ProcessStatus, ThreadStatus
 from runner.kernel.leases import open_at_once, read_at_once
@@ -86,10 +86,8 @@ class Procfs:
 
     def processes(self) -> list[int]:
         """Return the processes of this procfs's PID namespace, in the order of their numbers."""
-        try:
+        with doing(f"list the processes in {self.root}"):
             return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
-        except OSError as error:
-            raise HostError(f"cannot list the processes in {self.root}") from error
 
     def has_swap(self) -> bool:
         """Tell whether the kernel was built with swap (``procswaps_init`` of ``mm/swapfile.c``)."""
@@ -318,10 +316,8 @@ class Procfs:
 
         Raises :exc:`~runner.base.errors.HostError` also when there is no such process, like :meth:`status`.
         """
-        try:
+        with doing(f"read the cgroup of process {pid}"):
             return _unified(_read(self.root / str(pid) / "cgroup"))
-        except OSError as error:
-            raise HostError(f"cannot read the cgroup of process {pid}") from error
 
     def waits_in(self, pid: int) -> str:
         """Return the kernel function in which process *pid* waits; empty if it has ended or the kernel does not show it."""
@@ -401,10 +397,8 @@ class Procfs:
 
     def status(self, pid: int | str = "self") -> Mapping[str, str]:
         """Return the fields of ``/proc/PID/status``."""
-        try:
+        with doing(f"read the status of process {pid}"):
             return _fields(_read(self.root / str(pid) / "status"))
-        except OSError as error:
-            raise HostError(f"cannot read the status of process {pid}") from error
 
     def setting(self, name: str) -> str:
         """Return the value of a sysctl, such as ``net/ipv6/conf/default/disable_ipv6``; empty where the kernel has none."""
@@ -427,17 +421,13 @@ class Procfs:
 
         That is field 4 of ``proc_pid_mountinfo(5)``.
         """
-        try:
+        with doing("read the mounts of this process"):
             return [line.split(" ")[3] for line in _lines(_read(self.root / "self" / "mountinfo"))]
-        except OSError as error:
-            raise HostError("cannot read the mounts of this process") from error
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""
-        try:
+        with doing(f"read the machine's memory in {self.root}"):
             return int(_fields(_read(self.root / "meminfo"))["MemTotal"].split()[0]) << 10
-        except OSError as error:
-            raise HostError(f"cannot read the machine's memory in {self.root}") from error
 
 
 def _read(path: Path | str) -> str:

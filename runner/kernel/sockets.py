@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path, PurePath
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.base.values import frozen
 from runner.kernel.limits import limited
 
@@ -53,10 +53,8 @@ def refuse_fds(receiver: socket.socket) -> bool:
 @contextmanager
 def adopted_socket(number: int) -> Iterator[socket.socket]:
     """Hold the socket of a descriptor that came through exec."""
-    try:
+    with doing(f"take over the socket {number}"):
         found = socket.socket(fileno=number)
-    except OSError as error:
-        raise HostError(f"cannot take over the socket {number}") from error
     with found:
         yield found
 

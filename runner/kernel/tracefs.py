@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.base.values import frozen
 from runner.kernel.ring_buffer import EventFormat, parse_format, parse_page_size
 
@@ -61,15 +61,13 @@ def _mount_detached() -> int:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return result
 
-    try:
+    with doing("mount tracefs"):
         context = call(_FSOPEN, ctypes.c_char_p(b"tracefs"), ctypes.c_uint(_CLOEXEC))
         try:
             call(_FSCONFIG, ctypes.c_int(context), ctypes.c_uint(_CMD_CREATE), None, None, ctypes.c_int(0))
             return call(_FSMOUNT, ctypes.c_int(context), ctypes.c_uint(_CLOEXEC), ctypes.c_uint(0))
         finally:
             os.close(context)
-    except OSError as error:
-        raise HostError("cannot mount tracefs") from error
 
 
 def remove_stale_instances(tracefs: Path, proc: Path) -> None:
@@ -149,10 +147,8 @@ def _made(instances: Path, pid: int) -> Iterator[Path]:
     names = (instances / f"instance-runner-{pid}-{number}" for number in itertools.count())
     path = next(each for each in names if not each.exists())
     try:
-        try:
+        with doing(f"create the trace instance {path.name}"):
             path.mkdir()
-        except OSError as error:
-            raise HostError(f"cannot create the trace instance {path.name}") from error
         yield path
     finally:
         with contextlib.suppress(OSError):  # it was not created, or the next record removes it
@@ -161,10 +157,8 @@ def _made(instances: Path, pid: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _buffer(path: Path) -> Iterator[int]:
-    try:
+    with doing(f"open {path}"):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot open {path}") from error
     try:
         yield fd
     finally:
@@ -172,15 +166,10 @@ def _buffer(path: Path) -> Iterator[int]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with doing(f"read {path}"):
         return path.read_text()
-    except OSError as error:
-        raise HostError(f"cannot read {path}") from error
 
 
 def _write(path: Path, value: str) -> None:
-    try:
-        with path.open("r+b", buffering=0) as file:
-            file.write(value.encode())
-    except OSError as error:
-        raise HostError(f"cannot write {value!r} to {path}") from error
+    with doing(f"write {value!r} to {path}"), path.open("r+b", buffering=0) as file:
+        file.write(value.encode())

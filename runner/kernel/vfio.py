@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import PurePosixPath
 
-from runner.base.errors import HostError
+from runner.base.errors import doing
 from runner.facts.pci import DeviceNode
 
 
@@ -34,9 +34,7 @@ def probe_node(path: PurePosixPath) -> DeviceNode:
 
 def change_owner(path: PurePosixPath, user_id: int) -> int:
     """Let the user *user_id* own the node at *path*, and return the user who owned it before."""
-    try:
+    with doing(f"let user {user_id} own {str(path)!r}; it takes CAP_CHOWN"):
         owner = os.stat(path).st_uid  # noqa: PTH116 - a pure path
         os.chown(path, user_id, -1)
-    except OSError as error:
-        raise HostError(f"cannot let user {user_id} own {str(path)!r}; it takes CAP_CHOWN") from error
     return owner

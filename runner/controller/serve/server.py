@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing
 from runner.kernel.files import closing
 from runner.kernel.sockets import Manners
 from runner.kernel.sockets import listening as listening_in
@@ -26,10 +26,8 @@ def listening(path: Path) -> Iterator[socket.socket]:
     Any process may connect: what it may do is decided by its identity. Raises :class:`HostError`.
     """
     manners = Manners(f"in {path.parent}", "another controller answers there; end it first", 0o666, _BACKLOG)
-    try:
+    with doing(f"listen at {path}; its directory must exist and be writable"):
         directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise HostError(f"cannot listen at {path}; its directory must exist and be writable") from error
     with (
         closing(directory),
         listening_in(

@@ -9,7 +9,7 @@ import re
 import stat
 from pathlib import PurePosixPath
 
-from runner.base.errors import HostError
+from runner.base.errors import doing
 from runner.kernel.files import closing, discard
 from runner.kernel.meeting_point import discard_meeting_point
 
@@ -50,10 +50,8 @@ def discard_leftovers(fd: int, path: PurePosixPath) -> None:
     """
     for name in (READY, RECEIPT):
         discard(path / name)
-    try:
+    with doing(f"list the state directory {str(path)!r}"):
         names = os.listdir(fd)
-    except OSError as error:
-        raise HostError(f"cannot list the state directory {str(path)!r}") from error
     for name in names:
         if re.fullmatch(_LEFT_DIRECTORY, name, re.ASCII):
             discard_meeting_point(name, fd)

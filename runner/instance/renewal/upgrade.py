@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import trio
 
-from runner.base.errors import HostError, RefusedError, explain
+from runner.base.errors import HostError, RefusedError, doing, explain
 from runner.base.events import InstanceEvent
 from runner.instance.change.gate import Kind, OvertakenError
 from runner.instance.held import Held
@@ -230,10 +230,8 @@ def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: 
     Raises :exc:`~runner.base.errors.HostError`, and nothing has changed then.
     """
     supervisor.log_limit.log_left_out()
-    try:
+    with doing("carry over what this process holds"):
         document = _document(supervisor, programs, cause, reason)
-    except OSError as error:
-        raise HostError("cannot carry over what this process holds") from error
     for leave in supervisor.renewal.leaving:
         leave()
     with _staged(document) as (argv, own):
