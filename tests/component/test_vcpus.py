@@ -16,9 +16,9 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
+from runner.instance.change.vcpus import Vcpus
 from runner.instance.parts.cgroups.affinity import FloatMask
 from runner.instance.parts.qemu import GuestEnd
-from runner.instance.parts.vcpus import Vcpus
 from runner.instance.timeouts import InstanceTimeouts
 from runner.plan.instance import InstancePlan
 from tests.support.fake_host import FakeHost

@@ -22,11 +22,11 @@ from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
+from runner.instance.change.vcpus import Vcpus
 from runner.instance.control.methods import METHODS, PROTOCOL
 from runner.instance.control.status import StatusReader
 from runner.instance.documents import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
 from runner.instance.parts.qemu import EXITS_WITHIN
-from runner.instance.parts.vcpus import Vcpus
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.shared_directories import followed, shared_directories

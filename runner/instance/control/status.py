@@ -11,8 +11,8 @@ from runner.base.errors import HostError, explain
 from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.change.vcpus import Vcpus
 from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
-from runner.instance.parts.vcpus import Vcpus
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.small_files import read_image_digest

@@ -19,8 +19,8 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.change.gate import Kind, LiveChange
+from runner.instance.change.vcpus import Vcpus
 from runner.instance.parts.qemu import GuestEnd
-from runner.instance.parts.vcpus import Vcpus
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask
 from runner.kernel.sysfs import read_online
