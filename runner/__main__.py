@@ -18,21 +18,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that *argv* names and return its exit status."""
     _prepare_standard_streams()
     _write_from_the_background()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import_module("runner.base.completion").complete(program_parser(os.environ["COMP_LINE"].split()))
     words = _with_options(sys.argv[1:] if argv is None else argv)
     command = _command_of(words)
-    status: int = Status.STOPPED  # also of a command that stops printing because its reader has gone
+    status: int = Status.STOPPED  # also for a command whose reader stops reading
     try:
         status = _run_command(command, words)
-        if command != "run":  # its status says how the guest ended, whatever becomes of the output
+        if command != "run":  # its status reports the guest's end, regardless of the output
             sys.stdout.flush()
     except RunnerError as error:
         _print_error(explain(error))
         status = _status_of(error, command)
     except BrokenPipeError:
         pass  # the reader has read enough
-    except OSError as error:  # one of an output names no file
+    except OSError as error:  # an error of the output has no file name
         named = isinstance(error.filename, (str, bytes))
         _print_error(
             f"cannot {f'use {os.fsdecode(error.filename)!r}' if named else 'write the output'}: {error.strerror}"
@@ -54,7 +54,7 @@ def _with_options(words: Sequence[str]) -> Sequence[str]:
 
 
 def _command_of(words: Sequence[str]) -> str:
-    """Return the first word that is neither an option nor the value of ``--state-dir``, the option before it that takes one."""
+    """Return the first word that is neither an option nor the value of ``--state-dir``, the only option there with a value."""
     value = False
     for word in words:
         if not value and not word.startswith("-"):
@@ -64,7 +64,7 @@ def _command_of(words: Sequence[str]) -> str:
 
 
 def _status_of(error: RunnerError, command: str) -> Status:
-    """Return the exit status of a *command* that *error* ends: only ``run`` and ``try`` start, and what ``ctl`` asks is no spec."""
+    """Return the exit status for *error* in *command*: only ``run`` and ``try`` start guests, and a request of ``ctl`` is no spec."""
     if command in {"run", "try"} or error.status not in {Status.START_FAILED, Status.REFUSED}:
         return error.status
     return error.status if error.status is Status.REFUSED and command in {"plan", "check"} else Status.FAILED
@@ -91,13 +91,13 @@ def _print_error(message: str) -> None:
 
 
 def _prepare_standard_streams() -> None:
-    """Open /dev/null where descriptor 0, 1 or 2 is closed, before a file of ours gets that number and is written to."""
+    """Open /dev/null if descriptor 0, 1 or 2 is closed, so that no file of ours gets that number and is written to."""
     with contextlib.suppress(OSError):  # there is no /dev/null
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
             os.set_inheritable(fd, True)
         os.close(fd)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:  # as Python leaves it where the descriptor was closed
+        if getattr(sys, name) is None:  # Python sets it to None if the descriptor was closed
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - a descriptor, open until the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale without arrows is no reason to fail
@@ -105,10 +105,10 @@ def _prepare_standard_streams() -> None:
 
 
 def _write_from_the_background() -> None:
-    """Let PID 1 write to a terminal with ``stty tostop`` whose foreground it is not in, and get EIO where it reads one.
+    """Let PID 1 write to a terminal with ``stty tostop`` from the background, and get EIO when it reads from one.
 
-    Any other process is stopped by these signals (``__tty_check_change()`` in ``drivers/tty/tty_jobctrl.c``). The kernel stops no
-    PID 1: the write is restarted without end, and no other signal is handled meanwhile.
+    These signals stop any other process (``__tty_check_change()`` in ``drivers/tty/tty_jobctrl.c``). The kernel does not stop PID 1, but
+    restarts the write endlessly, and no other signal is handled meanwhile.
     """
     if os.getpid() == 1:
         for number in (signal.SIGTTOU, signal.SIGTTIN):
@@ -116,12 +116,12 @@ def _write_from_the_background() -> None:
 
 
 def entry() -> None:
-    """Be the program ``instance-runner``."""
+    """Run the program ``instance-runner``."""
     status = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # Taking the interpreter apart is 20 to 30 ms of every stop, and everything this process held has been released.
+    # The interpreter's own shutdown takes 20 to 30 ms of every stop, and everything this process held has been released already.
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""The entry points of both programs: an interrupt that comes before a program can handle one ends it as any other program."""
+"""The entry points of both programs: an interrupt that arrives before a program handles it ends the process as usual."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def instance_runner() -> None:
-    """Be the program ``instance-runner``."""
+    """Run the program ``instance-runner``."""
     try:
         from runner.__main__ import entry  # here, because importing takes a tenth of a second
 
@@ -17,7 +17,7 @@ def instance_runner() -> None:
 
 
 def instance_cgroup_controller() -> None:
-    """Be the program ``instance-cgroup-controller``."""
+    """Run the program ``instance-cgroup-controller``."""
     try:
         from runner.controller.main import main  # as above
 
@@ -27,7 +27,7 @@ def instance_cgroup_controller() -> None:
 
 
 def _end_by_interrupt() -> None:
-    """End this process by SIGINT, so that its parent sees what has ended it; PID 1 of a container cannot, and exits."""
+    """End this process by SIGINT, so that its parent sees the signal; PID 1 of a container cannot, and exits."""
     import signal  # here, because nothing else needs it
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -12,7 +12,7 @@ from runner.base.version import VERSION
 T = TypeVar("T")
 
 LOG_FORMATS = ("text", "json")
-"""How log lines may be written."""
+"""The formats of log lines."""
 
 
 class CommandLine(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """JSON Schemas (draft 7) of values, made from the types of the values.
 
-A TypedDict, a named tuple or an attrs class is an object, ``Annotated[str, X]`` what is written of an X. The docstring of a class and the
-strings below its fields are the descriptions. Fields that a later version adds are accepted, as a program should.
+A TypedDict, a named tuple or an attrs class is an object, ``Annotated[str, X]`` the written form of an X. The docstring of a class and the
+strings below its fields are the descriptions. Unknown fields are accepted, because later versions may add some.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _SCALARS: Mapping[object, Schema] = {
     Any: {},
 }
 _ROLES = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`|``(.+?)``", re.DOTALL)
-"""A reference to another object of Python, and code, as docstrings have them."""
+"""A reference to another Python object, and code, in the syntax of docstrings."""
 
 
 class SchemaBuilder:
-    """Makes schemas of types; a class that it has met is a definition."""
+    """Makes schemas of types; each class becomes a definition."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Schema] = {}
 
     def of(self, kind: Any) -> Schema:
-        """Return the schema of values of *kind*, as they are written."""
+        """Return the schema of values of *kind* in their written form."""
         origin, arguments = get_origin(kind), get_args(kind)
         if origin is not None:
             return self._generic(origin, arguments)
@@ -116,7 +116,7 @@ def _described(schema: Schema, meaning: str) -> Schema:
 
 
 def _imported_for_types(kind: type) -> dict[str, Any]:
-    """Return what the module of *kind* imports for its types alone, by name."""
+    """Return the names that the module of *kind* imports only for its types."""
     found = dict[str, Any]()
     for block in ast.parse(inspect.getsource(sys.modules[kind.__module__])).body:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
@@ -128,14 +128,14 @@ def _imported_for_types(kind: type) -> dict[str, Any]:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """Return the strings that stand below the fields of *kind*, and of the types that it extends."""
+    """Return the strings below the fields of *kind*, and of the types that it extends."""
     found = dict[str, str]()
     if kind.__doc__ is None:
         return found  # it has no body
     module = sys.modules[kind.__module__]
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)  # noqa: S101 - the source of a class
-    for base in definition.bases:  # a TypedDict does not know those that it extends
+    for base in definition.bases:  # a TypedDict does not record its bases
         extended = getattr(module, base.id, None) if isinstance(base, ast.Name) else None
         if isinstance(extended, type) and extended.__module__.partition(".")[0] == "runner":
             found |= _meanings(extended)

@@ -23,7 +23,7 @@ class Level(enum.Enum):
 
 
 class Judgement(NamedTuple):
-    """A finding about a *subject*: what was *found*; *why* it matters and the *remedy* are empty where there is nothing to say.
+    """A finding about a *subject*: what was *found*; *why* it matters and the *remedy* are empty if there are none.
 
     A named tuple, because an attrs class costs PID 1 a quarter of a millisecond more.
     """

@@ -1,6 +1,6 @@
-"""The class of a check, the place it runs in, and the facts that several of them need.
+"""The class of a check, the place where it runs, and the facts that several checks need.
 
-A check stands in one place: its name, why its result matters, the function that reads for it, and below that its judgement.
+Each check is in one place: its name, the reason why its result matters, the function that reads its facts, and below that its judgement.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TIMEOUT = 20.0
 
 SIGTERM = 15
 MOST_NAMED = 16
-"""Names in a command that a remedy has: a machine may have a thousand interrupts, 4 KB of a line."""
+"""Most names in a remedy's command: a machine may have a thousand interrupts, a line of 4 KB."""
 
 KubeletState = CpuState | Frozen
-"""What ``cpu_manager_state`` holds, or why it does not settle."""
+"""The content of ``cpu_manager_state``, or the reason why it does not settle."""
 
 
 class Place(enum.Enum):
-    """The place where the checks run, which decides what they can read and what has to be there."""
+    """The place where the checks run, which determines what is readable and what must exist."""
 
     NODE = "node"
     """A Kubernetes node: every process and the kubelet's files are visible."""
@@ -49,14 +49,14 @@ class Place(enum.Enum):
 
 
 OFF_NODE = (Place.POD, Place.CONTAINER, Place.MACHINE)
-"""The places from which an instance may be started."""
+"""The places in which an instance may be started."""
 
 
 def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool) -> Place:
-    """Return where this process runs.
+    """Return the place in which this process runs.
 
-    A pod with ``hostPID`` is *in_initial_pid_namespace*: with the kubelet's directory, as the controller's pod has it, it
-    counts as the node.
+    A pod with ``hostPID`` is *in_initial_pid_namespace*: if it also has the kubelet's directory, as the controller's pod does, it counts as
+    the node.
     """
     if in_initial_pid_namespace and has_kubelet:
         return Place.NODE
@@ -66,9 +66,9 @@ def place_of(*, in_initial_pid_namespace: bool, has_kubelet: bool, in_pod: bool)
 
 
 def for_each(names: Sequence[str], command: str, listing: str) -> str:
-    """Return the shell's *command* for each of *names*, which stands in it as ``$i``.
+    """Return the shell *command* for each of *names*, to which it refers as ``$i``.
 
-    More than :data:`MOST_NAMED` are those that the command *listing* prints, which may be others of their kind as well.
+    For more than :data:`MOST_NAMED` names the command *listing* prints them, possibly with others of their kind.
     """
     if len(names) == 1:
         return command.replace("$i", names[0])
@@ -84,11 +84,11 @@ class CheckedHost:
     kubelet: Path
     """The kubelet's ``--root-dir``."""
     socket: PurePosixPath | None
-    """Where the controller listens; ``None``: the spec's ``cpu.controller``, or its default."""
+    """The controller's socket; ``None``: the spec's ``cpu.controller``, or its default."""
     state_directory: PurePosixPath
     environment: Mapping[str, str]
     try_guest: bool = False
-    """Whether a trial guest is booted, too."""
+    """Whether a trial guest is booted as well."""
 
     @property
     def roots(self) -> Roots:
@@ -109,7 +109,7 @@ class Init:
 
     @property
     def of_others(self) -> str:
-        """Return whose namespace it is, so that its process 1 cannot be the runner; empty if it can."""
+        """Return the owner of the namespace, if its process 1 cannot be the runner; empty if it can."""
         if self.of_machine:
             return "the machine's own"
         return "shared with the pod's other containers" if self.name == "pause" else ""
@@ -117,7 +117,7 @@ class Init:
 
 @frozen
 class CheckContext:
-    """Facts that several checks need, read once; where a spec was given, those of its instance."""
+    """Facts that several checks need, read once; with a spec, those of its instance."""
 
     host: CheckedHost
     processes: Processes
@@ -133,20 +133,20 @@ class CheckContext:
     lockable: int | None
     """Bytes that QEMU may have to lock, 0 if none; ``None`` if unknown, because the plan has failed."""
     cpus: CpuSet
-    """The CPUs for the vCPUs: without a plan all that may be used."""
+    """The CPUs for the vCPUs; without a plan all usable CPUs."""
     vcpus: int
-    """The spec's count; without a spec, as many as there are CPUs set apart for them, or one."""
+    """The spec's count; without a spec, the number of CPUs set apart for vCPUs, or one."""
     asked: CpuSpec
     """The spec's ``[cpu]``, or its defaults."""
     backend: str | None
     """The plan's placement back end."""
     kvm: Kvm
     socket: PurePosixPath
-    """Where the controller listens."""
+    """The controller's socket."""
     controller: Mapping[str, object] | str | None
-    """Its status, why it does not answer, or ``None`` if not even the directory of its socket exists."""
+    """Its status, the reason why it does not answer, or ``None`` if not even the directory of its socket exists."""
     kubelet: KubeletState | None
-    """``None`` anywhere but on a node, and where the file cannot be read."""
+    """``None`` except on a node, and if the file cannot be read."""
 
     @property
     def roots(self) -> Roots:
@@ -163,31 +163,31 @@ class CheckContext:
 
     @property
     def asks_for_less(self) -> bool:
-        """Return whether the spec asks for a placement that needs no exclusive CPUs: ``run`` then starts without them."""
+        """Return whether the spec names a placement that needs no exclusive CPUs, so that ``run`` starts without them."""
         return self.asked.placement in ASKING_FOR_LESS
 
     @property
     def shared_pool(self) -> CpuSet | None:
-        """The kubelet's shared pool, ``None`` where it is not known, or no pod has CPUs of its own."""
+        """The kubelet's shared pool, ``None`` if it is unknown, or no pod has exclusive CPUs."""
         state = self.kubelet
         has_exclusive = isinstance(state, CpuState) and (state.policy == "static" or state.exclusive())
         return state.shared_pool if isinstance(state, CpuState) and has_exclusive else None
 
 
 Question = Callable[[CheckContext], Iterable[Judgement] | Awaitable[Iterable[Judgement]]]
-"""Reads what a check needs, and judges it. May raise :exc:`HostError`, :exc:`OSError` or :exc:`ValueError`."""
+"""Reads the facts of a check, and judges them. May raise :exc:`HostError`, :exc:`OSError` or :exc:`ValueError`."""
 
 
 @frozen
 class Check(Subject):
-    """A subject with the function that reads and judges it, and the places where that is done."""
+    """A subject with the function that reads and judges it, and the places in which the check is made."""
 
     ask: Question
     places: tuple[Place, ...]
 
 
 def check(name: str, why: str, *places: Place) -> Callable[[Question], Check]:
-    """Make the function below a check of this *name*: at *places*, everywhere if there are none.
+    """Make the decorated function a check with this *name*: in *places*, or everywhere if none are given.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Checks of the CPUs: who owns them, what else may run on them, and whether the first process can be the runner."""
+"""Checks of the CPUs: their owners, other work that may run on them, and whether the first process can be the runner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_cpus(context: CheckContext) -> Iterator[Judgement]:
 def judge_own_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet, *, asks_for_less: bool) -> Judgement:
     """Judge whether the *allowed* CPUs belong to this pod, or container, alone.
 
-    *asks_for_less* is whether the spec names a placement that needs no exclusive CPUs: ``run`` then starts without them.
+    *asks_for_less* is true if the spec names a placement that needs no exclusive CPUs, so that ``run`` starts without them.
     """
     reason = shared_cpus(pod, allowed, online)
     if reason is not None:
@@ -56,9 +56,9 @@ def judge_own_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet, *, asks_
 
 
 def exclusive_here(context: CheckContext) -> Mapping[str, CpuSet] | str:
-    """Return owner → its exclusive CPUs, as far as they can be seen from here, or why none are known."""
+    """Return owner → its exclusive CPUs, as far as visible from here, or the reason why none are known."""
     if context.place is not Place.NODE:
-        # Where every CPU may be used none is exclusive, as own-cpus has reported.
+        # If every CPU may be used, none is exclusive, as own-cpus has reported.
         every = context.hardware.online <= context.cpus
         return "no CPUs are set apart for the vCPUs" if every else {"the vCPUs": context.cpus}
     if context.shared_pool is None or not isinstance(context.kubelet, CpuState):
@@ -79,7 +79,7 @@ def cores(context: CheckContext) -> Iterator[Judgement]:
 
 
 def judge_cores(cpus: CpuSet, hardware: Hardware, others: CpuSet, owner: str) -> Iterator[Judgement]:
-    """Judge how the *cpus* of *owner* lie on cores and NUMA nodes; *others* are the exclusive CPUs of other pods."""
+    """Judge the distribution of the *cpus* of *owner* over cores and NUMA nodes; *others* are the exclusive CPUs of other pods."""
     cpus &= hardware.online
     if not cpus:
         yield cores.unknown(f"{owner}: none of its CPUs is online", "see whether its pod is still there")
@@ -93,7 +93,7 @@ def judge_cores(cpus: CpuSet, hardware: Hardware, others: CpuSet, owner: str) ->
 
 @check("cpu-time", "a vCPU that is throttled stands still for up to a tenth of a second at a time", *OFF_NODE)
 def cpu_time(context: CheckContext) -> Iterator[Judgement]:
-    """Read the limits of this cgroup and of those above it."""
+    """Judge the CPU time limits of this cgroup and its ancestors."""
     if context.backend == "controller":
         yield cpu_time.ok("the controller moves the vCPUs out of the pod's cgroup, where no cpu.max limits them")
         return
@@ -124,7 +124,7 @@ def judge_cpu_time(place: Place, limit: float | None, vcpus: int, throttled: int
 
 @check("interrupts", "an interrupt on a vCPU's CPU stops the guest for as long as its handler runs")
 def interrupts(context: CheckContext) -> Iterator[Judgement]:
-    """Read where interrupts are delivered."""
+    """Judge the CPUs to which interrupts are delivered."""
     owners = exclusive_here(context)
     if isinstance(owners, str):
         yield interrupts.unknown(owners)
@@ -134,7 +134,7 @@ def interrupts(context: CheckContext) -> Iterator[Judgement]:
 
 
 def judge_interrupts(found: Sequence[InterruptLine], cpus: CpuSet, online: CpuSet) -> Judgement:
-    """Judge which interrupts are delivered to exclusive *cpus*."""
+    """Judge the interrupts that are delivered to exclusive *cpus*."""
     delivered = [each for each in found if not each.effective.isdisjoint(cpus)]
     if not found:
         return interrupts.unknown("/proc/irq shows none", "run check on the node")
@@ -154,7 +154,7 @@ def judge_interrupts(found: Sequence[InterruptLine], cpus: CpuSet, online: CpuSe
 
 @frozen
 class CpuNeighbour:
-    """A populated cgroup that belongs neither to the kubelet nor to the controller, and the CPUs its members may use."""
+    """A populated cgroup that belongs neither to the kubelet nor to the controller, and the CPUs that its members may use."""
 
     name: str
     cpus: CpuSet
@@ -162,7 +162,7 @@ class CpuNeighbour:
 
 @check("neighbours", "processes that the kubelet did not start run on its exclusive CPUs, too", Place.NODE)
 def neighbours(context: CheckContext) -> Iterator[Judgement]:
-    """Read which cgroups have processes, and their CPUs."""
+    """Judge the cgroups with processes, and their CPUs."""
     owners, pool = exclusive_here(context), context.shared_pool
     if isinstance(owners, str) or pool is None:
         yield neighbours.unknown(str(owners))
@@ -204,7 +204,7 @@ def judge_neighbours(groups: Sequence[CpuNeighbour], exclusive: CpuSet, shared_p
     Place.CONTAINER,
 )
 def pid_namespace(context: CheckContext) -> Iterator[Judgement]:
-    """Read which process is the first of this PID namespace."""
+    """Judge the first process of this PID namespace."""
     yield judge_pid_namespace(context.place, context.init)
 
 
@@ -228,7 +228,7 @@ def judge_pid_namespace(place: Place, init: Init) -> Judgement:
     Place.CONTAINER,
 )
 def signals(context: CheckContext) -> Iterator[Judgement]:
-    """Read what the first process of this PID namespace does with SIGTERM; where it cannot be the runner that is no matter."""
+    """Judge how the first process of this PID namespace handles SIGTERM; skipped if it cannot be the runner."""
     if not context.init.of_others:
         yield judge_signals(context.init)
 

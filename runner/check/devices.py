@@ -1,4 +1,4 @@
-"""Checks of device nodes, and of what this process may do."""
+"""Checks of device nodes, and of this process's rights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIVE = "give the container the device: `--device {0}`, or a device plugin's reso
 
 @check("kvm", "KVM runs the guest's instructions on the CPU itself")
 def kvm(context: CheckContext) -> Iterator[Judgement]:
-    """Judge what was tried before, for other checks need it."""
+    """Judge the trial of KVM that was made earlier, because other checks need its result."""
     yield judge_kvm(context.kvm)
 
 
@@ -51,20 +51,20 @@ def judge_kvm(device: Kvm) -> Judgement:
 
 @check("tun", "a guest's network is a tap interface made with it")
 def tun(context: CheckContext) -> Iterator[Judgement]:
-    """Open the device node."""
+    """Judge whether the device node can be opened."""
     path = context.roots.dev / "net/tun"
     yield judge_device(tun, "tun", context.place, path, why_not_opened(path))
 
 
 @check("vhost-net", "without it QEMU copies every packet itself")
 def vhost_net(context: CheckContext) -> Iterator[Judgement]:
-    """Open the device node."""
+    """Judge whether the device node can be opened."""
     path = context.roots.dev / "vhost-net"
     yield judge_device(vhost_net, "vhost_net", context.place, path, why_not_opened(path))
 
 
 def judge_device(check: Check, module: str, place: Place, path: Path, reason: str | None) -> Judgement:
-    """Judge a device node that the kernel's *module* makes; *reason* is why it cannot be opened to read and write, or ``None``."""
+    """Judge a device node of the kernel's *module*; *reason* is why it cannot be opened for reading and writing, or ``None``."""
     if reason is None:
         return check.ok(f"{path} may be used")
     if reason == DENIED:
@@ -75,12 +75,12 @@ def judge_device(check: Check, module: str, place: Place, path: Path, reason: st
 
 @check("memlock", "VFIO locks all guest RAM in memory, and so does memory.lock", *OFF_NODE)
 def memlock(context: CheckContext) -> Iterator[Judgement]:
-    """Read this process's limit."""
+    """Judge this process's limit of locked memory."""
     yield judge_memlock(read_lockable(Procfs().machine_capabilities()), context.lockable)
 
 
 def judge_memlock(limit: int | None, needed: int | None) -> Judgement:
-    """Judge the *limit* of bytes that may be locked (``None``: none) for a guest that may need *needed* (``None``: unknown)."""
+    """Judge the *limit* of locked bytes (``None``: no limit) for a guest that may need *needed* (``None``: unknown)."""
     if needed == 0:
         return memlock.ok("nothing is locked")
     if needed is None:
@@ -93,12 +93,12 @@ def judge_memlock(limit: int | None, needed: int | None) -> Judgement:
 
 @check("seccomp", "as root of a user namespace a process can write the limits and the CPUs of its cgroups", Place.POD)
 def seccomp(context: CheckContext) -> Iterator[Judgement]:
-    """Read what this process may do."""
+    """Judge whether this process may be root of a user namespace."""
     yield judge_seccomp(may_make_root=Procfs(context.roots.proc).may_make_root())
 
 
 def judge_seccomp(*, may_make_root: bool) -> Judgement:
-    """Judge whether the container's processes are kept from being root of a user namespace."""
+    """Judge whether the container's processes are prevented from being root of a user namespace."""
     if may_make_root:
         return seccomp.warning(
             "no seccomp profile, and user namespaces may be made",
@@ -110,7 +110,7 @@ def judge_seccomp(*, may_make_root: bool) -> Judgement:
 
 @check("mbind", "guest RAM is bound to NUMA nodes with it", *OFF_NODE)
 def mbind(context: CheckContext) -> Iterator[Judgement]:
-    """Bind a page to a NUMA node that this process may use."""
+    """Judge whether a page can be bound to a NUMA node."""
     [numa_node, *_rest] = CpuSet.parse(Procfs().status()["Mems_allowed_list"])
     yield judge_mbind(try_mbind(numa_node), len(context.hardware.numa_nodes))
 

@@ -1,4 +1,4 @@
-"""The JSON of ``check``, as a type (see :mod:`runner.facts.documents`)."""
+"""The type of the JSON of ``check`` (see :mod:`runner.facts.documents`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CheckDocument(TypedDict):
 
     version: Literal[2]
     place: Annotated[str, Place]
-    """Where it was checked, which decides what could be read."""
+    """The place of the check, which determines what was readable."""
     verdict: Annotated[str, Level]
     """The worst level of all."""
     judgements: list[JudgementDocument]

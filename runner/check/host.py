@@ -1,8 +1,8 @@
-"""Reads what several checks need and makes every check that applies here; what cannot be read is a judgement too, not a guess.
+"""Reads the facts that several checks need, and makes every check that applies here; an unreadable fact becomes a judgement.
 
-Every file is read below :attr:`CheckedHost.root`, so that a recorded tree of another machine can be judged as well. Three
-things are tried for real, each on an object of our own that is gone a moment later: mbind(2) of one page, a virtual machine
-without vCPUs, a request to the controller; and where it is asked for a guest, which takes more than a moment.
+Every file is read below :attr:`CheckedHost.root`, so that a recorded tree of another machine can be judged as well. Three things are tried
+for real, each on a short-lived object of our own: mbind(2) of one page, a virtual machine without vCPUs, and a request to the controller;
+on request also a trial guest, which takes longer.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ CHECKS = tuple(
     for each in vars(topic).values()
     if isinstance(each, Check)
 )
-"""Every check, in the order of the topics and, in each, of its lines."""
+"""Every check, by topic, and within a topic in the order of the source."""
 SPEC = Subject("spec", "run makes the same plan, and refuses what it refuses")
 CHANGE_SPEC = "change the spec, or what it stands on"
-"""The remedy where the plan names no other."""
+"""The remedy if the plan names no other."""
 
 PAUSE, READINGS = 0.1, 20
 """Seconds between two readings of the kubelet's state, and the number of readings after which it counts as frozen."""
@@ -108,7 +108,7 @@ async def _check(host: CheckedHost, processes: Processes, document: tuple[str, b
 
 
 async def _judgements(check: Check, context: CheckContext) -> tuple[Judgement, ...]:
-    """Make *check*; where the kernel refuses to answer, that is the judgement."""
+    """Make *check*; if the kernel refuses to answer, the refusal becomes the judgement."""
     try:
         answer = check.ask(context)
         return tuple(await answer if isinstance(answer, Awaitable) else answer)
@@ -117,14 +117,14 @@ async def _judgements(check: Check, context: CheckContext) -> tuple[Judgement, .
 
 
 def _covers(judgement: Judgement, other: Judgement) -> bool:
-    """Tell whether *judgement* reports what *other* reports, at no lower level."""
+    """Tell whether *judgement* reports the same as *other*, at no lower level."""
     return judgement.found in other.found and rank(judgement) >= rank(other) > 0
 
 
 async def _plan(
     host: CheckedHost, processes: Processes, document: tuple[str, bytes] | None
 ) -> tuple[InstanceSpec | None, InstancePlan | None, list[Judgement]]:
-    """Make the plan that ``run`` would make; what it refuses is an error."""
+    """Make the plan that ``run`` would make; its refusals become errors."""
     if document is None:
         return None, None, []
     source, text = document
@@ -184,7 +184,7 @@ async def _read_context(
 
 
 def _lockable(host: CheckedHost, procfs: Procfs, spec: InstanceSpec | None) -> int | None:
-    """Return the bytes that may have to be locked where there is no plan; without a spec, for a guest with devices and all RAM."""
+    """Return the bytes that may have to be locked if there is no plan; without a spec, for a guest with devices and all RAM."""
     if spec is None:
         return procfs.memory_total() + VFIO_MEMLOCK_OVERHEAD if (host.roots.dev / "vfio").is_dir() else 0
     if not spec.memory.lock and not spec.device:
@@ -212,7 +212,7 @@ async def _kvm(host: CheckedHost) -> Kvm:
 
 
 async def ask_controller(path: PurePosixPath) -> Mapping[str, object] | str | None:
-    """Return the status that the controller at *path* answers, why it does not, or ``None`` if not even the directory exists."""
+    """Return the status from the controller at *path*, the reason why it does not answer, or ``None`` without the socket's directory."""
     with trio.move_on_after(TIMEOUT):
         try:
             return await read_status(path)

@@ -33,7 +33,7 @@ from runner.spec.rules import format_size
     "the controller keeps instances apart with cgroup v2 and its cpuset controller; without them only CPU masks do",
 )
 def cgroups(context: CheckContext) -> Iterator[Judgement]:
-    """Read which cgroup hierarchies are mounted, and what version 2 offers."""
+    """Judge the mounted cgroup hierarchies, and the controllers of version 2."""
     mounts = read_cgroup_mounts(context.roots.proc)
     offered = "" if mounts.unified is None else read_line(context.host.root / mounts.unified[1:] / "cgroup.controllers")
     yield judge_cgroups(context.place, mounts.unified, offered.split(), mounts.legacy)
@@ -42,7 +42,7 @@ def cgroups(context: CheckContext) -> Iterator[Judgement]:
 def judge_cgroups(
     place: Place, unified: str | None, controllers: Collection[str], legacy: Mapping[str, str]
 ) -> Judgement:
-    """Judge where cgroup v2 is mounted (*unified*), what it offers, and which v1 controllers are mounted where."""
+    """Judge the mount point of cgroup v2 (*unified*), its controllers, and the mounted v1 controllers."""
     remedy = "boot with `systemd.unified_cgroup_hierarchy=1 cgroup_no_v1=all` on the kernel's command line"
     bad = cgroups.error if place is Place.NODE else cgroups.warning
     if "cpuset" in legacy:
@@ -69,12 +69,12 @@ LOSSES = (
     ((6, 5), "the controller identifies its clients by bare PID (no SO_PEERPIDFD)"),
     ((6, 7), "the kernel cannot keep others off the vCPUs' CPUs (no remote partitions): that is arranged only"),
 )
-"""Kernel version → what is lost before it."""
+"""Kernel version → the function that older kernels lack."""
 
 
 @check("kernel", "older kernels isolate instances less well")
 def kernel(context: CheckContext) -> Iterator[Judgement]:
-    """Read the kernel's release."""
+    """Judge the kernel's release."""
     yield from judge_kernel(read_line(context.roots.proc / "sys/kernel/osrelease"))
 
 
@@ -100,7 +100,7 @@ CHEAP_CLOCKS = {"tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_cou
 
 @check("clocksource", "a guest under KVM reads its clock without a VM exit only while the host's clock is the TSC")
 def clock(context: CheckContext) -> Iterator[Judgement]:
-    """Read the clock source in use."""
+    """Judge the clock source in use."""
     yield judge_clock(read_line(context.roots.sys / "devices/system/clocksource/clocksource0/current_clocksource"))
 
 
@@ -118,7 +118,7 @@ def judge_clock(current: str) -> Judgement:
 
 @check("swap", "a vCPU that touches guest RAM which was swapped out stops until it is read back")
 def swap(context: CheckContext) -> Iterator[Judgement]:
-    """Read the swap devices, and how much this cgroup may use of them."""
+    """Judge the swap devices, and this cgroup's limit of them."""
     limit = read_line(context.roots.cgroup / context.cgroup[1:] / "memory.swap.max")
     yield judge_swap(read_swaps(context.roots.proc), limit)
 
@@ -135,7 +135,7 @@ def judge_swap(swaps: Sequence[Swap], limit: str) -> Judgement:
 
 @check("transparent-hugepages", "guest RAM in 4 KiB pages costs memory-heavy guests some percent in page-table walks")
 def transparent_hugepages(context: CheckContext) -> Iterator[Judgement]:
-    """Read whether shared memory gets huge pages."""
+    """Judge whether shared memory gets huge pages."""
     yield judge_transparent_hugepages(read_choice(context.roots.sys / "kernel/mm/transparent_hugepage/shmem_enabled"))
 
 
@@ -153,15 +153,15 @@ def judge_transparent_hugepages(shmem: str) -> Judgement:
 
 @check("hugepages", "guest RAM in hugepages of another NUMA node is remote memory for its vCPUs")
 def hugepages(context: CheckContext) -> Iterator[Judgement]:
-    """Judge the pages that the machine has reserved."""
+    """Judge the huge pages that the machine has reserved."""
     near = context.hardware.online if context.place is Place.NODE else context.cpus
     if context.hugepage_size is not None and context.backend is not None:
-        near = CpuSet()  # the plan has found enough of them where they are wanted
+        near = CpuSet()  # the plan has found enough of them on the right NUMA nodes
     yield from judge_hugepages(context.hardware, near, context.hugepage_size)
 
 
 def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Iterator[Judgement]:
-    """Judge the hugepages on the NUMA nodes of *cpus*: those of *asked* bytes; for ``None`` every size that is reserved.
+    """Judge the huge pages on the NUMA nodes of *cpus*: those of *asked* bytes, or for ``None`` every reserved size.
 
     Whether there are enough for a spec is decided by the plan; *cpus* is then empty.
     """
@@ -192,7 +192,7 @@ def judge_hugepages(hardware: Hardware, cpus: CpuSet, asked: int | None) -> Iter
     "the kernel unmaps guest RAM repeatedly to learn which CPU uses it; each such page stops a vCPU briefly",
 )
 def numa_balancing(context: CheckContext) -> Iterator[Judgement]:
-    """Read the sysctl."""
+    """Judge the sysctl ``kernel.numa_balancing``."""
     value = read_line(context.roots.proc / "sys/kernel/numa_balancing")
     yield judge_numa_balancing(value, len(context.hardware.numa_nodes))
 
@@ -210,7 +210,7 @@ def judge_numa_balancing(value: str, numa_nodes: int) -> Judgement:
 
 
 FEW_DISKS = 8
-"""Threads that serve disks, and are still to be started, below which :func:`judge_aio` warns."""
+"""Threads serving disks that could still be started, below which :func:`judge_aio` warns."""
 
 
 @check(
@@ -218,12 +218,12 @@ FEW_DISKS = 8
     'QEMU does not start with a disk of aio = "native" when the machine has no requests of native AIO left',
 )
 def aio(context: CheckContext) -> Iterator[Judgement]:
-    """Read how many requests are left."""
+    """Judge the number of free native AIO requests."""
     yield judge_aio(Procfs(context.roots.proc).aio_free())
 
 
 def judge_aio(free: int | None) -> Judgement:
-    """Judge how many requests of native AIO the machine has left; ``None``: the kernel does not say."""
+    """Judge the number of free native AIO requests on the machine; ``None``: the kernel does not show it."""
     if free is None:
         return aio.unknown("the kernel does not say how many requests of native AIO are left")
     disks = free // AIO_REQUESTS
@@ -237,7 +237,7 @@ def judge_aio(free: int | None) -> Judgement:
     "isolated-cpus", "the scheduler balances no threads over CPUs of isolcpus=: a thread that starts there stays there"
 )
 def isolated_cpus(context: CheckContext) -> Iterator[Judgement]:
-    """Read the CPUs that the kernel's command line sets apart."""
+    """Judge the CPUs that the kernel's command line sets apart."""
     cpu = context.roots.sys / "devices/system/cpu"
     isolated = read_cpus(cpu / "isolated") if (cpu / "isolated").exists() else None
     yield judge_isolated(isolated, read_quiet_cpus(context.roots.proc, cpu), context.shared_pool)
@@ -246,8 +246,8 @@ def isolated_cpus(context: CheckContext) -> Iterator[Judgement]:
 def judge_isolated(isolated: CpuSet | None, quiet_cpus: QuietCpus, shared_pool: CpuSet | None) -> Judgement:
     """Judge the CPUs of ``isolcpus=`` and ``nohz_full=``; *shared_pool* is the kubelet's, ``None`` if unknown.
 
-    Beside that it says which of the kernel's own work only boot options keep off CPUs, and off which they do. A partition
-    that would leave no CPU outside of both is refused (``isolated_cpus_can_update``, ``kernel/cgroup/cpuset.c``).
+    It also reports the kernel's own work that only boot options keep off CPUs, and the CPUs that they name. A partition that would leave no
+    CPU outside of both is refused (``isolated_cpus_can_update``, ``kernel/cgroup/cpuset.c``).
     """
     quiet = _quiet(quiet_cpus)
     if shared_pool and shared_pool <= quiet_cpus.nohz_full:
@@ -286,19 +286,19 @@ def _quiet(cpus: QuietCpus) -> str:
 
 
 DEVICE_CLASSES = {0x01: "storage", 0x02: "network", 0x03: "display", 0x12: "accelerator"}
-"""PCI base classes whose place matters to a guest (``include/linux/pci_ids.h``)."""
+"""PCI base classes whose NUMA node matters to a guest (``include/linux/pci_ids.h``)."""
 
 
 @check(
     "pci-numa-nodes", "a device of unknown NUMA node counts as one of NUMA node 0, and guest RAM is placed accordingly"
 )
 def pci_numa_nodes(context: CheckContext) -> Iterator[Judgement]:
-    """Read the NUMA node of each device."""
+    """Judge the NUMA node of each device."""
     yield judge_pci(tuple(read_pci_devices(context.roots.sys)), len(context.hardware.numa_nodes))
 
 
 def judge_pci(devices: Sequence[PciDevice], numa_nodes: int) -> Judgement:
-    """Judge whether the firmware names the NUMA node of each device."""
+    """Judge whether the firmware reports the NUMA node of each device."""
     if numa_nodes == 1:
         return pci_numa_nodes.ok("the machine has one NUMA node")
     unknown = [device for device in devices if device.numa_node < 0 and device.base_class in DEVICE_CLASSES]

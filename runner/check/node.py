@@ -1,4 +1,4 @@
-"""Checks of the node's services: the kubelet's managers by their state files, and the controller by its own word."""
+"""Checks of the node's services: the kubelet's managers from their state files, and the controller from its own answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.kubelet.claims import DRIVER_SOCKETS
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 
 PROTOCOLS = (3,)
-"""The newest comes last; a controller of an earlier one has no domain for each instance."""
+"""The newest comes last; a controller with an earlier one has no domain for each instance."""
 
 
 STATIC = (
@@ -41,7 +41,7 @@ def cpu_manager(context: CheckContext) -> Iterator[Judgement]:
 
 
 def why_unreadable(path: Path) -> str:
-    """Return why *path* cannot be read, as strerror(3) words it; empty if it can."""
+    """Return the reason why *path* cannot be read, as strerror(3) words it; empty if it can."""
     try:
         path.read_bytes()
     except OSError as error:
@@ -50,9 +50,9 @@ def why_unreadable(path: Path) -> str:
 
 
 def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver: bool = False) -> Judgement:
-    """Judge ``cpu_manager_state``, which has been read into *state*; *reason* is why it cannot be read, empty if it can.
+    """Judge ``cpu_manager_state``, whose content is *state*; *reason* is why it cannot be read, empty if it can.
 
-    *has_driver* tells whether a DRA driver for CPUs is registered with the kubelet, which needs another policy than ``static``.
+    *has_driver* is true if a DRA driver for CPUs is registered with the kubelet; it needs another policy than ``static``.
     """
     if reason:
         return cpu_manager.unknown(f"cannot read {path}: {reason}", _readable(reason))
@@ -76,13 +76,13 @@ def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver
 
 
 def _readable(reason: str) -> str:
-    """Return how a state file that cannot be read for *reason* can be read."""
+    """Return the way to read a state file that cannot be read for *reason*."""
     return OTHER_ROOT if "No such file or directory" in reason else "run check on the node, as root"
 
 
 @check("memory-manager", "only the kubelet's Static policy keeps guest RAM on the NUMA nodes of its CPUs", Place.NODE)
 def memory_manager(context: CheckContext) -> Iterator[Judgement]:
-    """Read the manager's state."""
+    """Judge the manager's state."""
     state = attempt(kubelet_files(context.host).memory_state, parse_memory_state)
     if isinstance(state, Frozen):
         yield judge_memory_manager("", {}, state.reason)
@@ -113,7 +113,7 @@ def judge_memory_manager(policy: str, reserved: Mapping[int, int], reason: str) 
     Place.NODE,
 )
 def topology_manager(_: CheckContext) -> Iterator[Judgement]:
-    """Say that it cannot be judged, because its policy is in no state file."""
+    """Report that it cannot be judged, because its policy is in no state file."""
     yield topology_manager.unknown(
         "its policy is only in the kubelet's configuration", "grep topologyManager /var/lib/kubelet/config.yaml"
     )
@@ -130,8 +130,8 @@ def judge_controller(
 ) -> Iterator[Judgement]:
     """Judge the controller at the socket *path* for an instance of *placement*.
 
-    *answer* is its status, or why it does not answer, or ``None`` where not even the socket's directory exists. Then
-    ``auto`` chooses another back end; where the directory exists, it chooses the controller, and waits for it in vain.
+    *answer* is its status, or why it does not answer, or ``None`` where not even the socket's directory exists. In the last case ``auto``
+    chooses another back end; if the directory exists, it chooses the controller, and would wait for it in vain.
     """
     directory = path.rpartition("/")[0]
     if answer is None:
@@ -160,7 +160,7 @@ def judge_controller(
 
 
 def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return why a controller of this status would register no instance, and the remedy; ``None`` if it would."""
+    """Return the reason why a controller with this status would register no instance, and the remedy; ``None`` if it would."""
     if answer.get("protocol") not in PROTOCOLS:
         return (
             f"it speaks protocol {answer.get('protocol')!r}, this program {PROTOCOLS[-1]}",
@@ -174,7 +174,7 @@ def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
 
 
 def _problems(answer: Mapping[str, object]) -> Iterator[Judgement]:
-    """Yield what a controller that registers instances reports: its faults, and where the kernel has refused one its CPUs."""
+    """Yield the problems that a working controller reports: its faults, and instances whose CPUs the kernel could not seal."""
     for fault in _listed(answer, "faults"):
         yield controller.warning(str(fault), "fix what it names: the controller tries again by itself")
     if answer.get("trusting"):
@@ -182,7 +182,7 @@ def _problems(answer: Mapping[str, object]) -> Iterator[Judgement]:
             "it trusts any process about which instance it is (--insecure-trust-peer)",
             "remove --insecure-trust-peer from its arguments",
         )
-    if answer.get("partitions") == "enforced":  # else no instance has more, and the reason is the same for all
+    if answer.get("partitions") == "enforced":  # otherwise the same reason holds for all instances
         for each in _listed(answer, "arranged"):
             yield controller.warning(
                 f"the guarantee of instance {each['uuid']} is arranged, not enforced: {each['reason']}",
@@ -201,12 +201,12 @@ def _listed(answer: Mapping[str, object], name: str) -> list[Any]:
     Place.NODE,
 )
 def disturbances(context: CheckContext) -> Iterator[Judgement]:
-    """Judge what the controller could not change."""
+    """Judge the settings that the controller could not change."""
     return judge_disturbances(context.controller)
 
 
 def judge_disturbances(answer: Mapping[str, object] | str | None) -> Iterator[Judgement]:
-    """Judge what the controller says of the machine's settings that it cannot keep off the instances' CPUs."""
+    """Judge the controller's report about the machine's settings that disturb the instances' CPUs."""
     reasons = answer.get("disturbances") if isinstance(answer, Mapping) else None
     if not isinstance(reasons, list):
         yield disturbances.unknown(

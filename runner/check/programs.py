@@ -1,4 +1,4 @@
-"""Checks of the programs that an instance starts: each is run with a harmless question. On a node the image's would not be judged."""
+"""Checks of the programs that an instance starts: each is run with a harmless option. Not on a node, whose programs are not the image's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from runner.plan.argv.qemu import SANDBOX
 
 QEMU = "qemu-system-x86_64"
 NEEDED = {QEMU, "sleep"}
-"""Without these there is no instance."""
+"""Programs without which no instance can start."""
 
 
 def judge_program(
     check: Check, name: str, path: PurePosixPath | None, version: str, error: str | None, remedy: str
 ) -> Judgement:
-    """Judge the program *name*: its *path*, ``None`` if it was not found, and why it cannot be used."""
+    """Judge the program *name*: its *path*, ``None`` if it was not found, and the *error* that makes it unusable."""
     bad = check.error if name in NEEDED else check.warning
     if path is None:
         return bad(f"cannot find the program {name!r} in PATH", remedy)
@@ -46,7 +46,7 @@ async def qemu(context: CheckContext) -> Sequence[Judgement]:
 
 
 async def _missing_parts(processes: Processes, path: PurePosixPath) -> str | None:
-    """Return why the QEMU at *path* has not all that instances use; ``None`` if it has."""
+    """Return the error if the QEMU at *path* lacks a part that instances use; ``None`` if it has all."""
     parts = ("-sandbox", SANDBOX, "-machine", "none", "-device", "vhost-user-fs-pci,help")
     status: int | None = None
     async with processes.daemon(Command("qemu-parts", (str(path), *parts), level=logging.DEBUG), 0) as process:
@@ -82,7 +82,7 @@ async def virtiofsd(context: CheckContext) -> Sequence[Judgement]:
 
 
 def judge_virtiofsd(found: Virtiofsd | None, reason: str, remedy: str) -> Judgement:
-    """Judge the virtiofsd that a share would get; *reason* is why there is none."""
+    """Judge the virtiofsd that a share would get; *reason* is the reason if there is none."""
     if found is None:
         return virtiofsd.warning(f"cannot use virtiofsd: {reason}", remedy)
     version = ".".join(map(str, found.version))
@@ -99,7 +99,7 @@ def sleep(_: CheckContext) -> Sequence[Judgement]:
 
 @check("trial-guest", "where the accelerator runs no guest, an instance starts and its guest stays silent")
 async def trial_guest(context: CheckContext) -> Sequence[Judgement]:
-    """Boot the trial guest as an instance would be accelerated, if the command line asks for that."""
+    """Boot the trial guest with the accelerator of an instance, if the command line requests it."""
     if not context.host.try_guest:
         return []
     program = find_program(QEMU, SYSTEM_DIRECTORIES)
@@ -111,7 +111,7 @@ async def trial_guest(context: CheckContext) -> Sequence[Judgement]:
 
 
 def judge_trial_guest(accel: str, error: str | None, seconds: float) -> Judgement:
-    """Judge what came of a trial guest: *error* is why it did not run to its end, ``None`` if it did within *seconds*."""
+    """Judge the result of a trial guest: *error* is the reason if it did not run to its end, ``None`` if it did within *seconds*."""
     if error is None:
         return trial_guest.ok(f"a trial guest ran under {accel.upper()} to its end in {seconds:.1f} s")
     if accel == "kvm":

@@ -1,4 +1,4 @@
-"""The command ``check``: prints whether this node, pod or machine is fit for instances, and what fixes it."""
+"""The command ``check``: prints whether this node, pod or machine is fit for instances, and the remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.cli.options import absolute_path, add_json, add_spec, read_spec, sou
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         f"exit status: 0, or {Status.FINDINGS.value} when something keeps an instance from starting; warnings do not.\n\n"
         "examples:\n"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the judgements; return ``FINDINGS`` if one of them says what keeps an instance from starting."""
+    """Print the judgements; return ``FINDINGS`` if one of them keeps an instance from starting."""
     document = None if arguments.spec is None else (source_of(arguments.spec), read_spec(arguments.spec))
     environment, wants_guest = dict(os.environ), arguments.try_guest
     host = CheckedHost(
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def report_lines(report: CheckReport, *, colour: bool) -> Iterator[str]:
-    """Yield *report* for an operator, the worst last, next to the prompt."""
+    """Yield *report* for an operator, the worst judgement last, next to the prompt."""
     yield from judgement_lines(sorted(report.judgements, key=rank), colour=colour)
     count = Counter(each.level for each in report.judgements)
     yield f"{report.place.value}: " + ", ".join(

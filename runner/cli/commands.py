@@ -1,7 +1,7 @@
 """The table of commands, and the program's parser made of it.
 
-Each command is the module ``runner.cli.<name>`` with ``add_arguments(parser)`` and ``main(arguments)``, which returns the
-exit status. A module is imported only when its command is asked for: PID 1 pays for ``run`` alone.
+Each command is the module ``runner.cli.<name>`` with ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status. A
+module is imported only for its own command, so that PID 1 loads only ``run``.
 """
 
 from __future__ import annotations

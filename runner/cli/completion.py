@@ -1,4 +1,4 @@
-"""The command ``completion``: prints what makes a shell ask both programs, by argcomplete, what may follow."""
+"""The command ``completion``: prints the shell code with which a shell asks both programs for completions, by argcomplete."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PROGRAMS = ("instance-runner", "instance-cgroup-controller")
 SHELLS = ("bash", "zsh", "fish")
 
 _ZSH = "autoload -Uz compinit\n(( $+functions[compdef] )) || compinit\n"
-"""What the script itself takes for granted."""
+"""Commands that the script requires."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         "examples:\n"
         "  source <(instance-runner completion bash)      in ~/.bashrc\n"

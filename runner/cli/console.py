@@ -24,7 +24,7 @@ TYPED_AHEAD = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = "example: kubectl exec -it POD -- instance-runner console"
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--read-only", action="store_true", help="type nothing")
@@ -86,7 +86,7 @@ def _show(output: bytes, modes: TerminalModes) -> None:
 def _raw(terminal: int, modes: TerminalModes) -> Iterator[None]:
     """Send every key to the guest, ``Ctrl-C`` too; restore the terminal afterwards, also on SIGTERM and SIGHUP.
 
-    *modes* are those that the guest has changed by then: an editor's screen, the mouse, a hidden cursor.
+    *modes* are the terminal modes that the guest has changed by then: an editor's screen, the mouse, a hidden cursor.
     """
     if not os.isatty(terminal):
         yield
@@ -121,7 +121,7 @@ def _copy_both_ways(line: Socket, key: bytes, modes: TerminalModes) -> bool:
                 if detached:
                     _sent(line, waiting + before)
                     return False
-                if not typed:  # end of the input; the guest's output is shown all the same
+                if not typed:  # end of the input; the guest's output is still shown
                     poll.unregister(keyboard)
                 if len(waiting) + len(before) > TYPED_AHEAD:
                     write_output(b"\a")

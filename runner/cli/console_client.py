@@ -1,4 +1,4 @@
-"""A client of the guest's serial console, as ``console`` and ``logs`` are: its connection to the runner's socket."""
+"""The client of the guest's serial console that ``console`` and ``logs`` use: its connection to the runner's socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_REPLY = 1 << 12
 
 @frozen
 class AttachRequest:
-    """The request of a terminal that attaches: whether it wants to write, and to take that over from another."""
+    """The request of an attaching terminal: whether it wants to write, and to take that over from another client."""
 
     write: bool
     steal: bool
@@ -45,7 +45,7 @@ def attached(
             reply, output = _attach_reply(line)
         except BlockingIOError:
             raise unanswered(within) from None
-        except ConnectionError as error:  # with the request unread: it has too many connections, or has ended
+        except ConnectionError as error:  # the request was not read: too many connections, or the runner has ended
             raise HostError("cannot attach to the console: the runner closed the connection") from error
         if "error" in reply:
             raise HostError(f"cannot attach to the console: {reply['error']}")

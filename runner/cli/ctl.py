@@ -55,7 +55,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         "examples:\n"
         "  instance-runner ctl status\n"
@@ -100,7 +100,7 @@ def _add(
     purpose: str,
     epilog: str,
 ) -> argparse.ArgumentParser:
-    """Add a command below ``ctl``, which takes what ``ctl`` itself takes, too, wherever it stands on the line."""
+    """Add a command below ``ctl``, which also accepts the options of ``ctl`` itself, anywhere on the line."""
     parser = topics.add_parser(
         name,
         help=purpose,
@@ -215,7 +215,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.method == "qemu.update" and arguments.check:
         arguments.method = "qemu.check"
     if arguments.method == "upgrade":
-        from runner.cli.upgrade import upgrade  # here, because it is seldom asked for
+        from runner.cli.upgrade import upgrade  # here, because it is seldom used
 
         answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
     else:
@@ -233,7 +233,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parse_keys(words: Iterable[str]) -> dict[str, object]:
-    """Return the keys of a ``[[disk]]`` given as ``key=value``: values as in TOML, words also without quotes.
+    """Return the keys of a ``[[disk]]`` given as ``key=value``: values as in TOML, words even without quotes.
 
     Raises :exc:`~runner.base.errors.UsageError`.
     """
@@ -268,7 +268,7 @@ def answer_lines(answer: Any) -> Iterator[str]:
 
 
 def _program_lines(answer: Any) -> Iterator[str]:
-    """Yield lines that describe a program that has taken over, or could."""
+    """Yield lines that describe a program that has taken over, or could do so."""
     match answer:
         case {"runner": {"generation": int(generation), "digest": str(digest)}}:
             yield from aligned([("generation", str(generation)), ("program", digest or "the image's")])
@@ -289,7 +289,7 @@ def _program_lines(answer: Any) -> Iterator[str]:
 
 
 def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a word and a value that describe an instance."""
+    """Yield pairs of a label and a value that describe an instance."""
     yield "name", status["name"]
     pod = status["pod"]
     if pod["name"]:
@@ -298,7 +298,7 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "guest", status["guest"] + ("" if uptime is None else f" for {duration(uptime)}")
     yield "ready", "yes" if status["ready"] else f"no: {escaped(status['not_ready'])}"
     placement = status["placement"]
-    most = status.get("most_vcpus")  # an older one cannot have more
+    most = status.get("most_vcpus")  # an older runner cannot have more
     yield "vCPUs", f"{status['vcpus']} on CPUs {placement['cpus']}" + ("" if most is None else f", at most {most}")
     yield "memory", format_size(status["memory"])
     yield "accelerator", f"{status['accelerator']}, CPU model {status['cpu_model']}"
@@ -312,7 +312,7 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "guest agent", status["agent"]
     yield "restarts", ", ".join(f"{role} {count}" for role, count in status["restarts"].items()) or "none"
     yield "console log", status["console_log"]
-    if (written := status.get("console_bytes")) is not None:  # an older one does not count
+    if (written := status.get("console_bytes")) is not None:  # an older runner does not count it
         yield (
             "console",
             f"{written} bytes since the start" + (f"; {mute}" if (mute := status["console_silent"]) else ""),
@@ -322,7 +322,7 @@ def _state(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "disk slots", f"{status['free_slots']} free"
     if change := status.get("change"):
         yield "in progress", f"{escaped(change['what'])}, for {duration(change['seconds'])}"
-    if runner := status.get("runner"):  # an older one says nothing of itself
+    if runner := status.get("runner"):  # an older runner does not report it
         yield "runner", runner["version"] + (f", {_renewal(runner)}" if runner["outcome"] else "")
 
 

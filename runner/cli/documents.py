@@ -1,6 +1,6 @@
 """The check of specs without a host (``plan --document-only``), and of the YAML that a spec contains.
 
-Only ``plan`` imports it: PID 1 does not pay for YAML, and cloud-init in the guest ignores a document that is none.
+Only ``plan`` imports it: PID 1 must not load a YAML parser, and cloud-init in the guest ignores a document that is no YAML.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JudgedDocument(TypedDict):
     """Its name on the command line."""
     right: bool
     unset: list[str]
-    """The variables that it uses and that are not set here."""
+    """The variables that it uses but that are not set here."""
     problems: list[ProblemDocument]
 
 
@@ -42,7 +42,7 @@ class DocumentsDocument(TypedDict):
 
 @frozen
 class _Judged:
-    """A document, its spec if it is right and no variable that is not set decides about a key, and the names of those."""
+    """A document, its spec if it is valid and depends on no unset variable, and the names of those variables."""
 
     source: str
     written: Mapping[str, object]
@@ -110,7 +110,7 @@ def _summary(spec: InstanceSpec) -> str:
 
 
 def _texts(cloud_init: CloudInitSpec) -> dict[str, bytes]:
-    """Return the documents that the spec contains, by key; those in files are not here."""
+    """Return the documents contained in the spec, by key; those in files are not included."""
     given = {name: getattr(cloud_init, name) for name in ("user_data", "meta_data", "network_config")}
     return {name: value.encode() for name, value in given.items() if isinstance(value, str)}
 
@@ -124,9 +124,9 @@ def refuse_broken_seed(source: str, seed: SeedPlan) -> None:
 
 
 def yaml_problems(documents: Mapping[str, bytes]) -> Iterator[Problem]:
-    """Yield why cloud-init could not read *documents*, by their keys in ``[cloud_init]``: YAML with one mapping, or a list of parts.
+    """Yield the problems for cloud-init in *documents*, by their keys in ``[cloud_init]``: YAML with one mapping, or a list of parts.
 
-    User-data may be of a kind that is no YAML; of a repeated key cloud-init takes the last value.
+    User-data may be of another kind than YAML; cloud-init uses the last value of a repeated key.
     """
     for name, content in documents.items():
         kind = yaml_kind(content) if name == "user_data" else dict

@@ -1,4 +1,4 @@
-"""The reference of the events in Markdown, made from their names: ``examples/EVENTS.md`` is this text."""
+"""The reference of the events in Markdown, generated from their table: ``examples/EVENTS.md``."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def _lines() -> Iterator[str]:
 
 
 def _shown(event: Event) -> str:
-    """Return the message of *event*, as it is where none was left out before it."""
+    """Return the message of *event* without a note on omitted messages."""
     return event.meaning or f"`{re.sub(r'%[.0-9]*[a-z]s?', '…', MORE.sub('', str(event)))}`"

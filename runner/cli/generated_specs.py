@@ -1,4 +1,4 @@
-"""The specs that ``try`` makes: for the demo guest, and for a disk that a person names (pure)."""
+"""The specs that ``try`` generates: for the demo guest, and for a disk that a person names (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.facts.disk import FileFact
 Spec = Mapping[str, object]
 
 LOCALHOST = "127.0.0.1"
-"""The address whose ports lead to a guest that is tried: it is this machine's alone."""
+"""The address whose ports are forwarded to a tried guest: reachable only from this machine."""
 
 
 @frozen
@@ -51,9 +51,9 @@ def disk_spec(
     ports: Sequence[str] | None,
     login: Login | None,
 ) -> Spec:
-    """Return the spec of a guest that boots *disk*, which was *found* so; it is only read.
+    """Return the spec of a guest that boots *disk*, whose facts are *found*; it is only read.
 
-    *ports* are those of this machine that lead to the guest by passt, ``None`` where there is no passt.
+    *ports* are this machine's ports that passt forwards to the guest, ``None`` if there is no passt.
     """
     qcow2 = found.image is not None and found.image.format == "qcow2"
     esp = found.image is not None and found.image.content is not None and found.image.content.esp
@@ -76,9 +76,9 @@ def disk_spec(
 
 
 def _user_data(login: Login) -> str:
-    """Return the user-data that makes the user of *login*, and shows at the prompt how to log in (agetty(8)).
+    """Return the user-data that creates the user of *login*, and shows at the prompt how to log in (agetty(8)).
 
-    Of sshd's keys only the kind that is made at once is: for one of RSA an emulated CPU searches primes for seconds.
+    Only the fast kind of sshd's host keys is generated: an emulated CPU takes seconds to find an RSA key's primes.
     """
     return (
         "#cloud-config\n"

@@ -1,4 +1,4 @@
-"""The command ``inspect``: where to look, how often, and what to print of each report."""
+"""The command ``inspect``: its targets, its interval, and the output for each report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.description = (
         f"{parser.description} In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
         f"The exit status is {Status.FINDINGS.value} if a rule does not hold, {Status.FAILED.value} if there is no instance, else 0, also "
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--pod-logs-dir",
         type=Path,
-        default=Path("/proc/1/root/var/log/pods"),  # also from the controller's pod, which does not mount it
+        default=Path("/proc/1/root/var/log/pods"),  # reachable from the controller's pod, too, which does not mount it
         metavar="DIR",
         help="the kubelet's podLogsDir, by which pods are named (default: the node's /var/log/pods)",
     )
@@ -95,7 +95,7 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one report, or one after the other; return ``FINDINGS`` if the last one has a rule that does not hold."""
+    """Print one report, or one after another; return ``FINDINGS`` if a rule is broken in the last one."""
     target = InspectionTarget(
         receipt=Path(arguments.state_dir / RECEIPT),
         root=Cgroup(arguments.root),
@@ -122,7 +122,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show_trace(target: InspectionTarget, seconds: float, *, as_json: bool) -> Status:
-    """Record for *seconds*, print what ran, and return ``FINDINGS`` if that was another task."""
+    """Record for *seconds*, print the tasks that ran, and return ``FINDINGS`` if another task was among them."""
     report = trio.run(_trace, target, seconds)
     whole = json.dumps(trace_json(report), indent=1) + "\n" if as_json else _text(trace_lines(report))
     print(whole, end="", flush=True)
@@ -130,7 +130,7 @@ def _show_trace(target: InspectionTarget, seconds: float, *, as_json: bool) -> S
 
 
 async def _trace(target: InspectionTarget, seconds: float) -> TraceReport:
-    """Record for *seconds*; SIGTERM and SIGHUP end it like Ctrl-C, as a killed record would stay in the kernel."""
+    """Record for *seconds*; SIGTERM and SIGHUP end it like Ctrl-C, because a killed recording would stay in the kernel."""
     from runner.inspect.trace import trace  # here, because most inspections record nothing
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -141,7 +141,7 @@ async def _trace(target: InspectionTarget, seconds: float) -> TraceReport:
 
 @frozen
 class InspectionTarget:
-    """The paths and names by which instances are found."""
+    """The paths and names with which instances are found."""
 
     receipt: Path
     """The receipt of the container's own instance."""
@@ -152,10 +152,10 @@ class InspectionTarget:
     controller: PurePosixPath
     """The controller's socket on the node."""
     pod_logs: Path
-    """The kubelet's directory of the pods' logs, whose names have those of the pods."""
+    """The kubelet's directory of the pods' logs, whose entries contain the names of the pods."""
     roots: Roots
     pod_uid: str
-    """How the pod UID of an instance on the node begins; empty for all, or for the container's own."""
+    """The prefix of an instance's pod UID on the node; empty for all, or for the container's own."""
 
     def has_receipt(self) -> bool:
         """Tell whether this is the container of a running instance."""
@@ -163,7 +163,7 @@ class InspectionTarget:
 
 
 async def _inspect(target: InspectionTarget, interval: float | None, show: Callable[[InspectionReport], None]) -> None:
-    """Observe, judge and *show* the report: every *interval* seconds until cancelled, or once.
+    """Observe, judge and *show* the report: once, or every *interval* seconds until cancelled.
 
     Raises :class:`NoInstanceError` when there is nothing to observe, :class:`~runner.base.errors.HostError` when /proc cannot be
     read.
@@ -180,7 +180,7 @@ async def _observe(target: InspectionTarget) -> Observation:
     if target.pod_uid or (outside and not inside):
         with contextlib.suppress(
             HostError
-        ):  # without that right all threads are seen, and their cgroups by other names
+        ):  # without that right all threads are visible, but their cgroups have other names
             enter_cgroup_namespace(target.roots.proc / "1")
         return await observe_node(
             target.roots, target.root, target.kubelet, target.pod_uid, target.pod_logs, target.controller
@@ -195,19 +195,19 @@ async def _observe(target: InspectionTarget) -> Observation:
 
 @attrs.define
 class ReportFormatter:
-    """Formats one report after the other: each whole, or what differs from the one before."""
+    """Formats successive reports: each as a whole, or the differences from the previous one."""
 
     as_json: bool
     redraw: bool
-    """Each report replaces the one before on the terminal."""
+    """Whether each report replaces the previous one on the terminal."""
     repeated: bool
-    """More reports follow."""
+    """Whether more reports follow."""
     status: Status = Status.STOPPED
-    """The exit status that the last report asks for."""
+    """The exit status for the last report."""
     _before: list[str] = attrs.field(factory=list)
 
     def text(self, report: InspectionReport) -> str:
-        """Return the text for *report*, given the reports before it."""
+        """Return the text for *report*, depending on the previous reports."""
         self.status = Status.FINDINGS if report.verdict is Level.ERROR else Status.STOPPED
         if not self.repeated:
             return json.dumps(report_json(report), indent=1) + "\n" if self.as_json else _text(report_lines(report))
@@ -221,7 +221,7 @@ class ReportFormatter:
 
 
 def _text(lines: Iterable[str]) -> str:
-    """Return *lines* for a terminal, which names of tasks and cgroups must not control."""
+    """Return *lines* for a terminal, escaped so that names of tasks and cgroups cannot control it."""
     return "".join(f"{escaped(line)}\n" for line in lines)
 
 

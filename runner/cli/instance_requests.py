@@ -1,4 +1,4 @@
-"""Requests to a running instance, each answered within a bound, whatever has become of its PID 1."""
+"""Requests to a running instance, each with a time limit, in case its PID 1 does not answer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runner.kernel.sockets import CONTROL_SOCKET
 from runner.protocol.controller_client import ask
 
 CHANGED_WITHIN = 900.0
-"""Seconds for a change, which may wait for the guest; each has a shorter bound of its own in the instance."""
+"""Seconds for a change, which may wait for the guest; each change has a shorter limit of its own in the instance."""
 
 
 async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
-    """Return the answer of the instance whose *state_directory* this is.
+    """Return the answer of the instance with *state_directory*.
 
     Raises :exc:`~runner.base.errors.RunnerError` when no instance listens there, it refuses the request, or does not answer.
     """

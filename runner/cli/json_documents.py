@@ -1,4 +1,4 @@
-"""The JSON that the commands print and instances write: a table of the documents and of their schemas."""
+"""JSON Schemas (draft 7) of the JSON that commands print and instances write, generated from the types of the values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from runner.plan.machine import MachinePlan
 
 
 def _answer(kind: type) -> Callable[[SchemaBuilder], Schema]:
-    """Return what makes the schema of *kind* with the number of the control socket's protocol."""
+    """Return the function that makes the schema of *kind* with the version of the control socket's protocol."""
 
     def make(builder: SchemaBuilder) -> Schema:
         schema = builder.taken(kind)
@@ -46,7 +46,7 @@ def _answer(kind: type) -> Callable[[SchemaBuilder], Schema]:
 
 
 def _plan(builder: SchemaBuilder) -> Schema:
-    """Return the schema of :func:`~runner.plan.render.plan_json`, which arranges the fields of a plan."""
+    """Return the schema of :func:`~runner.plan.render.plan_json`, which rearranges the fields of a plan."""
     plan, machine = builder.taken(InstancePlan), builder.definitions[MachinePlan.__name__]
     for name in ("networks", "shares"):
         plan["properties"][name] = machine["properties"].pop(name)
@@ -66,7 +66,7 @@ def _plan(builder: SchemaBuilder) -> Schema:
 
 
 def _events(builder: SchemaBuilder) -> Schema:
-    """Return the schema of a line of a log in JSON: an event with the fields that the tables of events name, or the guest's output."""
+    """Return the schema of a JSON log line: an event with the fields in the tables of events, or the guest's output."""
     known = [event for table in (InstanceEvent, ControllerEvent, SharedEvent) for event in events_of(table)]
     threads = {"type": "array", "items": builder.of(PlacedThreadDocument)}
     fields = {event.key: _fields(event) for event in known if event.fields}
@@ -102,7 +102,7 @@ def _fields(event: Event) -> Schema:
 
 @frozen
 class JsonDocument:
-    """A kind of JSON: *where* it comes from, and the class whose schema it has, or what makes that."""
+    """A kind of JSON: *where* it comes from, and the function that makes its schema."""
 
     where: str
     made_of: type | Callable[[SchemaBuilder], Schema]

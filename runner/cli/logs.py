@@ -1,4 +1,4 @@
-"""The command ``logs``: what the guest has written to its serial console, kept and as it comes."""
+"""The command ``logs``: prints the output of the guest's serial console, recorded and as it arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.protocol.terminal_escapes import TerminalModes, TerminalOutput, with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.description = (
         f"{parser.description} Without --follow: what is kept in console.log, also after the instance has ended. `console --read-only` "
         "shows the same on a terminal that can be detached."
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[bytes], None]]:
-    """Yield what writes output; a terminal does not get what it would answer to, and its modes are restored at the end."""
+    """Yield the function that writes output; for a terminal without sequences that it replies to, and with its modes restored."""
     if not os.isatty(sys.stdout.fileno()):
         yield write_output
         return
@@ -59,7 +59,7 @@ def _shown() -> Iterator[Callable[[bytes], None]]:
 
 
 def _follow(directory: Path) -> None:
-    """Print what the console shows until the instance ends. Raises :exc:`~runner.base.errors.HostError` if there is none."""
+    """Print the console's output until the instance ends. Raises :exc:`~runner.base.errors.HostError` if there is no instance."""
     with _shown() as write, attached(directory, AttachRequest(write=False, steal=False)) as (line, _reply, earlier):
         write(earlier)
         while data := received(line):
@@ -67,7 +67,7 @@ def _follow(directory: Path) -> None:
 
 
 def _print_kept(directory: Path) -> None:
-    """Print the console's log, the older part first. Raises :exc:`~runner.base.errors.NoInstanceError` if there is none."""
+    """Print the console's log, the older part first. Raises :exc:`~runner.base.errors.NoInstanceError` if there is no log."""
     files = [file for file in (directory / "console.log.1", directory / "console.log") if file.exists()]
     if not files:
         raise NoInstanceError(

@@ -1,4 +1,4 @@
-"""The files of ``plan --node``, examples among them; manifests also from directories and standard input."""
+"""Reading the files of ``plan --node``, including the packaged examples; manifests also from directories and standard input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 
 PACKAGE = Path(__file__).parents[1]
-"""This package, in which a wheel has the examples (``pyproject.toml``)."""
+"""This package, which in a wheel contains the examples (``pyproject.toml``)."""
 KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 """``RecognizedKustomizationFileNames`` of kustomize."""
 
@@ -47,7 +47,7 @@ def _files(path: str) -> list[str]:
 
 
 def read_named(path: str, what: str) -> bytes:
-    """Read the file *path*, or the example of the documents that it names: an installed package has these as well."""
+    """Read the file *path*, or the example of that name from the documents, which an installed package includes."""
     example = PACKAGE / path
     named = path.startswith("examples/") and ".." not in example.parts and not Path(path).exists() and example.is_file()
     try:
@@ -59,7 +59,7 @@ def read_named(path: str, what: str) -> bytes:
 def read_configuration(path: str) -> Value:
     """Return the kubelet's configuration in the file *path*, or in an example.
 
-    Raises :class:`UsageError` for a file that is something else, and :class:`SpecError` for one that is no YAML.
+    Raises :class:`UsageError` for a file of another kind, and :class:`SpecError` for one that is no YAML.
     """
     data = read_named(path, "kubelet configuration")
     try:

@@ -1,4 +1,4 @@
-"""The command ``manual``: prints the references that are made from the code, ``examples/SPEC.md`` and ``examples/EVENTS.md``."""
+"""The command ``manual``: prints the references generated from the code, ``examples/SPEC.md`` and ``examples/EVENTS.md``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DOCUMENTS = {"instance-runner-spec.md": spec_markdown, "instance-runner-events.m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = "example: instance-runner manual instance-runner-events.md"
     parser.add_argument(
         "document",

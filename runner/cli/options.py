@@ -1,4 +1,4 @@
-"""Options that several commands share, and how the file they name is read."""
+"""Options that several commands share, and reading the files that they name."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from runner.base.errors import Status, UsageError
 STATUS_HELP = "exit statuses:\n" + "\n".join(f"  {status.value:3} {status.name.lower()}" for status in Status)
 
 DEFAULT_SPEC = "/etc/instance/spec.toml"
-"""The spec of ``run`` and ``plan`` where none is named: where the manifests mount it."""
+"""The default spec of ``run`` and ``plan``: the path at which the manifests mount it."""
 
 STATE_DIRECTORY = "/run/instance-runner"
 STATE_DIRECTORY_VARIABLE = "INSTANCE_RUNNER_STATE_DIR"
-"""The environment variable that replaces it: set in a container once, it holds for the runner and for every ``kubectl exec``."""
+"""The environment variable with another default: set in a container once, it applies to the runner and to every ``kubectl exec``."""
 
 TERMINATION_LOG = Path("/dev/termination-log")
-"""Where Kubernetes looks for the reason that a container ended (``terminationMessagePath``)."""
+"""The file from which Kubernetes reads the reason of a container's end (``terminationMessagePath``)."""
 
 
 def add_spec(
     parser: argparse.ArgumentParser, nargs: Literal["?", "*"], default: str | None = None, otherwise: str = ""
 ) -> None:
-    """Add SPEC and ``--state-dir`` to *parser*; *nargs* says how many SPECs.
+    """Add SPEC and ``--state-dir`` to *parser*; *nargs* is the number of SPECs.
 
-    *default* is the one where none is named; without it *otherwise* is a clause that says what happens then.
+    *default* is used if none is named; without a default, *otherwise* is a clause that describes what happens then.
     """
     parser.add_argument(
         "spec",
@@ -43,10 +43,10 @@ def add_spec(
 
 
 def add_state_dir(parser: argparse.ArgumentParser, *, shown: bool = True) -> None:
-    """Add ``--state-dir`` to *parser*: it may stand before the command and after it, and the last one counts.
+    """Add ``--state-dir`` to *parser*: it may stand before and after the command, and the last one counts.
 
-    It has its default in the program's parser alone (:func:`default_state_directory`): one of a command's would replace what
-    stood before the command. Not *shown*, it is not in the help text of a command whose parent shows it.
+    Only the program's parser has its default (:func:`default_state_directory`): a command's default would override an option before the
+    command. Unless *shown*, it is omitted from the help text of a command whose parent shows it.
     """
     parser.add_argument(
         "--state-dir",
@@ -60,12 +60,12 @@ def add_state_dir(parser: argparse.ArgumentParser, *, shown: bool = True) -> Non
 
 
 def default_state_directory() -> PurePosixPath:
-    """Return the state directory where the command line names none."""
+    """Return the state directory that is used if the command line names none."""
     return absolute_path(os.environ.get(STATE_DIRECTORY_VARIABLE) or STATE_DIRECTORY)
 
 
 class _OutputFormat(argparse.Action):
-    """Stores whether the output is to be JSON."""
+    """Stores whether the output is JSON."""
 
     def __call__(
         self,
@@ -78,7 +78,7 @@ class _OutputFormat(argparse.Action):
 
 
 def add_json(parser: argparse.ArgumentParser, output: str, *, shown: bool = True) -> None:
-    """Add ``--json`` and ``-o json`` to *parser*; *output* is what it prints. Not *shown* as with :func:`add_state_dir`."""
+    """Add ``--json`` and ``-o json`` to *parser*; *output* describes what is printed. *shown* is as in :func:`add_state_dir`."""
     default = False if shown else argparse.SUPPRESS
     help_of_json = f"{output} as JSON" if shown else argparse.SUPPRESS
     parser.add_argument("--json", action="store_true", default=default, help=help_of_json)
@@ -96,7 +96,7 @@ def add_json(parser: argparse.ArgumentParser, output: str, *, shown: bool = True
 def parse_pairs(words: Iterable[str], parse: Callable[[str], object], wanted: str) -> dict[str, object]:
     """Return the values, by *parse*, of words ``key=value``.
 
-    Raises :exc:`~runner.base.errors.UsageError` with what is *wanted* for another word, and for a key that is given twice.
+    Raises :exc:`~runner.base.errors.UsageError`, which names the *wanted* form, for any other word and for a repeated key.
     """
     found: dict[str, object] = {}
     for word in words:

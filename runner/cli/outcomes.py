@@ -49,10 +49,10 @@ OUTCOMES: Mapping[Status, tuple[str, str]] = {
     ),
     Status.DIRTY: ("ended, but something could not be released", "the `faults` in the termination log"),
 }
-"""Status → what it means, and the remedy, as the table of the documents has them."""
+"""Status → its meaning and remedy, as in the documents' table."""
 
 KILLED = 137
-"""128 and the number of SIGKILL, as a shell has it."""
+"""128 plus the number of SIGKILL, the status in a shell."""
 
 
 def explain_status(number: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The outputs of one run of an instance: the log, the guest's console and the termination log.
 
-Their logging set-up is the only one of this program: the other commands print their result and raise their errors.
+No other command sets up logging: they print their results and raise their errors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger("runner")
 
 
 class Outputs:
-    """The log, the console's output, and the termination log. A context manager that writes what is left at its end."""
+    """The log, the console's output, and the termination log. A context manager that writes the remaining data at its end."""
 
     def __init__(self, held: Held, log_level: str, log_format: Literal["text", "json"]) -> None:
         self.termination_log: int | None = None
         self._abandoned: list[trio.lowlevel.Task] = []
-        """The root tasks of event loops that have ended by themselves. Each keeps all of its loop's: they must not begin to
-        release what is not theirs any more, as they do when they are collected."""
+        """The root tasks of event loops that have ended by themselves. Each is kept because it refers to all of its loop's tasks: collected
+        as garbage, they would begin to release resources that now belong to another loop."""
         self._log_level = log_level
         self._log_format = log_format
         self.stdout, self.stderr = open_output(1, log_format), open_output(2, log_format)
@@ -56,12 +56,12 @@ class Outputs:
             writer.__exit__(kind, error, trace)
 
     def streams(self, held: Held, http: tuple[str, int] | None = None) -> Streams:
-        """Return them for the instance, and the address *http* for probes and metrics, unless that is held already."""
+        """Return the streams for the instance, with the address *http* for probes and metrics unless it is held already."""
         console = self.stdout.write if self._json_console is None else self._json_console.write
         return Streams(self.stdout, self.stderr, console, held.value("http address", lambda: http))
 
     def _hold(self, held: Held) -> tuple[bytes, bytes, bytes]:
-        """Keep in *held* what another program needs to go on; return what one before has not written yet."""
+        """Keep in *held* the state that the next program needs; return the data that the previous one has not written yet."""
         held.current("log level", lambda: self._log_level)
         held.current("log format", lambda: self._log_format)
         self.termination_log = held.current("termination log", lambda: self.termination_log)
@@ -73,7 +73,7 @@ class Outputs:
         )
 
     def _begin_with(self, stdout: bytes, stderr: bytes, console_line: bytes) -> None:
-        """Continue with what another program has not written yet."""
+        """Write the data that the previous program has not written yet."""
         self.stdout.begin_with(stdout)
         self.stderr.begin_with(stderr)
         if self._json_console is not None:
@@ -82,7 +82,7 @@ class Outputs:
     def reported(self, act: Callable[[], Awaitable[ExitReport]], renewal: Renewal) -> int:
         """Run *act*, log its report and write it to the termination log; return the exit status.
 
-        Before anything is reported of a renewed program that fails, the one before goes on; see :class:`Renewal`.
+        If a renewed program fails during its takeover, the previous one continues before anything is reported; see :class:`Renewal`.
         """
         report = self._run(act, renewal)
         level = logging.INFO if report.status == Status.STOPPED else logging.ERROR
@@ -119,7 +119,7 @@ class Outputs:
             return report
 
     def _after_loop(self, renewal: Renewal, error: Exception) -> ExitReport:
-        """Go on without the event loop that *error* has ended: in another one, or report what is left."""
+        """Continue without the event loop that *error* has ended: in another one, or report the resources not released."""
         log.error(InstanceEvent.EVENT_LOOP_ENDED, exc_info=error)
         if (resume := renewal.resume_after_loop) is None:
             found: Renewal | tuple[str, ...] = (renewal.unreleased(),)
@@ -131,15 +131,15 @@ class Outputs:
             return with_faults(of_running_guest(report) if ran else report, found)
         self._hold(found.held)
         with warnings.catch_warnings(action="ignore"):
-            error.__traceback__ = None  # it holds the loop that has ended, and with it there can be no other
+            error.__traceback__ = None  # it refers to the ended loop, which would prevent a new one
         return self._run(partial(resume_as_init, self.streams(found.held), found), found)
 
 
 def _write_termination_log(fd: int | None, report: ExitReport) -> None:
     """Write *report* to the termination log *fd*, if there is one, and close it.
 
-    Whole or not at all: of an empty one the kubelet takes the last lines of the log (``FallbackToLogsOnError``). A file server may
-    say only when the file is closed that there was no room (close(2)).
+    Whole or not at all: for an empty one the kubelet uses the last lines of the log (``FallbackToLogsOnError``). A file server may report a
+    lack of space only when the file is closed (close(2)).
     """
     if fd is None:
         return

@@ -1,4 +1,4 @@
-"""The command ``plan``: prints what ``run`` would do on this host; with ``--node``, what a Kubernetes node would do."""
+"""The command ``plan``: prints the steps of ``run`` on this host; with ``--node``, the decisions of a Kubernetes node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODE_OPTIONS = ("pod", "state", "running", "device", "what_if", "svg", "kubelet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         "examples:\n"
         "  instance-runner plan spec.toml --show-argv > by-hand.sh\n"
@@ -128,7 +128,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_without_document(arguments: argparse.Namespace) -> None:
-    """Raise :exc:`~runner.base.errors.UsageError` for what ``--document-only`` does not take."""
+    """Raise :exc:`~runner.base.errors.UsageError` for arguments that ``--document-only`` does not allow."""
     others = (*NODE_OPTIONS, "record", "node", "show_argv", "nccl")
     if any(getattr(arguments, name) for name in others):
         raise UsageError("cannot use other options with --document-only: it takes SPECs and --json")

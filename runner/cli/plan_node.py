@@ -1,6 +1,6 @@
 """The command ``plan --node``: reads the host, the kubelet's files and manifests, and prints the plan of the node.
 
-Only this command imports it, so that PID 1 does not pay for YAML and the kubelet's managers.
+Only this command imports it, so that PID 1 does not load YAML and the kubelet's managers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from runner.spec.instance import PLACEHOLDER, parse_elsewhere
 from runner.spec.value import Value
 
 WIDTH = 120
-"""Columns of the output where it is no terminal."""
+"""Columns of the output if it is no terminal."""
 
 
 def record(arguments: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def plan(arguments: argparse.Namespace) -> bool:
         try:
             other = planned(changed(document, _settings(name)))
             refusal = other.before.restart_refusal
-            # Another configuration takes a restart, at which the kubelet looks at its state files.
+            # Another configuration requires a restart, at which the kubelet checks its state files.
             others.append(WhatIf(name, None if refusal else other, refusal))
         except KubeletConfigError as error:
             others.append(WhatIf(name, None, str(error)))
@@ -119,7 +119,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
 
 
 def _running(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[list[Manifest], list[str]]:
-    """Return the pods on the node that have not ended, and a sentence for each other document, or for their devices."""
+    """Return the pods on the node that have not ended, and a sentence for each other document, or about their devices."""
     manifests, notes = parse_manifests(documents, pod_level_resources=pod_level_resources)
     nodes = sorted({manifest.node_name for manifest in manifests} - {""})
     if len(nodes) > 1:
@@ -137,7 +137,7 @@ def _running(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[
 
 
 def _states(paths: Iterable[str]) -> States:
-    """Read state files, recognised by their content; a directory has both under the kubelet's names."""
+    """Read state files, recognised by their content; a directory has both, under the kubelet's names."""
     states = States()
     for path in paths:
         files = [Path(path)]
@@ -155,7 +155,7 @@ def _states(paths: Iterable[str]) -> States:
 
 
 def _devices(listed: Iterable[str], hardware: Hardware) -> Devices:
-    """Read ``nvidia.com/gpu=4@0``: four devices on NUMA node 0; no NUMA node where the plugin names none."""
+    """Read ``nvidia.com/gpu=4@0``: four devices on NUMA node 0; without ``@`` the plugin names no NUMA node."""
     numa_nodes = {node.id for node in hardware.numa_nodes}
     devices: dict[str, dict[int | None, int]] = {}
     for text in listed:
@@ -184,7 +184,7 @@ def _minor(version: str | None) -> int:
 
 
 def _settings(text: str) -> Mapping[str, str]:
-    """Split ``key=value,key=value``; a comma that no key follows belongs to the value."""
+    """Split ``key=value,key=value``; a comma that is not followed by a key belongs to the value."""
     settings = {}
     for setting in re.split(r",(?=[A-Za-z][\w.-]*=)", text):
         key, equals, value = setting.partition("=")
@@ -197,7 +197,7 @@ def _settings(text: str) -> Mapping[str, str]:
 
 
 def _fit(path: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]:
-    """Return how the spec fits, and what is assumed for it: its variables are the pod's, which is not here."""
+    """Return the fit of the spec, and the assumptions made for it: its variables are set in the pod, not here."""
     if path is None:
         return None, ()
     source = source_of(path)

@@ -1,6 +1,6 @@
 """The client of ``ctl qmp``: QMP commands to a running instance, one at a time or from a prompt.
 
-It is ``qemu.qmp``'s, which is asyncio, at the instance's own QMP socket; what an operator may execute is decided there
+It uses the asyncio client of ``qemu.qmp`` on the instance's own QMP socket, which decides what an operator may execute
 (:mod:`runner.instance.control.qmp_rules`).
 """
 
@@ -36,7 +36,7 @@ help shows this, exit or Ctrl-D ends. Events are shown after the next command.""
 
 
 def run(state_directory: Path, words: Sequence[str], *, shell: bool) -> None:
-    """Execute the command that *words* are and print what it returns; with *shell*, those that are typed instead.
+    """Execute the command in *words* and print its result; with *shell*, execute typed commands instead.
 
     Raises :exc:`~runner.base.errors.RunnerError` when no instance listens, or the command is refused.
     """
@@ -55,7 +55,7 @@ class Connection:
     def __init__(self, state_directory: Path, within: float = ANSWERED_WITHIN) -> None:
         self._directory = state_directory
         self._within = within
-        """Seconds that each call may take."""
+        """Time limit of each call, in seconds."""
         self._client = QMPClient("instance")
         self._events = EventListener()
         self._runner = asyncio.Runner()
@@ -88,7 +88,7 @@ class Connection:
             self._runner.close()
 
     def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> object:
-        """Return what *command* returns. Raises :exc:`~runner.base.errors.RunnerError`."""
+        """Return the result of *command*. Raises :exc:`~runner.base.errors.RunnerError`."""
         try:
             return self._run(self._client.execute(command, arguments))
         except ExecuteError as error:
@@ -100,19 +100,19 @@ class Connection:
             raise HostError(f"cannot execute {command!r}: the instance hung up") from error
 
     def _run(self, act: Coroutine[Any, Any, T]) -> T:
-        """Return what *act* returns. Raises :exc:`~runner.base.errors.HostError` if it takes too long."""
+        """Return the result of *act*. Raises :exc:`~runner.base.errors.HostError` if it takes too long."""
         try:
             return self._runner.run(asyncio.wait_for(act, self._within))
         except TimeoutError:
             raise unanswered(self._within) from None
 
     def events(self) -> Iterator[Mapping[str, object]]:
-        """Yield the events that came since the last call."""
+        """Yield the events received since the last call."""
         yield from self._events.clear()
 
 
 def parse_words(words: Sequence[str]) -> tuple[str, dict[str, object] | None]:
-    """Return the command and its arguments, which are one JSON object or ``key=value`` with JSON or text as values.
+    """Return the command and its arguments, given as one JSON object or as ``key=value`` with JSON or text as values.
 
     Raises :exc:`~runner.base.errors.UsageError`.
     """
@@ -163,7 +163,7 @@ class _Shell:
                     words = shlex.split(input(PROMPT if terminal else ""))
                 except EOFError:
                     return
-                except KeyboardInterrupt:  # gives the line up, as a shell does
+                except KeyboardInterrupt:  # discards the line, as a shell does
                     print()
                     continue
                 except ValueError as error:
@@ -197,7 +197,7 @@ class _Shell:
             readline.set_completer(before)
 
     def _completion(self, text: str, number: int) -> str | None:
-        """Return the completion of *text* with that *number*: commands at the beginning of the line alone."""
+        """Return the *number*-th completion of *text*: only commands, at the beginning of the line."""
         if readline.get_begidx() > 0:
             return None
         fitting = [f"{name} " for name in (*self._names, "help", "exit") if name.startswith(text)]

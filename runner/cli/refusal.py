@@ -16,26 +16,26 @@ from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
 
 
 class RefusalDocument(TypedDict):
-    """The reasons why a command could not do its work: on standard output where it was to print JSON."""
+    """The reasons why a command failed: on standard output if it was to print JSON."""
 
     version: Literal[1]
     problems: list[ProblemDocument]
 
 
 def print_refusal(error: RunnerError, arguments: argparse.Namespace) -> None:
-    """Print what ended the command with *arguments*."""
+    """Print the error that ended the command with *arguments*."""
     document: RefusalDocument = {"version": FORMAT, "problems": _problems(error, arguments)}
     print(json.dumps(document, indent=1))
 
 
 def _problems(error: RunnerError, arguments: argparse.Namespace) -> list[ProblemDocument]:
-    """Return the problems of *error*: those that an instance has named, or those of the document that *arguments* name."""
+    """Return the problems of *error*: those reported by an instance, or those of the document named in *arguments*."""
     if isinstance(error, ControllerError) and "problems" in error.data:
         return cast("list[ProblemDocument]", error.data["problems"])
     source = error.source if isinstance(error, SpecError) else ""
     named = getattr(arguments, "spec", None) or []
     written: Mapping[str, object] = {}
     if source in ([named] if isinstance(named, str) else named):
-        with contextlib.suppress(RunnerError, OSError):  # that one has been the problem
+        with contextlib.suppress(RunnerError, OSError):  # reading it was the problem
             written = parse_document(source, Path(source).read_bytes())
     return problem_documents(source, problems_of(error), written)

@@ -1,7 +1,7 @@
-"""The command that takes the place of ``run`` in a renewed runner: it takes over what the runner before exec has held.
+"""The entry point of a renewed runner, in place of ``run``: it takes over the state of the previous program.
 
-:mod:`runner.instance.renewal.first_stage` imports it. It is no command: there is nothing to take over for a process that did
-not become this program by exec.
+:mod:`runner.instance.renewal.first_stage` imports it. It is no command, because only a process that became this program by exec has a state
+to take over.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger("runner")
 
 
 def rehearse(stage: FirstStage) -> None:
-    """Show that this program could go on; the one that runs now makes the other one's archive first.
+    """Check that this program could continue; the running one first makes the archive of the other one.
 
     Raises :exc:`~runner.base.errors.RunnerError`.
     """
     document = stage.document
     if stage.index:
-        from runner.kernel.program_archive import write_archive  # here, because this child alone writes one
+        from runner.kernel.program_archive import write_archive  # here, because only this child writes one
 
         try:
             write_archive(PurePosixPath(document["directory"]), document["programs"][0]["digest"], document["archive"])
@@ -42,7 +42,7 @@ def rehearse(stage: FirstStage) -> None:
 
 
 def resume(stage: FirstStage) -> int:
-    """Go on with the instance and return its exit status."""
+    """Continue the instance and return its exit status."""
     document = stage.document
     renewal = taken_over(document, stage.index, stage.reason)
     claim_inherited(document["descriptors"])
@@ -58,7 +58,7 @@ def resume(stage: FirstStage) -> int:
 
 
 def _log(renewal: Renewal, document: dict[str, Any]) -> None:
-    pause = time.monotonic() - document["left_at"]  # for so long the runner has not done its duties
+    pause = time.monotonic() - document["left_at"]  # the time in which no runner was at work
     program, generation = renewal.digest or "the image's", renewal.generation
     match renewal.outcome:
         case "renewed":

@@ -12,7 +12,7 @@ from runner.instance.parts.state_directory import discard_signs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         f"{STATUS_HELP}\n\n"
         "example: env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml --http :9441"
@@ -55,8 +55,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the instance and return its exit status; what a killed run has left must not vouch for this one meanwhile."""
-    # Resolved once: what a link names could change, and its directory is removed at the end, not the link.
+    """Run the instance and return its exit status; signs left by a killed run must not be mistaken for this one's meanwhile."""
+    # Resolved once: a link's target could change, and its directory is removed at the end, not the link.
     state_directory = PurePosixPath(os.path.realpath(arguments.state_dir))
     discard_signs(state_directory)
     from runner.cli.run_instance import run  # here, because importing it takes much longer than everything before

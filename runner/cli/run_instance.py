@@ -19,15 +19,15 @@ from runner.kernel.processes import raise_limits
 log = logging.getLogger("runner")
 
 RESUME = "runner.cli.resume"
-"""The module that takes this one's place when the runner is renewed; imported only then."""
+"""The module that replaces this one when the runner is renewed; imported only then."""
 
 
 def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
-    """Run the instance and return its exit status; every error ends as a status, an event and a termination log."""
+    """Run the instance and return its exit status; every error results in a status, an event and a termination log."""
     # For an entry point that forgot `env --block-signal`: late, but better than never.
     signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
-    raise_limits()  # container runtimes begin with 1024 open files
-    os.umask(os.umask(0o077) | 0o022)  # what it writes is its user's alone to change, whatever it was begun with
+    raise_limits()  # container runtimes set a limit of 1024 open files
+    os.umask(os.umask(0o077) | 0o022)  # only its own user may change its files, whatever the umask was
     renewal = Renewal(entry=RESUME)
     held = renewal.held
     with Outputs(held, arguments.log_level, arguments.log_format) as outputs:
@@ -51,7 +51,7 @@ def _read(spec: str) -> bytes:
 
 
 def _open_termination_log(path: Path | None) -> int | None:
-    """Open *path*, or without one the file that Kubernetes made, before anything else: at the end descriptors may be short."""
+    """Open *path*, or Kubernetes' default file, before anything else, because descriptors may be short at the end."""
     try:
         if path is None and not TERMINATION_LOG.exists():
             return None

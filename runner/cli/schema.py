@@ -1,4 +1,4 @@
-"""The command ``schema``: prints the JSON Schema of a spec, or of what another command prints, made from the code for it."""
+"""The command ``schema``: prints the JSON Schema of a spec, or of another command's output, generated from the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         "examples:\n"
         "  instance-runner schema > instance.schema.json\n"
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.name == "spec":
         schema = spec_schema()
     else:
-        from runner.cli.json_documents import DOCUMENTS  # here, because it imports what prints each of them
+        from runner.cli.json_documents import DOCUMENTS  # here, because it imports the modules of all documents
 
         schema = DOCUMENTS[arguments.name].schema()
     print(json.dumps(schema, indent=1))

@@ -1,4 +1,4 @@
-"""The reference of the spec in Markdown, made from its schema: ``examples/SPEC.md`` is this text."""
+"""The reference of the spec in Markdown, generated from its schema: ``examples/SPEC.md``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import fill
 from runner.spec.reference import reference, tables_of_reference
 
 MOST_OF_A_CELL = 200
-"""Characters of a cell of a table; a longer one stands below the table."""
+"""Characters of a table's cell; a longer text is put below the table."""
 
 INTRODUCTION = """\
 # Every key of a spec
@@ -48,7 +48,7 @@ def _lines() -> Iterator[str]:
 
 
 def _in_a_cell(meaning: str) -> str:
-    """Return *meaning*, or as much of one that stands below the table as is the matter of the key."""
+    """Return *meaning*, or its first part if the whole text is put below the table."""
     if len(meaning) <= MOST_OF_A_CELL:
         return meaning
     first = re.split("[:;,.] ", meaning, maxsplit=1)[0]

@@ -1,7 +1,7 @@
-"""A guest that is tried: ``run`` as PID 1 of fresh namespaces, as a container runtime would start it, and ``console`` here.
+"""Running a guest on trial: ``run`` as PID 1 of new namespaces, as a container runtime would start it, with ``console`` here.
 
-Whatever it makes ends with its namespaces: the state directory, the spec that is made and the share are in a tmpfs of its mount
-namespace, and the kernel kills its processes when this one ends, even by SIGKILL.
+Everything it makes ends with its namespaces: the state directory, the generated spec and the share are in a tmpfs of its mount namespace,
+and the kernel kills its processes when this one ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from runner.plan.shares import our_paths
 from runner.spec.instance import InstanceSpec, parse_instance
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that end the guest; a terminal that is closed sends the last one."""
+"""Signals that end the guest; closing the terminal sends the last one."""
 
 PROGRAMS = ("setpriv", "unshare", "nsenter")
 """The programs of the package util-linux that are needed."""
 
 HIDDEN = PurePosixPath("/run")
-"""The guest's programs have a directory of their own there, in which the state directory is."""
+"""The guest's programs have their own directory mounted here, which contains the state directory."""
 OURS = HIDDEN / "try"
 
 PREPARE = f"""set -e
@@ -83,22 +83,22 @@ PID_1 = (
     *("env", "--block-signal=TERM,INT,HUP"),
     *("unshare", "--fork", "--kill-child", "--pid", "--net", "--mount-proc"),
 )
-"""Has the command behind it be PID 1, with signals that are blocked from its first instruction on."""
+"""The prefix of a command that makes it PID 1, with signals blocked from its first instruction on."""
 
 RUNS = b" the guest runs"
-"""The end of the line of the log by which ``run`` reports that the guest has begun to run."""
+"""The end of the log line with which ``run`` reports that the guest has begun to run."""
 
 HELD_LINES = 200
 """Lines of the log that are held back while the guest has the terminal; earlier ones are dropped."""
 
 NO_NAMESPACES = 125
-"""The status where ``unshare`` failed; that of docker and podman where they failed themselves."""
+"""The status if ``unshare`` failed; docker and podman use it for their own failures."""
 
 PREPARED_AGAIN = 0.01
-"""Seconds until it is looked again whether there is a PID 1; its preparation takes some ten milliseconds."""
+"""Seconds between two checks whether PID 1 exists; its preparation takes some ten milliseconds."""
 
 REMINDED_AFTER = 1.0
-"""Seconds until it is printed what is waited for."""
+"""Seconds until a message about the wait is printed."""
 
 CONSOLE_ENDS_WITHIN = 5.0
 """Seconds that ``console`` may take to end after the instance has."""
@@ -106,18 +106,18 @@ CONSOLE_ENDS_WITHIN = 5.0
 
 @frozen
 class Trial:
-    """A guest that is tried."""
+    """A guest on trial."""
 
     spec: Spec | PurePosixPath
-    """The spec, or the file that has it."""
+    """The spec, or the file with it."""
     grace: float
     """Seconds that the guest may take to power down."""
     notes: tuple[str, ...] = ()
-    """What is printed before it starts."""
+    """Lines printed before it starts."""
 
     @property
     def text(self) -> str:
-        """The spec that is made, as a document; empty if it is a file."""
+        """The generated spec as a document; empty if the spec is a file."""
         return "" if isinstance(self.spec, PurePosixPath) else json.dumps(self.spec, indent=1)
 
 
@@ -143,7 +143,7 @@ def of_disk(disk: Path, *, cpus: int | None, memory: str, ports: Sequence[str], 
         raise RefusedError(
             "cannot have a port lead to the guest: cannot find the program 'passt' in PATH", remedy=missing
         )
-    # Two vCPUs also where they leave no CPU to QEMU's other threads: a guest boots in three quarters of the time.
+    # Two vCPUs even if they leave no CPU to QEMU's other threads: a guest then boots in three quarters of the time.
     usual = min(2, len(os.sched_getaffinity(0)))
     spec = disk_spec(
         path,
@@ -169,7 +169,7 @@ def of_disk(disk: Path, *, cpus: int | None, memory: str, ports: Sequence[str], 
 
 
 def _judge_disk(trial: Trial) -> None:
-    """Raise :exc:`~runner.base.errors.SpecError` for a disk that no guest can have."""
+    """Raise :exc:`~runner.base.errors.SpecError` for a disk that no guest can use."""
     [disk] = parse_instance("--disk", trial.text.encode()).disk
     problems = Problems()
     plan_disk("disk0", disk, read_disk_facts(disk, OURS), "disk", problems)
@@ -192,9 +192,9 @@ def _made(spec: Spec, *notes: str) -> Trial:
 
 
 def run_spec(path: Path) -> int:
-    """Try the guest whose spec is the file *path*.
+    """Run the guest whose spec is the file *path*.
 
-    Raises :exc:`~runner.base.errors.RunnerError` before anything is touched.
+    Raises :exc:`~runner.base.errors.RunnerError` before anything is changed.
     """
     spec = parse_instance(str(path), read_spec_file(str(path)), os.environ)
     _refuse_hidden(spec, ("the spec", PurePosixPath(path)))
@@ -202,7 +202,7 @@ def run_spec(path: Path) -> int:
 
 
 def _refuse_hidden(spec: InstanceSpec, *more: tuple[str, PurePosixPath]) -> None:
-    """Refuse files that the guest's programs would not see; *more* are such as the spec does not name."""
+    """Refuse files that the guest's programs would not see; *more* are files that the spec does not name."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
     for where, path in (*more, *our_paths(spec, None), *shares):
         if within(path, [HIDDEN]) and not within(path, [OURS]):
@@ -215,7 +215,7 @@ def _refuse_hidden(spec: InstanceSpec, *more: tuple[str, PurePosixPath]) -> None
 def run_trial(trial: Trial) -> int:
     """Boot the guest of *trial*, attach this terminal to its console, and return the exit status of ``run``.
 
-    Raises :exc:`~runner.base.errors.RefusedError` before anything is touched.
+    Raises :exc:`~runner.base.errors.RefusedError` before anything is changed.
     """
     _refuse_what_cannot_work()
     program = os.path.abspath(sys.argv[0])  # noqa: PTH100 - a link stays what it is
@@ -237,7 +237,7 @@ def _refuse_what_cannot_work() -> None:
 
 @attrs.define
 class InstanceLog:
-    """The log of ``run``: passed on to standard error, but held back while the guest has the terminal."""
+    """The log of ``run``: forwarded to standard error, but held back while the guest has the terminal."""
 
     guest_runs: trio.Event = attrs.field(factory=trio.Event)
     last: bytes = b""
@@ -245,7 +245,7 @@ class InstanceLog:
     _held: deque[bytes] | None = None
 
     async def follow(self, fd: int) -> None:
-        """Take in the log from the pipe *fd* until its end."""
+        """Read the log from the pipe *fd* until its end."""
         rest = b""
         try:
             while True:
@@ -262,11 +262,11 @@ class InstanceLog:
             self._take_in(rest)
 
     def hold(self) -> None:
-        """Hold the lines to come back."""
+        """Hold back the following lines."""
         self._held = deque(maxlen=HELD_LINES)
 
     def release(self) -> None:
-        """Show the lines that were held back, and those to come."""
+        """Show the lines held back, and stop holding them back."""
         held, self._held = self._held or (), None
         for line in held:
             _show(line)
@@ -283,7 +283,7 @@ class InstanceLog:
 
 
 def _show(line: bytes) -> None:
-    with contextlib.suppress(OSError):  # the terminal was closed; the guest is ended all the same
+    with contextlib.suppress(OSError):  # the terminal was closed; the guest is still ended
         os.write(2, line + b"\n")
 
 
@@ -323,7 +323,7 @@ async def _run(program: str, trial: Trial) -> int:
 
 
 def _status_of_run(status: int, log: InstanceLog) -> int:
-    """Return the status of ``run`` where *status* is that of ``unshare``, which waits for it and speaks last in *log*.
+    """Return the status of ``run`` from *status*, that of ``unshare``, which waits for it and writes the last line of *log*.
 
     ``unshare`` ends with 1 where it cannot make the namespaces, which is no fault of ours, and in util-linux 2.38 (Debian 12)
     where its child is killed by SIGKILL: it would die by the same signal, and first fails to reset that one's disposition.
@@ -339,7 +339,7 @@ async def _obey(signals: AsyncIterator[int], asked: trio.Event) -> None:
 
 
 async def _remind(instance: TerminalProcess, grace: float) -> None:
-    """Say what is waited for, unless the instance ends soon."""
+    """Print a message about the wait, unless the instance ends soon."""
     with trio.move_on_after(REMINDED_AFTER):
         await instance.ended.wait()
     if not instance.ended.is_set():
@@ -347,7 +347,7 @@ async def _remind(instance: TerminalProcess, grace: float) -> None:
 
 
 async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, asked: trio.Event) -> None:
-    """Connect this terminal with the guest's console until it is detached, the guest has ended, or an end is *asked* for."""
+    """Connect this terminal with the guest's console until it is detached, the guest has ended, or its end is *asked* for."""
     pid1 = instance.init(Roots().proc)
     if pid1 is None:  # it has ended since
         return
@@ -373,7 +373,7 @@ async def _attached(program: str, instance: TerminalProcess, log: InstanceLog, a
 
 @contextlib.contextmanager
 def _restored(terminal: int) -> Iterator[None]:
-    """Restore the settings of *terminal* afterwards: ``console`` may be killed, with the PID namespace that it is in."""
+    """Restore the settings of *terminal* afterwards, because ``console`` may be killed with its PID namespace."""
     if not os.isatty(terminal):
         yield
         return
@@ -386,7 +386,7 @@ def _restored(terminal: int) -> Iterator[None]:
 
 
 def _look(program: str, enter: Sequence[str]) -> str:
-    """Return the beginning of the commands that look at the instance, as they are typed in another terminal."""
+    """Return the prefix of commands, typed in another terminal, that examine the instance."""
     found = shutil.which(Path(program).name)
     short = found is not None and Path(found).samefile(program)
     outside = ("docker", "exec", os.uname().nodename) if os.getpid() == 1 else ()
@@ -394,10 +394,10 @@ def _look(program: str, enter: Sequence[str]) -> str:
 
 
 async def _stopped(instance: TerminalProcess) -> None:
-    """End the instance as Kubernetes does, and wait for its end, which its own grace bounds.
+    """End the instance as Kubernetes does, and wait for its end, which its own grace period limits.
 
-    Before there is a PID 1 that could be asked, it is waited for: ``unshare`` may be starting it at this moment, and one that
-    is killed between fork(2) and prctl(2) leaves its child behind.
+    If PID 1 does not exist yet, wait for it first: ``unshare`` may be starting it at this moment, and if it is killed between fork(2) and
+    prctl(2) it leaves its child behind.
     """
     while not instance.ended.is_set():
         if (pid1 := instance.init(Roots().proc)) is not None:

@@ -17,14 +17,14 @@ from runner.spec.ports import parse_ports
 from runner.spec.rules import Rule, WrongValueError, integer, size
 
 DEMO_GUEST = Path("/usr/share/instance-runner/demo")
-"""Where the image has it."""
+"""Its directory in the image."""
 
 OF_A_DISK = ("memory", "cpus", "login", "port")
-"""The options that only ``--disk`` takes."""
+"""The options that require ``--disk``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give *parser* what this command takes."""
+    """Add this command's arguments to *parser*."""
     parser.epilog = (
         "A guest is in namespaces of its own, which end with it; the machine's network is not changed. --disk needs no spec: its\n"
         "format and its firmware (UEFI if it has an EFI system partition, else BIOS) are those of its first bytes. The file is only\n"
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ruled(rule: Rule, text: str, value: object) -> None:
-    """Check *value*, which is written as *text*, by the rule of the spec's key. Raises ``ValueError``."""
+    """Check *value*, written as *text*, by the rule of the spec's key. Raises ``ValueError``."""
     try:
         rule.parse(value)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _port(text: str) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the guest until its console is left, and return the exit status of ``run``."""
+    """Run the guest until its console is detached, and return the exit status of ``run``."""
     _refuse_contradictions(arguments)
     from runner.cli import tried_guest  # here, because it imports much more than a parser needs
 

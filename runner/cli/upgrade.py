@@ -1,4 +1,4 @@
-"""``ctl upgrade``: has a running instance's runner become another program, and says what came of it."""
+"""``ctl upgrade``: replaces the program of a running instance's runner, and prints the result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from runner.protocol.jsonrpc import METHOD_NOT_FOUND
 
 
 async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, digest: str) -> object:
-    """Return what the runner says of itself once it is the program in *directory*, which has this *digest*.
+    """Return the runner's description of itself once it is the program in *directory*, which has this *digest*.
 
-    Raises :exc:`~runner.base.errors.RunnerError` when it is not: the runner before continues then.
+    Raises :exc:`~runner.base.errors.RunnerError` if that failed and the previous program continues.
     """
     before = await _runner(state_directory)
     params = {"from": str(directory), "digest": digest}
@@ -23,7 +23,7 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
     except ControllerAbsentError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-    # It hung up, as exec closes every connection; whichever program it is now, its socket listens still.
+    # The runner has hung up, because exec closes every connection; whichever program it is now, its socket still listens.
     after = await _runner(state_directory)
     if after["runner"]["generation"] == before["runner"]["generation"]:
         reason = after["runner"]["reason"] or "it hung up"

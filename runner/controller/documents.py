@@ -1,4 +1,4 @@
-"""The JSON that the controller answers with on its socket, as types. See :mod:`runner.facts.documents`."""
+"""The types of the JSON that the controller answers on its socket. See :mod:`runner.facts.documents`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GuaranteeDocument(TypedDict):
 
     guarantee: GuaranteeKind
     reason: NotRequired[str]
-    """Why it is not ``enforced``; empty where that was not asked for."""
+    """The reason why it is not ``enforced``; empty if that was not requested."""
 
 
 class ListedInstanceDocument(GuaranteeDocument):
@@ -30,17 +30,17 @@ class ListedInstanceDocument(GuaranteeDocument):
     memory: int | None
     """Bytes that both may have together; ``null`` for no limit."""
     oom_kills: int
-    """Processes that the kernel has ended, out of memory there."""
+    """Number of processes that the kernel has ended there for lack of memory."""
     cpuset: CpuList
     """Its CPUs."""
     effective: CpuList
     """The CPUs that its vCPU threads may run on now."""
     populated: bool
-    """A thread is in the group of its vCPUs."""
+    """Whether a thread is in its vCPUs' group."""
     awaited_by: list[str]
-    """The uids of the pods that the kubelet has given CPUs of its to."""
+    """The uids of the pods to which the kubelet has given CPUs of this instance."""
     without_seccomp: bool
-    """A process of it may write the files of its groups."""
+    """Whether a process of it may write the files of its groups."""
     reported: dict[str, ReportedValue] | None
     """``seconds_ago`` and the families of its last report; ``null`` for none."""
 
@@ -60,7 +60,7 @@ class ArrangedDocument(TypedDict):
 
 
 class HandoverDocument(TypedDict):
-    """CPUs of a pod on which the instance of another still runs."""
+    """CPUs of a pod on which another pod's instance still runs."""
 
     uuid: str
     holder: str
@@ -69,7 +69,7 @@ class HandoverDocument(TypedDict):
 
 
 class NodeStatusDocument(TypedDict):
-    """The controller's state. Of other pods a container learns no more than how many instances there are."""
+    """The controller's state. A container learns only the number of the other pods' instances."""
 
     version: Literal[1]
     protocol: int
@@ -82,26 +82,26 @@ class NodeStatusDocument(TypedDict):
     """The CPUs of every float."""
     instances: int
     kubelet: bool
-    """The kubelet shares out the CPUs; else the command line does."""
+    """Whether the kubelet assigns the CPUs; otherwise the command line does."""
     policy: CpuPolicy | None
     """The policy of the kubelet's CPU Manager; ``null`` while decisions are frozen."""
     claims: bool
-    """A DRA driver gives CPUs to pods, or could."""
+    """Whether a DRA driver gives CPUs to pods, or may do so."""
     shared_pool: CpuList | None
     """``null`` while decisions are frozen."""
     frozen: str | None
-    """Why decisions are frozen; ``null`` where they are not."""
+    """The reason why decisions are frozen; ``null`` if they are not."""
     partitions: str
-    """``enforced``, or why no instance can be sealed."""
+    """``enforced``, or the reason why no instance can be sealed."""
     arranged: list[ArrangedDocument]
     handovers: list[HandoverDocument]
     faults: list[str]
-    """What is not as it should be since the last pass."""
+    """Descriptions of the faults found in the last pass."""
     disturbances: list[str] | None
-    """What else than threads disturbs instances' CPUs; ``null`` for a container, because it names other pods."""
+    """Causes of disturbance of the instances' CPUs other than threads; ``null`` for a container, because they name other pods."""
     oom_kills: dict[str, int]
-    """The uid of a pod, and how many processes the kernel has ended, out of memory in its float."""
+    """The uid of a pod → the number of processes that the kernel has ended in its float for lack of memory."""
     without_seccomp: list[str]
     """The uids of the pods that may write the files of their groups."""
     trusting: bool
-    """Callers are believed what they say (``--insecure-trust-peer``)."""
+    """Whether the claims of callers are trusted without proof (``--insecure-trust-peer``)."""

@@ -1,4 +1,4 @@
-"""``instance-cgroup-controller``: its command line, its logs and the one function that holds everything it runs."""
+"""``instance-cgroup-controller``: its command line, its logs and the function that holds everything it runs."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ log = logging.getLogger(__name__)
 
 _STDERR = 2
 RECORDS = "host-settings.json"
-"""In the state directory: what the machine's settings were before an instance needed others."""
+"""In the state directory: the machine's settings before an instance needed others."""
 
 Default = Literal["default"]
-"""The value of a limit's option that was not given."""
+"""The value of a limit's option that is not on the command line."""
 
 Partitions = Literal["auto", "required", "off"]
-"""Whether instances get isolated partitions: where the kernel can, or else none is started, or never."""
+"""Whether instances get isolated partitions: if the kernel can make them; always, or the instance is refused; or never."""
 
 
 class LimitOptions(argparse.Namespace):
@@ -100,9 +100,9 @@ class Options(LimitOptions):
     kubelet_dir: Path
     cdi_dir: Path
     cpus: CpuSet | None
-    """``None``: there is a kubelet."""
+    """``None`` if there is a kubelet."""
     reserved_cpus: CpuSet
-    """Empty if they were not named."""
+    """Empty if none are on the command line."""
     metrics: tuple[str, int] | None
     insecure_trust_peer: bool
     handover: float
@@ -124,7 +124,7 @@ class Options(LimitOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT and return the exit status; the tree stays as it is."""
     parser = command_line()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow on the command line
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from runner.base.completion import complete
 
         complete(parser)
@@ -151,7 +151,7 @@ def _run(options: Options, output: NonBlockingWriter) -> int:
         ours, others = error.split(RunnerError) if isinstance(error, ExceptionGroup) else (None, error)
         if ours is not None and others is None:
             return max(map(_failed, _leaves(ours)))
-        # Not left to the interpreter, whose own report could wait for the log's reader.
+        # Not left to the interpreter, whose own report could block until the log is read.
         log.exception(ControllerEvent.CONTROLLER_BUG)
         return Status.BUG
     return 0
@@ -223,7 +223,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
 
 
 def _host_tuner(options: Options) -> HostTuner:
-    root = options.procfs / "1/root"  # the node's, whose /proc and /sys are mounted for writing
+    root = options.procfs / "1/root"  # the node's root, whose /proc and /sys are writable
     return HostTuner(
         procfs=Procfs(options.procfs),
         sys=options.sysfs,
@@ -267,7 +267,7 @@ def _failed(error: RunnerError) -> int:
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Return the help text, with the default where there is one to show."""
+        """Return the help text, with the default value if there is one."""
         return super()._get_help_string(action) if str(action.default or "") else action.help
 
 

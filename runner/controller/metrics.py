@@ -22,10 +22,10 @@ from runner.protocol.instance_metrics import Samples
 
 @attrs.define
 class ControllerCounters:
-    """Counters since the start; each but :attr:`disturbances` only grows."""
+    """Counters since the start; all except :attr:`disturbances` only grow."""
 
     passes: Counter[str] = attrs.field(factory=lambda: Counter(clean=0, changed=0, faulty=0, frozen=0))
-    """Reconcile passes by outcome, each from the start: Prometheus sees no increase in a series that begins with 1."""
+    """Reconcile passes by outcome, each present from the start: Prometheus sees no increase in a series that begins with 1."""
     pass_seconds: float = 0.0
     repairs: int = 0
     """Cpusets of this program's cgroups that had been changed by others."""
@@ -40,12 +40,12 @@ class ControllerCounters:
     task_failures: Counter[str] = attrs.field(factory=Counter)
     """Failures of tasks that were begun again, by task."""
     disturbances: Counter[str] = attrs.field(factory=Counter)
-    """Settings of the machine that could not be kept off instances' CPUs in the last pass, by kind."""
+    """Settings of the machine that could not be changed for the instances' CPUs in the last pass, by kind."""
 
 
 @frozen
 class LoopStatus:
-    """The state that the metrics show: the tree after the last pass, and what was found with it."""
+    """The state that the metrics show: the tree after the last pass, and findings about it."""
 
     counters: ControllerCounters
     observed: Observed | None = None
@@ -57,7 +57,7 @@ class LoopStatus:
     float_cpus: CpuSet = attrs.field(factory=CpuSet)
     """The CPUs of every float."""
     report_ages: Mapping[str, float] = attrs.field(factory=dict)
-    """Seconds since the latest report of each instance that has made one."""
+    """Seconds since the latest report of each instance that has sent one."""
 
 
 def controller_metrics(status: LoopStatus) -> Iterator[Metric]:

@@ -1,12 +1,12 @@
-"""A process that keeps a right which the controller gives away, and does one thing with it on the controller's word.
+"""A process that keeps a capability which the controller gives up, and uses it for one purpose at the controller's request.
 
-The controller reads what pods send, this process does not. It is forked before anything of that is read, and obeys only the other
-end of a socket pair: one line after another, each of which it checks as if a stranger had sent it. It ends with the controller, at
-once and whatever it does, as a thread of the controller would.
+The controller reads data from pods, this process does not. It is forked before any such data is read, and serves only the other end of a
+socket pair: one line after another, each validated as untrusted input. It ends at once with the controller, as a thread of the controller
+would.
 
-No other is started in its place, because the controller has given the right away. The controller goes on without it, but for the one
-by which it knows who asks (:mod:`runner.controller.serve.namespaces`); ``/healthz`` and ``/readyz`` fail, and the kubelet starts the
-controller again.
+It is never restarted, because the controller no longer has the capability. The controller continues without it, except without the one that
+identifies peers (:mod:`runner.controller.serve.namespaces`); ``/healthz`` and ``/readyz`` fail, and the kubelet starts the controller
+again.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ANSWERS_WITHIN = 30.0
 of 2000 interrupts take 0.5 s (measured)."""
 _READY = b"ready\n"
 _LONGEST = 1 << 23
-"""Bytes of a line that is obeyed: 300 for an instance, 5600 for one that names as many devices as it may."""
+"""Bytes of the longest accepted line: 300 for an instance, 5600 for one that names as many devices as it may."""
 
 
 _OURS: list[socket.socket] = []
-"""The controller's ends of all connections: a process that is forked later has no part in those before."""
+"""The controller's ends of all connections: a process that is forked later closes those made before."""
 
 
 class EndedError(HostError):
-    """The process has ended. One that has not answered in time counts as such: its answer would be taken for that to the next line."""
+    """The process has ended. A timeout counts as its end: a late answer would be taken for that to the next line."""
 
 
 @frozen
@@ -52,15 +52,15 @@ class PrivilegedProcess:
     keeps: ClassVar[tuple[int, ...]]
     """The capabilities that it keeps."""
     needs_them: ClassVar[bool] = False
-    """Whether it has nothing to do without them."""
+    """Whether it is useless without them."""
     connection: socket.socket
     started: bool = True
-    """Whether it had what it needs; without that, it never comes back."""
+    """Whether it had the capabilities it needs; if not, it never becomes available."""
 
     @classmethod
     def start(cls, procfs: Path, obey: Callable[[bytes], bytes]) -> Self:
         """Fork a process that answers each line by *obey*; no thread may have been started yet. Raises :class:`HostError`."""
-        gc.freeze()  # what is there is not looked at by a collection of either process, which would copy its pages
+        gc.freeze()  # exempt existing objects from garbage collection in both processes, which would copy pages
         with doing(f"start the {cls.title}"):
             ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             parent, pid = os.getpid(), os.fork()  # noqa: TID251  # before trio runs, which starts all other children
@@ -74,7 +74,7 @@ class PrivilegedProcess:
         with contextlib.suppress(OSError):
             if ours.recv(len(_READY)) == _READY:
                 return cls(ours)
-        with contextlib.suppress(OSError):  # what it may still send would be taken for its answer to the first line
+        with contextlib.suppress(OSError):  # a late message would be taken for its answer to the first line
             ours.shutdown(socket.SHUT_RDWR)
         return cls(ours, started=False)
 
@@ -84,14 +84,14 @@ class PrivilegedProcess:
             end_with_parent(parent)
             with contextlib.suppress(OSError):
                 (procfs / "self" / "comm").write_text(cls.comm)
-            # They are sent to the controller's process group or container as well, and the end of the controller ends this one.
+            # Signals to the controller's process group or container also reach this process, which has to end only with the controller.
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             keep_capabilities(cls.keeps)
             if not cls.needs_them or Procfs(procfs).capabilities().issuperset(cls.keeps):
                 connection.sendall(_READY)
                 serve(connection, obey)
-        finally:  # without a word: the log may be a pipe that nobody reads, and the controller says that this process is not there
+        finally:  # silently: the log may be a pipe without a reader, and the controller reports the missing process
             os._exit(0)
 
     @property
@@ -101,12 +101,12 @@ class PrivilegedProcess:
 
     @property
     def missing(self) -> str:
-        """Return why the process is not there; empty if it is."""
+        """Return the reason why the process is not available; empty if it is."""
         return str(self.ended_error()) if self._ended() else ""
 
     def _ended(self) -> bool:
         poll = select.poll()
-        poll.register(self.connection, 0)  # of the end alone: an answer may be on its way to another thread
+        poll.register(self.connection, 0)  # only for the hang-up: an answer may be for another thread
         return bool(poll.poll(0))
 
     def ask(self, line: bytes) -> bytes:
@@ -129,12 +129,12 @@ class PrivilegedProcess:
         return bytes(answer[:-1])
 
     def ended_error(self) -> EndedError:
-        """Return the error for its end."""
+        """Return the error for the end of the process."""
         return EndedError(f"the controller's {self.title} has ended", remedy="restart the controller")
 
 
 def serve(connection: socket.socket, obey: Callable[[bytes], bytes]) -> None:
-    """Answer each line that comes by *connection* until its other end is closed, or sends one that is too long."""
+    """Answer each line received by *connection* until the peer closes it, or sends a line that is too long."""
     with connection.makefile("rb") as lines:
         while (line := lines.readline(_LONGEST)).endswith(b"\n"):
             connection.sendall(obey(line[:-1]) + b"\n")

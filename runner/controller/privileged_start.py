@@ -1,4 +1,4 @@
-"""The steps that take the rights of root, and the end of these rights: before the controller reads anything that others write."""
+"""The start steps that need root's rights, and giving these rights up before the controller reads anything that others write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 KEPT_CAPABILITIES = (
     CAP_DAC_OVERRIDE,  # to write in the hierarchy's root
     CAP_SYS_NICE,  # to move threads that have more capabilities, as the kernel's (cpuset_can_attach, cap_safe_nice)
-    CAP_SYS_RESOURCE,  # to send descriptors however many root's other processes have sent (net/unix/scm.c, too_many_unix_fds)
+    CAP_SYS_RESOURCE,  # to send descriptors regardless of other root processes' (net/unix/scm.c, too_many_unix_fds)
 )
 
 
@@ -44,7 +44,7 @@ class DeviceFilter:
     attached_to: int | None = None
     """The id of the cgroup that it was attached to; ``None`` without one."""
     error: str = ""
-    """Why it could not be attached; empty if it was, or if there is to be none."""
+    """The reason why it could not be attached; empty if it was, or if none is wanted."""
 
     @property
     def lost(self) -> bool:
@@ -53,7 +53,7 @@ class DeviceFilter:
 
     @property
     def missing(self) -> str:
-        """Return why the tree has no device filter, and so takes no instance; empty if it has one, or is to have none."""
+        """Return the reason why the tree has no device filter, and so takes no instance; empty if it has one, or none is wanted."""
         if self.lost:
             return f"{self.root} was removed, and its device filter with it; restart the controller"
         return self.error
@@ -61,7 +61,7 @@ class DeviceFilter:
 
 @frozen
 class PrivilegedParts:
-    """The objects that were made with the rights that are given away."""
+    """The objects that were made with the capabilities before they were given up."""
 
     device_filter: DeviceFilter
     namespace_reader: NamespaceReader
@@ -70,7 +70,7 @@ class PrivilegedParts:
 
     @property
     def processes(self) -> tuple[PrivilegedProcess, ...]:
-        """Return the processes that keep a right."""
+        """Return the processes that keep a capability."""
         writer = () if self.partition_writer is None else (self.partition_writer,)
         return (self.namespace_reader, self.tuner, *writer)
 
@@ -78,17 +78,16 @@ class PrivilegedParts:
 def start_privileged(
     root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, tuner: HostTuner, *, macvtaps: bool, partitions: bool
 ) -> PrivilegedParts:
-    """Enter the node's cgroup namespace, attach the device filter to *root*, and give away the capabilities for both.
+    """Enter the node's cgroup namespace, attach the device filter to *root*, and give up the capabilities for both.
 
-    *rules* are added to the default ones, with *macvtaps* one for all macvtaps of the node, of whatever pod they are: which
-    of them is whose, a device filter cannot know (``tap_open`` of ``drivers/net/tap.c`` asks for no network namespace).
-    ``None``: there is to be no filter. An error in attaching it is part of the result, because the instances that run are
-    served all the same. Processes are started that keep the right to read namespaces, that of *tuner* to change the machine's
-    settings, and with *partitions* that to make them. Raises :class:`~runner.base.errors.HostError`, also if another controller has
-    the tree *root*: then nothing of it has been changed.
+    *rules* are added to the default ones; ``None`` means no filter. With *macvtaps*, a rule allows all macvtaps of the node, of any pod: a
+    device filter cannot tell whose they are (``tap_open`` of ``drivers/net/tap.c`` does not check the network namespace). An error in
+    attaching the filter is part of the result, because running instances are served in any case. Processes are started that keep a
+    capability: to read namespaces, for *tuner* to change the machine's settings, and with *partitions* to make them. Raises
+    :class:`~runner.base.errors.HostError`, also if another controller has the tree *root*, which is then unchanged.
     """
     enter_cgroup_namespace(procfs / "1")
-    # Before the lock, which a process that is forked after it would hold for a moment longer than this one lives.
+    # Before the lock: a process forked later would hold it slightly longer than this process lives.
     reader, tuner_process = start_namespace_reader(procfs), start_tuner(tuner, procfs)
     writer = start_partition_writer(root, procfs) if partitions else None
     if rules is not None:
@@ -105,9 +104,9 @@ def start_privileged(
 
 
 def _claim(root: Path) -> None:
-    """Lock the directory *root*, if it is there, until this process ends: its descriptor stays open.
+    """Lock the directory *root*, if it exists, until this process ends: its descriptor stays open.
 
-    Not the directory of the socket, which pods can open, and so could lock. Raises :class:`~runner.base.errors.HostError`.
+    The socket's directory is not used, because pods can open it, and so could lock it. Raises :class:`~runner.base.errors.HostError`.
     """
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -123,7 +122,7 @@ def _claim(root: Path) -> None:
 
 
 def _attached(root: Path, rules: Sequence[DeviceRule], macvtaps: Path | None) -> DeviceFilter:
-    """Attach the filter, which allows the macvtaps of the procfs *macvtaps*, if that is given."""
+    """Attach the filter, which allows the macvtaps of the procfs *macvtaps*, if given."""
     try:
         taps = () if macvtaps is None else macvtap_rules(macvtaps)
         Cgroup(root).create()

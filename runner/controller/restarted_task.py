@@ -1,4 +1,4 @@
-"""Tasks of the controller that watch, tune or measure: none of them ends the program, on which all instances of the node depend."""
+"""Background tasks of the controller: the failure of one does not end the program, on which all instances of the node depend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGUN_AGAIN = 1.0
 async def restarted(name: str, task: Callable[[], Awaitable[None]], counters: ControllerCounters) -> None:
     """Run *task* until cancelled: when it fails, log and count that, and begin it again.
 
-    A task that knows what to do while the kernel is short of something does that itself, and does not end.
+    A task that can handle a lack of kernel resources does so itself, and does not fail.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Files, block devices and disk images that a spec names, as they were read."""
+"""Facts about the files, block devices and disk images that a spec names."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class ImageFact:
     backing: PurePosixPath | None = None
     """The absolute path of the backing file, symbolic links resolved; the header names it relative to the image's directory."""
     backing_elsewhere: str | None = attrs.field(default=None, kw_only=True)
-    """What the header names instead of a file: an address such as ``nbd://…``, or options that only QEMU understands."""
+    """The target in the header if it is not a file: an address such as ``nbd://…``, or options that only QEMU understands."""
     backing_format: str | None = None
     """The format of the backing file in the header; ``None`` in old images, which do not have it."""
     locked: bool = False
     """Whether another QEMU holds a conflicting image lock (``block/file-posix.c``: byte ranges 100 and 200)."""
     error: str | None = None
-    """Why the image cannot be used at all, as a verb phrase: encryption, damage, an external data file."""
+    """The reason why the image cannot be used, as a verb phrase: encryption, damage, an external data file."""
     lock_error: str | None = attrs.field(default=None, kw_only=True)
-    """Why QEMU can hold no locks on it (``strerror``); it then does without. ``None`` if it can."""
+    """The reason why QEMU cannot lock it (``strerror``), and runs without locks; ``None`` if it can."""
     content: DiskContent | None = attrs.field(default=None, kw_only=True)
-    """The beginning of the disk that the guest sees; ``None`` if it lies in a backing file or cannot be read here."""
+    """The beginning of the disk as the guest sees it; ``None`` if it is in a backing file or cannot be read here."""
 
 
 @frozen
@@ -49,9 +49,9 @@ class FileFact:
     size: int = 0
     """Bytes of a file; the capacity of a block device."""
     error: str | None = None
-    """Why it cannot be opened for reading, or for reading and writing where the spec needs that (``strerror``)."""
+    """The reason why it cannot be opened for reading, or for reading and writing if the spec needs that (``strerror``)."""
     read_error: str | None = None
-    """Why it cannot even be opened for reading (``strerror``); ``None`` if it can."""
+    """The reason why it cannot even be opened for reading (``strerror``); ``None`` if it can."""
     everyone_reads: bool = True
     """Whether its mode lets any user read it."""
     format: FileFormat | None = None
@@ -61,13 +61,13 @@ class FileFact:
     direct: bool = False
     """Whether a read that bypasses the page cache (``O_DIRECT``) succeeded."""
     alignment: int = attrs.field(default=512, kw_only=True)
-    """Bytes of which such a read must be a multiple."""
+    """Bytes of which the size of such a read must be a multiple."""
     sparse: bool = False
     """Whether the file has holes: a write into one allocates space."""
     sectors: tuple[int, int] = (512, 512)
     """Bytes of a logical and of a physical block, as the kernel reports them for a block device."""
     held: bool = attrs.field(default=False, kw_only=True)
-    """Whether the machine itself has the block device: as a mount, swap space, or below a device mapper or a RAID."""
+    """Whether the machine itself uses the block device: as a mount, as swap space, or for a device mapper or a RAID."""
     error_number: int = attrs.field(default=0, kw_only=True)
     """The ``errno`` of ``error``; 0 without one."""
     mounted_read_only: bool = attrs.field(default=False, kw_only=True)
@@ -101,7 +101,7 @@ class DocumentFact:
 
     content: bytes = attrs.field(default=b"", repr=False)
     error: str | None = None
-    """Why it could not be read; ``None`` if it was read."""
+    """The reason why it could not be read; ``None`` if it was read."""
 
 
 class DiskFacts(Protocol):
@@ -113,11 +113,11 @@ class DiskFacts(Protocol):
 
     @property
     def io_uring_error(self) -> str | None:
-        """Return why ``io_uring`` cannot be used; ``None`` if it can."""
+        """Return the reason why ``io_uring`` cannot be used; ``None`` if it can."""
 
     @property
     def free_space(self) -> int | None:
-        """Bytes free on the state directory's volume; ``None`` if that is not known."""
+        """Bytes free on the state directory's volume; ``None`` if unknown."""
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""The content at the beginning of a disk: partitions, boot code, or a file that was never meant as a disk."""
+"""The content at the beginning of a disk: partitions, boot code, or a file that is no disk image at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BIOS_BOOT = {
     bytes.fromhex("4861682149646f6e744e656564454649"),  # of GRUB, 21686148-6449-6E6F-744E-656564454649
     bytes.fromhex("9d6bbd83417fdc11be0b001560b84f0f"),  # of FreeBSD, 83BD6B9D-7F41-11DC-BE0B-001560B84F0F
 }
-"""Types of partitions that hold what the boot code of a disk with a GUID partition table loads."""
+"""Types of partitions with the code that the boot sector of a disk with a GUID partition table loads."""
 _LEGACY_BOOT = 1 << 2
-"""An attribute of such a partition: syslinux' and NetBSD's boot code loads it (UEFI 2.10, 5.3.3: "Legacy BIOS Bootable")."""
+"""An attribute of the partition that the boot code of syslinux and NetBSD loads (UEFI 2.10, 5.3.3: "Legacy BIOS Bootable")."""
 _MBR_ESP, _MBR_GPT = 0xEF, 0xEE
 _MBR_FAT = {0x01, 0x04, 0x06, 0x0B, 0x0C, 0x0E}
 """Types of partitions with FAT, in which a UEFI firmware looks for a boot loader, too."""
@@ -35,20 +35,20 @@ class DiskContent:
     bios_partition: bool = True
     """Whether that code finds a partition to load; ``False`` with a GUID partition table that has none for it.
 
-    Windows and others put their code into the boot sector of each disk, also of those that UEFI alone boots.
+    Windows and others write boot code to each disk, even to those that only UEFI boots.
     """
     esp: bool = False
     """Whether there is an EFI system partition."""
     efi: bool = False
-    """Whether a UEFI firmware finds a file system that it can read: such a partition, FAT or a CD image."""
+    """Whether a UEFI firmware finds a file system that it can read: an EFI system partition, FAT or a CD image."""
     sector: int | None = None
-    """Bytes of a sector to the program that made the GUID partition table; ``None`` without one."""
+    """The sector size in bytes assumed by the GUID partition table; ``None`` without one."""
     end: int = 0
-    """The bytes that the disk must have for all of its partitions to lie on it; 0 without any."""
+    """The least size in bytes of a disk that contains all of its partitions; 0 without any."""
 
 
 def parse_content(head: bytes, tail: bytes) -> DiskContent:
-    """Parse the first and last bytes of a disk, as many as :mod:`runner.facts.file_formats` says."""
+    """Parse the first and last bytes of a disk, as many as :mod:`runner.facts.file_formats` defines."""
     format_ = identify(head, tail)
     signed = head[510:512] == b"\x55\xaa"
     sector = next((size for size in (512, 4096) if head.startswith(b"EFI PART", size)), None)
@@ -59,7 +59,7 @@ def parse_content(head: bytes, tail: bytes) -> DiskContent:
     return DiskContent(
         format=format_,
         bios=signed and any(head[:_CODE]),
-        # A partition of the boot sector that is marked as active is for a BIOS as well; so is the code of a CD image.
+        # A BIOS also boots a partition marked as active in the boot sector, and the code of a CD image.
         bios_partition=sector is None
         or head.startswith(b"CD001", 0x8001)
         or any(each & 0x80 for each in head[446:510:16])
@@ -72,7 +72,7 @@ def parse_content(head: bytes, tail: bytes) -> DiskContent:
 
 
 def _mbr_end(head: bytes) -> int:
-    """Return where the last partition ends that is in the boot sector, in bytes; 0 if it has no table of any (``msdos_partition``)."""
+    """Return the end in bytes of the last partition in the boot sector's table; 0 without a table (``msdos_partition``)."""
     entries = [head[at : at + 16] for at in range(446, 510, 16)]
     if any(entry[0] not in {0, 0x80} for entry in entries):
         return 0

@@ -1,6 +1,6 @@
-"""Parts of the JSON that commands print and instances serve, as types: a JSON Schema is made of them (``instance-runner schema``).
+"""Types shared by the JSON that commands print and instances serve, from which ``instance-runner schema`` makes JSON Schemas.
 
-No program imports such a module to run. ``Annotated[str, X]`` is a string, number or object as a value of the class X is written.
+These modules are imported for types only. ``Annotated[str, X]`` stands for the written form of a value of the class X.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CpuList = Annotated[str, CpuSet]
 
 
 class PodDocument(TypedDict):
-    """The names of the pod that its manifest gives by the Downward API; empty where it does not."""
+    """The names that the pod's manifest provides by the Downward API; empty if it does not."""
 
     name: str
     namespace: str

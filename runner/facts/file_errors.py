@@ -1,4 +1,4 @@
-"""The remedies of errors in opening and writing files: each belongs to an ``errno``, whatever the file is for."""
+"""The remedies of errors in opening and writing files, by ``errno``, whatever the file is for."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _REMEDIES = {
     errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
     errno.ENAMETOOLONG: "shorten the path",
 }
-"""Without those that say that a right is missing: these depend on what is to be done with the file."""
+"""Errors for a missing permission are not included, because their remedies depend on the use of the file."""
 
 
 def remedy_of(number: int) -> str:
-    """Return the remedy of the ``errno`` *number*; empty if it has none that fits any file."""
+    """Return the remedy of the ``errno`` *number*; empty if none fits every file."""
     return _REMEDIES.get(number, "")

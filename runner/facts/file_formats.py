@@ -1,4 +1,4 @@
-"""The formats of files by their bytes: one table for disks and what they hold, kernels, initial RAM disks and firmware.
+"""The formats of files by their bytes: one table for disks and their content, kernels, initial RAM disks and firmware.
 
 Sources are each format's specification, and the function ``…_probe`` of QEMU's driver in ``block/`` for disk images.
 """
@@ -9,32 +9,29 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 HEAD = 36 << 10
-"""Bytes at the beginning of a file that the table looks at; an ISO 9660 image says at 32 KiB what it is."""
+"""Bytes at the beginning of a file that the table examines; the signature of an ISO 9660 image is at 32 KiB."""
 TAIL = 512
-"""Bytes at the end of a file that the table looks at: the size of the footers of VHD and DMG images."""
+"""Bytes at the end of a file that the table examines: the size of the footers of VHD and DMG images."""
 
 FormatKind = Literal["image", "packed", "text", "kernel", "program", "ramdisk", "disk", "firmware", "other"]
-"""
-``image``: a disk image that only its own format's driver can read; ``packed``: compressed, or an archive with an image;
-``text``: what a server or a checkout has given instead of the file;
-``kernel``: QEMU starts it by ``-kernel``; ``program``: other code; ``ramdisk``: Linux unpacks it; ``disk``: what stands on
-disks, as a raw disk has it; ``firmware``, ``other``.
-"""
+"""``image``: a disk image that only its own format's driver can read; ``packed``: compressed, or an archive with an image; ``text``: text
+that a server or a checkout returned instead of the file; ``kernel``: QEMU starts it by ``-kernel``; ``program``: other code; ``ramdisk``:
+Linux unpacks it; ``disk``: content of a raw disk; ``firmware``, ``other``."""
 
 
 class FileFormat(NamedTuple):
-    """A row of the table. A named tuple, because PID 1 pays for each attrs class."""
+    """A row of the table. It is a named tuple, because each attrs class costs PID 1 some time."""
 
     name: str
     kind: FormatKind
     noun: str
-    """What a file of this format holds, as a noun phrase."""
+    """The content of a file of this format, as a noun phrase."""
     marks: tuple[tuple[int, bytes], ...] = ()
-    """Bytes that the file has at an offset, which counts from its end if it is negative; it has all of them."""
+    """Bytes at an offset, negative from the end of the file; a file of this format has all of them."""
     command: str = ""
-    """The command that makes a usable file NEW of FILE, or for a text fetches the file; empty if there is none."""
+    """The command that makes a usable file NEW from FILE, or for a text fetches the file; empty if there is none."""
     also: Callable[[bytes], bool] | None = None
-    """Whether the first bytes are of this format beyond the marks."""
+    """A further condition on the first bytes, besides the marks."""
 
 
 def _image(name: str, noun: str, *marks: tuple[int, bytes]) -> FileFormat:
@@ -50,10 +47,10 @@ _INSIDE = (b".ovf", b"ova.xml", b".raw", b".img", b".qcow2", b".vmdk", b".vdi", 
 _MULTIBOOT_WITHIN = 8192
 """Bytes among which a multiboot header lies on a multiple of four (Multiboot 0.6.96, 3.1)."""
 _MOST_HEADERS, _MOST_NOTES = 64, 64
-"""Program headers of an ELF file, and notes in one of them, that are looked at: a kernel has ten, and a few. What a guest has
-written to its disk is looked at as well, and every header may name all of the same notes."""
+"""Program headers of an ELF file, and notes in one of them, that are examined: a kernel has ten, and a few. The content of a guest's disk
+is examined as well, in which every header could name all of the same notes."""
 _PVH_NOTE = 18
-"""``XEN_ELFNOTE_PHYS32_ENTRY`` (``include/xen/interface/elfnote.h``): the entry that QEMU starts an ELF kernel at."""
+"""``XEN_ELFNOTE_PHYS32_ENTRY`` (``include/xen/interface/elfnote.h``): the entry point at which QEMU starts an ELF kernel."""
 
 
 def _is_descriptor(head: bytes) -> bool:
@@ -65,7 +62,7 @@ def _holds_image(head: bytes) -> bool:
 
 
 def _is_container_image(head: bytes) -> bool:
-    """Tell whether an archive's first member is of a container image: of its layout, or the directory of a container disk."""
+    """Tell whether an archive's first member belongs to a container image: to its layout, or to a container disk's directory."""
     name = head[:100].partition(b"\0")[0]
     return name.startswith((b"blobs/", b"oci-layout", b"index.json", b"manifest.json", b"disk/")) or (
         len(name) > 64 and all(each in b"0123456789abcdef" for each in name[:64])  # noqa: PLR2004 - a digest of a layer
@@ -73,7 +70,7 @@ def _is_container_image(head: bytes) -> bool:
 
 
 def _is_plain_text(head: bytes) -> bool:
-    """Tell whether the whole file is text: shorter than what is read of each, and of no number of sectors, as no disk is."""
+    """Tell whether the whole file is text: shorter than the examined bytes, and not a whole number of sectors, as a disk is."""
     try:
         text = head.decode()
     except UnicodeDecodeError:
@@ -102,7 +99,7 @@ def _is_multiboot(head: bytes) -> bool:
 def _has_pvh_entry(head: bytes) -> bool:
     """Tell whether an ELF file for x86 has the note by which QEMU (``load_elfboot``) finds its entry.
 
-    Notes beyond the first bytes count as there, because the linker may put them anywhere.
+    Notes beyond the examined bytes are assumed to have it, because the linker may put them anywhere.
     """
     wide = head[4:5] == b"\2"
     machine = int.from_bytes(head[18:20], "little")
@@ -214,11 +211,11 @@ FORMATS: tuple[FileFormat, ...] = (
         for value in (b"\0", b"\xff")
     ),
 )
-"""The first row that fits says what a file is. Rows whose marks are longer come before those they contain."""
+"""The first matching row determines the format. Rows with longer marks come before those whose marks they contain."""
 
 
 def identify(head: bytes, tail: bytes = b"") -> FileFormat | None:
-    """Return the format of a file that begins with *head* and ends with *tail*; ``None`` if no row of the table fits.
+    """Return the format of a file that begins with *head* and ends with *tail*; ``None`` if no row of the table matches.
 
     *head* is :data:`HEAD` bytes, *tail* :data:`TAIL` bytes, or all that the file has.
     """
@@ -255,11 +252,11 @@ SUFFIXES = {
     "7z": "7z",
     "ova": "ova",
 }
-"""The ends of file names that promise a format."""
+"""File name suffixes that indicate a format."""
 
 
 def unusable(format_: FileFormat, file: str) -> tuple[str, str]:
-    """Return what *file* holds as a clause, and what makes it usable, empty if nothing is known that does."""
+    """Return the content of *file* as a clause, and the command that makes it usable, empty if none is known."""
     import shlex  # here, because only a refusal needs it
 
     command = format_.command.replace("FILE", shlex.quote(file))

@@ -31,7 +31,7 @@ class Cpu:
 
     cpu: int
     core: int
-    """The lowest online CPU of the core: unique on the host, as the kernel's ``core_id`` is only within a socket (the
+    """The lowest online CPU of the core: unique on the host, unlike the kernel's ``core_id``, which is unique only within a socket (the
     kubelet's ``getUniqueCoreID`` does the same)."""
     socket: int
     """The kernel's ``physical_package_id``."""
@@ -48,7 +48,7 @@ class Cpu:
     kind: str | None = None
     """One of :data:`KINDS`; ``None`` on a host with equal cores."""
     core_id: int | None = None
-    """The kernel's ``core_id``, by which cadvisor makes cores; ``None`` where it was not read or the kernel has none."""
+    """The kernel's ``core_id``, from which cadvisor derives cores; ``None`` if it was not read or the kernel has none."""
 
 
 @frozen
@@ -111,13 +111,13 @@ class Hardware:
     numa_nodes: tuple[NumaNode, ...]
     offline: CpuSet = attrs.field(factory=CpuSet)
     memory: int | None = None
-    """``MemTotal`` of ``/proc/meminfo`` in bytes, of which cadvisor makes the node's capacity; ``None`` where it was not read."""
+    """``MemTotal`` of ``/proc/meminfo`` in bytes, from which cadvisor derives the node's capacity; ``None`` if it was not read."""
     numa: bool = True
     """Whether the kernel knows NUMA; without it there is one NUMA node 0 with everything."""
 
     @property
     def total_memory(self) -> int:
-        """Bytes of memory of the host: *memory*, or what its NUMA nodes have together."""
+        """Bytes of memory of the host: *memory*, or the sum of its NUMA nodes."""
         return sum(node.memory for node in self.numa_nodes) if self.memory is None else self.memory
 
     @cached_property
@@ -175,7 +175,7 @@ class Hardware:
             "cpus": [_without_none(cpu) for cpu in self.cpus],
             "numa_nodes": [attrs.asdict(node) for node in self.numa_nodes],
         }
-        # One CPU or NUMA node in each line: people read a recorded host and compare it with diff.
+        # One CPU or NUMA node on each line, because people read a recorded host and compare it with diff.
         lines = []
         for key, value in document.items():
             if isinstance(value, list):
@@ -276,7 +276,7 @@ _MISSING = -1
 
 
 LARGEST = (1 << 63) - 1
-"""The largest number of a record: bytes and kHz as the kernel counts them are far below."""
+"""The largest number in a record: the kernel's counts of bytes and kHz are far below."""
 
 
 class _RecordReader:

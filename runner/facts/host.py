@@ -39,7 +39,7 @@ ROOT = User("root", 0, 0)
 
 
 VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", "/usr/lib")
-"""Where distributions install it, beside PATH."""
+"""Directories of distributions for it, besides PATH."""
 
 
 @frozen
@@ -69,10 +69,10 @@ class Virtiofsd:
 
     @property
     def hands_over(self) -> bool:
-        """Return whether it can hand its state over to another one (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``) in a short pause.
+        """Return whether it can transfer its state to another virtiofsd (``VHOST_USER_PROTOCOL_F_DEVICE_STATE``) in a short pause.
 
-        1.11 can as well, but looks through the whole share for the files that the guest knows, while the guest is paused; from
-        1.12 on it reads their paths from ``/proc/self/fd`` (``preserialization/proc_paths.rs`` of virtiofsd).
+        1.11 can as well, but searches the whole share for the guest's files, while the guest is paused; from 1.12 on it reads their paths
+        from ``/proc/self/fd`` (``preserialization/proc_paths.rs`` of virtiofsd).
         """
         return self.rust and self.version >= (1, 12)
 
@@ -82,17 +82,17 @@ class Kvm:
     """The state of ``/dev/kvm``."""
 
     error: str | None
-    """Why it cannot be used; ``None`` if ``KVM_GET_API_VERSION`` returned 12."""
+    """The reason why it cannot be used; ``None`` if ``KVM_GET_API_VERSION`` returned 12."""
     group_id: int = 0
     """The group that owns the file."""
     mode: int = 0
     """``st_mode`` of the file."""
     trial: str | None = None
-    """Why ``KVM_CREATE_VM`` failed; ``None`` if it succeeded or was not tried."""
+    """The reason why ``KVM_CREATE_VM`` failed; ``None`` if it succeeded or was not tried."""
     most_vcpus: int = 0
-    """The most vCPUs of a guest; 0 if it is not known."""
+    """The most vCPUs of a guest; 0 if unknown."""
     guest: str | None = None
-    """Why a trial guest did not run to its end; ``None`` if it did, or if none was asked for."""
+    """The reason why a trial guest did not run to its end; ``None`` if it did, or if none was requested."""
 
     @property
     def admits_everyone(self) -> bool:
@@ -108,12 +108,12 @@ class Kvm:
 
 
 CONSOLE_LOG = "console.log"
-"""The file of the console's output in the state directory, where the spec names no other."""
+"""The file for the console's output in the state directory, if the spec names no other."""
 
 CLAIMED_CPUS = "DRA_CPUSET_"
-"""The beginning of the environment variables, one for each resource claim, by which a DRA driver tells a container its CPUs.
+"""The prefix of the environment variables, one for each resource claim, with which a DRA driver passes a container its CPUs.
 
-It shows a runner why it has them. The controller does not believe it: :mod:`runner.kubelet.claims`.
+A runner uses them only to explain its CPUs. The controller does not trust them: :mod:`runner.kubelet.claims`.
 """
 
 
@@ -128,18 +128,18 @@ class PodQos:
     qos: str = ""
     """``guaranteed``, ``burstable``, ``besteffort``, or empty if it cannot be read from inside the pod."""
     evidence: str = ""
-    """The file or setting that shows it, as a clause of a message."""
+    """The file or setting from which it is known, as a clause of a message."""
     claimed: CpuSet = attrs.field(factory=CpuSet)
-    """The CPUs of the container's resource claims, by its environment (:data:`CLAIMED_CPUS`)."""
+    """The CPUs of the container's resource claims, according to its environment (:data:`CLAIMED_CPUS`)."""
 
     def has_claimed(self, allowed: CpuSet) -> bool:
-        """Tell whether the CPUs that it may use are *allowed* to it by a resource claim, whatever its QoS class."""
+        """Tell whether a resource claim contains the *allowed* CPUs, whatever the QoS class."""
         return bool(allowed) and allowed <= self.claimed
 
 
 @frozen
 class PodName:
-    """The names of the pod that its manifest puts into the environment (Downward API); empty where it does not."""
+    """The names that the pod's manifest puts into the environment (Downward API); empty if it does not."""
 
     name: str = ""
     namespace: str = ""
@@ -154,7 +154,7 @@ class PodName:
 
 @frozen
 class Resolver:
-    """The content of ``/etc/resolv.conf``; the plan decides what of it a guest can use."""
+    """The content of ``/etc/resolv.conf``; the plan decides which parts a guest can use."""
 
     nameservers: tuple[IPv4Address, ...] = ()
     search: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class Resolver:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse ``resolv.conf(5)``; what is no address and the root domain are ignored, as the C library ignores them."""
+        """Parse ``resolv.conf(5)``; malformed addresses and the root domain are ignored, as by the C library."""
         nameservers: list[IPv4Address | IPv6Address] = []
         search: tuple[str, ...] = ()
         options: list[str] = []
@@ -202,7 +202,7 @@ class HostFacts:
     state_directory: PurePosixPath
     """The directory for this instance's sockets, logs and temporary files."""
     masked_cpus: CpuSet = attrs.field(factory=CpuSet)
-    """The CPUs of the cpuset that the mask with which this process was started leaves out (``sched_setaffinity(2)``)."""
+    """The CPUs of the cpuset that are not in the mask with which this process was started (``sched_setaffinity(2)``)."""
     limits: MemoryLimits = attrs.field(factory=MemoryLimits)
     preallocator: tuple[str, ...] = ()
     """The command that preallocates guest memory; :mod:`runner.kernel.preallocate` describes its arguments."""
@@ -215,30 +215,30 @@ class HostFacts:
     files: Mapping[PurePosixPath, FileFact] = attrs.field(factory=dict)
     """The files and directories that the spec names, and the backing files of its disks, by path."""
     in_shares: Mapping[PurePosixPath, PurePosixPath] = attrs.field(factory=dict)
-    """The paths of the spec, and of the state directory, that lead through a writable share → the path of the share."""
+    """Paths of the spec, and of the state directory, that lead through a writable share → the path of the share."""
     links: Mapping[PurePosixPath, frozenset[int]] = attrs.field(factory=dict)
-    """The same paths, and those of the shares, that lead through symbolic links → the users whose links these are."""
+    """The same paths, and those of the shares, that lead through symbolic links → the owners of these links."""
     documents: Mapping[PurePosixPath, DocumentFact] = attrs.field(factory=dict)
     """The files that the spec's table ``[cloud_init]`` names, by path."""
     users: Mapping[str, User] = attrs.field(factory=dict)
     """The existing ones of the users that the plan may choose, by name."""
     kvm: Kvm = Kvm("not found")
     io_uring_error: str | None = "it was not looked for"
-    """Why ``io_uring`` cannot be used; tried only if a disk names it."""
+    """The reason why ``io_uring`` cannot be used; tried only if a disk names it."""
     free_space: int | None = None
     """Bytes free on the volume of the state directory; ``None`` if it cannot be seen. Read only if a disk is ephemeral."""
     aio_free: int | None = None
-    """Requests of native AIO that the machine has left (``fs.aio-max-nr`` less ``fs.aio-nr``); read only with disks."""
+    """Requests of native AIO that are free on the machine (``fs.aio-max-nr`` less ``fs.aio-nr``); read only with disks."""
     qemu_version: str = ""
     """QEMU's version; a start reads it only for PCI devices and for many vCPUs. Empty if QEMU did not print it."""
     qemu_error: str | None = None
-    """Why QEMU cannot be used; ``None`` if it can, or was not asked for its version."""
+    """The reason why QEMU cannot be used; ``None`` if it can, or its version was not read."""
     address_bits: int = 0
     """The width of a physical address in bits; 0 where the kernel does not say."""
     cpu_models: frozenset[str] = frozenset()
-    """QEMU's CPU models; read only if the spec names one of its own, empty if QEMU did not list them."""
+    """QEMU's CPU models; read only if the spec names a model of its own, empty if QEMU did not list them."""
     console_log_error: str | None = None
-    """Why the file that the spec names for the console's output cannot be written; ``None`` if it can."""
+    """The reason why the spec's file for the console's output cannot be written; ``None`` if it can."""
     cpu_vendor: str = ""
     """The vendor string of CPUID, such as ``GenuineIntel``; empty where the kernel does not report it."""
     invariant_tsc: bool = False
@@ -257,13 +257,13 @@ class HostFacts:
     """Whether /dev/vhost-net can be opened; tried only if the spec has networks."""
     passt: PurePosixPath | None = None
     passt_error: str = ""
-    """How passt ends where it does not start here, by its own words; empty if it starts, and without a network of it."""
+    """The error with which passt ends if it does not start here; empty if it starts, or no network needs it."""
     unprivileged_port: int = 0
     """The lowest port at which every process may listen (``net.ipv4.ip_unprivileged_port_start``)."""
     open_files: int = 1 << 20
     """The most files that a process may have open (``RLIMIT_NOFILE``, the hard limit)."""
     ipv6_error: str | None = None
-    """Why new links of this network namespace have no IPv6; ``None`` if they have it."""
+    """The reason why new links of this network namespace have no IPv6; ``None`` if they have it."""
     descriptors: Mapping[str, DescriptorFact] | None = None
     """The inherited descriptors, by name; ``None`` for ``instance-runner plan``, which inherits none."""
     vhost_vsock: bool = False
@@ -281,11 +281,11 @@ class HostFacts:
     container_uid: str | None = None
     """The identifier of this container at the node's controller: the pod's UID, or without a kubelet the container's id."""
     pod_uid: str | None = None
-    """The pod's UID; ``None`` outside Kubernetes, where nothing shows it."""
+    """The pod's UID; ``None`` outside Kubernetes, if it cannot be determined, or if no derived value needs it."""
     controller_error: str | None = "it was not looked for"
-    """Why the node's controller cannot be used; ``None`` if the directory of its socket exists."""
+    """The reason why the node's controller cannot be used; ``None`` if the directory of its socket exists."""
     controller_remedy: str = ""
     delegation_error: str | None = "it was not looked for"
-    """Why child cgroups cannot be created in this process's own cgroup; ``None`` if they can."""
+    """The reason why child cgroups cannot be created in this process's own cgroup; ``None`` if they can."""
     vfio: VfioFacts | None = None
     """Read only if the spec has devices."""

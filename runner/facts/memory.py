@@ -1,4 +1,4 @@
-"""Limits of a process's memory, and the memory that its cgroup is charged for."""
+"""Limits of a process's memory, and the memory charged to its cgroup."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class HugeFact:
     """The limits of this process for huge pages of one size; :class:`~runner.facts.hardware.HugepagePool` counts free ones."""
 
     limit: int | None = None
-    """Bytes: the smallest of ``hugetlb.<size>.max`` and ``.rsvd.max`` of its cgroups that can be seen, and of the container's
-    limit as the Downward API gives it; ``None`` without any."""
+    """Bytes: the smallest of ``hugetlb.<size>.max`` and ``.rsvd.max`` of its visible cgroups, and of the container's limit from the
+    Downward API; ``None`` without any."""
     promised: int = 0
     """Free pages that are reserved for other processes, which have mapped but not yet touched them (``resv_hugepages``)."""
 
 
 @frozen
 class MemoryCharge:
-    """The memory that a cgroup is charged for, in bytes."""
+    """The memory charged to a cgroup, in bytes."""
 
     memory: int
     """``memory.current``."""
@@ -44,4 +44,4 @@ class MemoryLimits:
     may_lock: bool = False
     """Whether this process has CAP_IPC_LOCK, which QEMU inherits if it runs as root."""
     file_size: int | None = None
-    """Bytes of a file that this process makes (``RLIMIT_FSIZE``, hard); ``None`` without a limit."""
+    """Largest size in bytes of a file that this process writes (``RLIMIT_FSIZE``, hard); ``None`` without a limit."""

@@ -1,4 +1,4 @@
-"""Network interfaces, with everything that is needed to restore them, as they were read."""
+"""Facts about network interfaces, complete enough to restore them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IpNetwork = IPv4Network | IPv6Network
 
 
 MAIN_TABLE = 254
-"""The routing table that is used where no rule says otherwise (``RT_TABLE_MAIN``, rtnetlink(7))."""
+"""The routing table that is used unless a rule names another (``RT_TABLE_MAIN``, rtnetlink(7))."""
 _RTAX_MTU, _ATTRIBUTE_KIND = 2, 0x3FFF
 """``include/uapi/linux/rtnetlink.h``; the bits of an attribute's type that are no flags (``netlink.h``, ``NLA_TYPE_MASK``)."""
 
@@ -24,11 +24,11 @@ class Route:
 
     destination: IpNetwork
     gateway: IpAddress | None = None
-    """It is of another family than the destination where the kernel has ``RTA_VIA`` (RFC 8950)."""
+    """With ``RTA_VIA`` (RFC 8950) its family differs from the destination's."""
     source: IpAddress | None = None
     metric: int = 0
     onlink: bool = False
-    """The gateway is reachable although no address of the interface covers it."""
+    """Whether the gateway is reachable although no address of the interface covers it."""
     protocol: int = 3
     """The origin of the route (``RTPROT_*``, rtnetlink(7)); 3 is ``boot``, which ip(8) and CNI plugins set."""
     metrics: str = ""
@@ -38,7 +38,7 @@ class Route:
 
     @property
     def mtu(self) -> int | None:
-        """The most bytes of a packet on this route, of its metrics; ``None`` if they say none."""
+        """The largest packet in bytes on this route, from its metrics; ``None`` if they have none."""
         rest = bytes.fromhex(self.metrics)
         while len(rest) >= 8:  # noqa: PLR2004 - length, type and a number (netlink(7))
             length, kind = (int.from_bytes(rest[at : at + 2], sys.byteorder) for at in (0, 2))
@@ -64,7 +64,7 @@ class PermanentNeighbour:
 class Interface:
     """A network interface with everything that is needed to restore it.
 
-    An interface whose addresses a guest has taken over is described as it was before that.
+    If a guest has taken over its addresses, its former configuration is described.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The packages that contain what an instance needs, by distribution: one table for every message that asks for one."""
+"""The packages with the programs of an instance, by distribution: one table for all messages that recommend one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DISTRIBUTIONS: dict[str, tuple[str, Mapping[str, str]]] = {
 
 
 def install(name: str, os_release: str) -> str:
-    """Return how the program or firmware *name* is installed where *os_release* is the text of os-release(5).
+    """Return the way to install the program or firmware *name* on the distribution of *os_release*, the text of os-release(5).
 
     That is a command; for a distribution that is not in the table, or has no such package, it is ``install`` and the name.
     """
@@ -40,7 +40,7 @@ def install(name: str, os_release: str) -> str:
 
 
 def _distributions(os_release: str) -> Iterator[str]:
-    """Yield the names of a distribution, its own first and then of those that it is like."""
+    """Yield the names of a distribution: its own, then those that it derives from."""
     pairs = (line.partition("=") for line in os_release.splitlines() if not line.startswith("#"))
     values = {name: _unquoted(value) for name, _, value in pairs}
     own = values.get("ID", "linux")

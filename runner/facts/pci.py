@@ -34,7 +34,7 @@ class DeviceNode:
 
     path: PurePosixPath
     error: str | None = None
-    """Why it cannot be opened for reading and writing (``strerror``); ``None`` if it can."""
+    """The reason why it cannot be opened for reading and writing (``strerror``); ``None`` if it can."""
     busy: bool = False
     """Whether another process has it open; the kernel lets one process at a time open it."""
     everyone: bool = False
@@ -61,7 +61,7 @@ class Bar:
     high: bool
     """Whether it may be mapped above 4 GiB behind a bridge: it is 64-bit and prefetchable."""
     largest: int = 0
-    """Bytes that the device can make of it (resizable BAR); 0 where the kernel does not say."""
+    """Largest size in bytes that the device can give it (resizable BAR); 0 if the kernel does not show it."""
 
 
 @frozen
@@ -77,7 +77,7 @@ class PciLink:
 
 
 def wedged_reason(*, silent: bool, link: PciLink | None) -> str | None:
-    """Return why a device can be used by nobody, by whether it is *silent* and its own *link*; ``None`` if it can."""
+    """Return the reason why a device is unusable, from whether it is *silent* and from its own *link*; ``None`` if it is usable."""
     if silent:
         return "it does not answer: its configuration space reads as nothing but ones"
     if link is not None and link.width == 0 < link.best_width:
@@ -96,7 +96,7 @@ class Acs:
     redirects: bool
     """Whether it sends them to the root complex (P2P request or completion redirect)."""
     direct_translated: bool
-    """Whether those with translated addresses (ATS) take the direct way all the same."""
+    """Whether requests with translated addresses (ATS) take the direct path nevertheless."""
 
 
 @frozen
@@ -109,11 +109,11 @@ class PciBridge:
     subsystem: str = ""
     """``vendor:device`` of the subsystem."""
     kind: BridgeKind | None = None
-    """``None`` where the process may not read it: its configuration space beyond 64 bytes needs CAP_SYS_ADMIN."""
+    """``None`` if this process may not read it: the configuration space beyond 64 bytes needs CAP_SYS_ADMIN."""
     link: PciLink | None = None
     """The link above an upstream port, and the one below the other kinds."""
     acs: Acs | None = None
-    """``None`` where the process may not read it, and for a bridge without ACS."""
+    """``None`` if this process may not read it, and for a bridge without ACS."""
 
 
 @frozen
@@ -150,13 +150,13 @@ class PciFact:
     device_class: int = 0
     """Its class with subclass and programming interface, such as 0x030200."""
     root: str = ""
-    """The host bridge of its root complex, such as ``pci0000:15``; empty where sysfs does not show the way to it."""
+    """The host bridge of its root complex, such as ``pci0000:15``; empty if sysfs does not show the path to it."""
     bridges: tuple[PciBridge, ...] = ()
-    """The bridges between that and the device, from above."""
+    """The bridges between the host bridge and the device, topmost first."""
     physical_function: str = ""
     """The address of the physical function whose virtual function it is."""
     ats: bool | None = None
-    """Whether it shows the capability for address translation services; ``None`` where the process may not read that."""
+    """Whether it has the capability for address translation services; ``None`` if this process may not read that."""
     d3cold: bool = False
     """Whether the kernel may cut its power while nothing uses it (sysfs ``d3cold_allowed``)."""
     nvswitches: tuple[str, ...] = ()
@@ -169,13 +169,13 @@ class PciFact:
 
     @property
     def wedged(self) -> str | None:
-        """Return why it can be used by nobody; ``None`` if it can."""
+        """Return the reason why it is unusable; ``None`` if it is usable."""
         return wedged_reason(silent=self.silent, link=None if self.physical_function else self.link)
 
     def begins_switch(self, index: int) -> bool:
-        """Tell whether the bridge at *index* of its way is an upstream port, where a switch begins.
+        """Tell whether the bridge at *index* of its path is an upstream port, where a switch begins.
 
-        Where a bridge's kind cannot be read its place says it: a root port is first, and each switch has two ports on the way.
+        If a bridge's kind cannot be read, its position determines it: a root port is first, and each switch has two ports on the path.
         """
         kind = self.bridges[index].kind
         return index % 2 == 1 if kind is None else kind == "upstream port"
@@ -191,7 +191,7 @@ class ClaimedDevice:
     attributes: tuple[str, ...]
     """The names of its attributes."""
     address: str | None
-    """Its PCI address by the attribute ``resource.kubernetes.io/pciBusID``; ``None`` without one."""
+    """Its PCI address from the attribute ``resource.kubernetes.io/pciBusID``; ``None`` without one."""
     numa_node: int | None
     """The host's NUMA node by the attribute ``resource.kubernetes.io/numaNode`` (KEP-6072); ``None`` without one."""
     pcie_root: str | None = None
@@ -207,18 +207,18 @@ class ClaimFile:
     """The name of the request in the claim, without that of the alternative that was chosen (``firstAvailable``)."""
     devices: tuple[ClaimedDevice, ...] = ()
     error: str | None = None
-    """Why it was not read, or what is wrong with it."""
+    """The reason why it was not read, or an error in its content."""
 
 
 @frozen
 class VfioFacts:
-    """Everything that a plan with PCI devices needs to know; read only if the spec has devices."""
+    """Everything that a plan with PCI devices needs; read only if the spec has devices."""
 
     devices: Mapping[str, PciFact] = attrs.field(factory=dict)
-    """The devices that exist of those that the container was given for a ``[[device]]`` of the spec, by address."""
+    """The existing ones of the devices given to the container for a ``[[device]]`` of the spec, by address."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
-    """This process's environment, in which device plugins list the addresses of the devices that they have allocated."""
+    """This process's environment, in which device plugins list the addresses of allocated devices."""
     claims: Mapping[str, tuple[ClaimFile, ...]] = attrs.field(factory=dict)
-    """The files about the devices of each resource claim that the spec names; none where the container has no such files."""
+    """The files about the devices of each resource claim in the spec; none if the container has no such files."""
     container: DeviceNode = DeviceNode(PurePosixPath("/dev/vfio/vfio"), "not looked for")
     iommufd: DeviceNode = DeviceNode(PurePosixPath("/dev/iommu"), "not looked for")

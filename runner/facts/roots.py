@@ -1,4 +1,4 @@
-"""The directories where the kernel's file systems are mounted, and the container's files about its devices."""
+"""The mount points of the kernel's file systems, and the directory of the container's files about its devices."""
 
 from __future__ import annotations
 

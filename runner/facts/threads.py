@@ -18,13 +18,13 @@ class ThreadStatus:
     cpus: CpuSet
     """``Cpus_allowed_list``: the CPUs of its own mask that are in its cpuset."""
     mems: CpuSet
-    """``Mems_allowed_list``: the NUMA nodes it may take memory from."""
+    """``Mems_allowed_list``: the NUMA nodes that it may take memory from."""
     running_on: int
-    """The CPU that it ran on last."""
+    """The CPU on which it last ran."""
 
     @property
     def has_run_there(self) -> bool:
-        """Return whether it ran last on a CPU that it may use: one that has slept since it was moved names the CPU it came from."""
+        """Return whether it last ran on a CPU that it may use: a thread that has slept since it was moved shows its former CPU."""
         return self.running_on in self.cpus
 
 

@@ -1,4 +1,4 @@
-"""The PCI devices that a guest is given, and the files in the container about those of resource claims (DRA)."""
+"""The PCI devices that a guest gets, and the files in the container that describe those of resource claims (DRA)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.spec.instance import InstanceSpec
 
 
 def with_devices(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts:
-    """Add what the plan needs to know of the devices that *spec* names."""
+    """Add the facts that the plan needs about the devices in *spec*."""
     claims = {each.claim: read_claim(roots.claims, each.claim) for each in spec.device if each.claim is not None}
     vfio = VfioFacts(
         devices=read_pci_facts(given_addresses(spec.device, os.environ, claims), roots),
@@ -34,9 +34,9 @@ def with_devices(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFact
 
 
 def read_claim(root: Path, claim: str) -> tuple[ClaimFile, ...]:
-    """Return the files about the devices of *claim* below *root*, by request and then by driver; none if it has none here.
+    """Return the files about the devices of *claim* below *root*, by request and then by driver; none if there are none here.
 
-    A claim of this name that the pod names directly comes before one that is made from a template.
+    A claim that the pod names directly takes precedence over one of the same name made from a template.
     """
     return tuple(
         _read(path, path.parent.name)

@@ -1,4 +1,4 @@
-"""Reads from the host everything that a plan needs to know, and changes nothing."""
+"""Reads everything that a plan needs to know from the host, and changes nothing."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ async def read_host_facts(
 ) -> HostFacts:
     """Return everything that the plan of *spec* needs to know of this host.
 
-    *inherited* are the descriptors that other programs have opened for the instance, by name; ``None`` where only a plan
-    is wanted. Raises :exc:`~runner.base.errors.HostError` where the kernel does not show what every plan needs.
+    *inherited* are the descriptors that other programs have opened for the instance, by name; ``None`` if only a plan is wanted. Raises
+    :exc:`~runner.base.errors.HostError` if the kernel does not show a fact that every plan needs.
     """
     procfs = Procfs(roots.proc)
     cgroup = procfs.cgroup()
@@ -87,7 +87,7 @@ async def read_host_facts(
 
 
 def _parts(spec: InstanceSpec, cgroup: str) -> Iterator[Callable[[HostFacts, InstanceSpec, Roots], HostFacts]]:
-    """Import what reads the facts that only some specs need: PID 1 pays for each module at its start, and in memory."""
+    """Import the readers of facts that only some specs need: each module costs PID 1 time at its start, and memory."""
     if spec.network:
         yield _with_networks
     if any(each.mode in {"bridge", "macvtap", "private"} for each in spec.network):
@@ -152,8 +152,8 @@ def _kvm(spec: InstanceSpec, device: Path) -> Kvm:
 def read_allowed_cpus(own: Cgroup, roots: Roots) -> CpuSet:
     """Return the CPUs of this process's cpuset.
 
-    While another instance's partition still has some of them, the kernel shows the others alone, or CPUs that are not this
-    container's at all. Its *own* cgroup names what it was given, if it can be seen here.
+    While another instance's partition still has some of them, the kernel shows only the others, or CPUs that are not this container's. Its
+    *own* cgroup lists the assigned CPUs, if it is visible here.
     """
     cpus = read_cpuset()
     try:
@@ -182,7 +182,7 @@ def _memory_limits(spec: InstanceSpec, procfs: Procfs, roots: Roots, cgroup: str
 
 
 def read_huge_limit(mount: PurePosixPath, cgroup: str, page_size: int, environment: Mapping[str, str]) -> int | None:
-    """Return the limit in bytes of this container's huge pages of *page_size* bytes; ``None`` if none can be seen.
+    """Return the limit in bytes of this container's huge pages of *page_size* bytes; ``None`` if no limit is visible.
 
     By default containerd sets no limit for a container, but the kubelet does for its pod (``disable_hugetlb_controller``
     of the CRI plugin). The pod's cgroup is hidden in a cgroup namespace, and its limit is that of all containers
@@ -209,7 +209,7 @@ def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:
 
 
 def _console_log_error(log: PurePosixPath | None, state_directory: PurePosixPath) -> str | None:
-    """Return why *log*, or the one in the state directory, cannot be written; that directory itself is made at the start."""
+    """Return the reason why *log*, or the one in the state directory, cannot be written; that directory is created at the start."""
     path = log or state_directory / CONSOLE_LOG
     made = os.path.realpath(path.parent) == os.path.realpath(state_directory)
     return None if made and not os.path.lexists(path) else why_not_appended(path)
@@ -233,7 +233,7 @@ def _machine_id(roots: Roots) -> str:
 
 
 def read_pod_name(environment: Mapping[str, str]) -> PodName:
-    """Return the pod's name as the Downward API gives it, by the customary names of environment variables."""
+    """Return the pod's name from the Downward API, by the customary names of environment variables."""
     names = ("POD_NAME", "POD_NAMESPACE", "NODE_NAME", "POD_UID")
     return PodName(*(environment.get(name, "") for name in names))
 
@@ -242,7 +242,7 @@ def read_pod_name(environment: Mapping[str, str]) -> PodName:
 
 
 async def _with_answers(facts: HostFacts, spec: InstanceSpec, processes: Processes, *, asked: bool) -> HostFacts:
-    """Add what programs say of themselves; by now each one that the guest may change has been refused.
+    """Add the facts that programs print about themselves; those that the guest may change have been refused before.
 
     QEMU is asked for its version if it is *asked*, else only where a start must know it: that takes 20 ms.
     """
@@ -270,13 +270,13 @@ async def _with_answers(facts: HostFacts, spec: InstanceSpec, processes: Process
 
 
 def _depends_on_version(spec: InstanceSpec, allowed: CpuSet) -> bool:
-    """Tell whether a start must know QEMU's version beforehand: to ask takes 20 ms, and the monitor's greeting has it as well."""
+    """Tell whether a start needs QEMU's version beforehand: asking takes 20 ms, and the monitor's greeting has it as well."""
     vcpus = len(allowed) if spec.cpu.count == "all" else spec.cpu.count
     return bool(spec.device) or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM
 
 
 async def ask_qemu_version(processes: Processes, qemu: PurePosixPath) -> tuple[str, str | None]:
-    """Return the version of *qemu*, and why it cannot be used; ``None`` if it can."""
+    """Return the version of *qemu*, and the reason why it cannot be used; ``None`` if it can."""
     output, reason = await version_output(processes, "qemu", qemu)
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)
     if reason or version is None:
@@ -285,9 +285,9 @@ async def ask_qemu_version(processes: Processes, qemu: PurePosixPath) -> tuple[s
 
 
 async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
-    """Return the virtiofsd that serves shares, and if there is none the places searched or the output not understood.
+    """Return the virtiofsd that serves shares; if there is none, the places searched or the output not understood.
 
-    Raises :exc:`~runner.base.errors.HostError` when this host can start no program now, whichever is installed.
+    Raises :exc:`~runner.base.errors.HostError` when this host cannot start any program now.
     """
     path = find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)
     if path is None:
@@ -299,7 +299,7 @@ async def find_virtiofsd(processes: Processes) -> tuple[Virtiofsd | None, str]:
 
 
 async def version_output(processes: Processes, role: str, path: PurePosixPath, user: User = ROOT) -> tuple[str, str]:
-    """Return the output of a program that *user* runs with ``--version``, and what is wrong with the program.
+    """Return the output of a program that *user* runs with ``--version``, and the error of the program.
 
     Raises :exc:`~runner.base.errors.HostError` when descriptors, processes or memory are short instead.
     """
@@ -322,7 +322,7 @@ async def _cpu_models(processes: Processes, qemu: PurePosixPath) -> frozenset[st
         # In a file, because the lines of a child's output are logged, and too many of them dropped.
         script = f'exec "$0" -cpu help >/proc/self/fd/{listing}'
         command = Command("qemu-cpu-help", ("/bin/sh", "-c", script, str(qemu)), (listing,), level=logging.DEBUG)
-        with contextlib.suppress(HostError):  # then the start finds out
+        with contextlib.suppress(HostError):  # the start reports the error
             async with processes.daemon(command, 0) as process:
                 with trio.move_on_after(ANSWERS_WITHIN):
                     await process.wait()
@@ -364,7 +364,7 @@ def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
 
 def _links(spec: InstanceSpec, state_directory: PurePosixPath) -> Iterator[tuple[PurePosixPath, frozenset[int]]]:
-    """Yield each path of *spec* that leads through symbolic links, and the users whose these are."""
+    """Yield each path of *spec* that leads through symbolic links, and the owners of these links."""
     for path in (*(path for _, path in our_paths(spec, state_directory)), *(share.path for share in spec.share)):
         if os.path.realpath(path) != str(path):
             from runner.kernel.shared_directories import followed  # here, because few paths have links
@@ -373,7 +373,7 @@ def _links(spec: InstanceSpec, state_directory: PurePosixPath) -> Iterator[tuple
 
 
 def read_disk_facts(disk: DiskSpec, state_directory: PurePosixPath) -> LateDiskFacts:
-    """Return what the plan of one disk needs to know."""
+    """Return the facts that the plan of one disk needs."""
     return LateDiskFacts(
         dict(_disk_files(disk)), _io_uring_error((disk,)), free_space(state_directory) if disk.ephemeral else None
     )
@@ -382,7 +382,7 @@ def read_disk_facts(disk: DiskSpec, state_directory: PurePosixPath) -> LateDiskF
 def _disk_files(disk: DiskSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
     """Yield the file of *disk* and its backing files, as far as the spec allows them.
 
-    A header may name any path: one outside of what the spec allows is not even opened.
+    A header may name any path: one that the spec does not allow is not even opened.
     """
     path, fact = disk.file, probe_file(disk.file, write=disk.writes, image=True)
     yield path, fact
@@ -411,7 +411,7 @@ def _with_networks(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFa
 
 
 def _ipv6_error(procfs: Procfs) -> str | None:
-    """Tell why a guest's network cannot have IPv6: new interfaces have none, or dnsmasq may not open raw sockets."""
+    """Return the reason why a guest's network cannot have IPv6: new interfaces have none, or dnsmasq may not open raw sockets."""
     disabled = procfs.setting("net/ipv6/conf/default/disable_ipv6")
     if disabled == "0":
         allowed = CAP_NET_RAW in procfs.capabilities()

@@ -1,4 +1,4 @@
-"""The links and addresses of this network namespace, where a spec has a network that is on them or must not collide with them."""
+"""The links and addresses of this network namespace, for specs whose networks use them or must not collide with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.spec.instance import InstanceSpec
 
 
 def with_interfaces(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts:
-    """Add what the plan needs to know of them."""
+    """Add the facts that the plan needs about them."""
     names = sorted({each.interface or "eth0" for each in spec.network if each.mode in {"bridge", "macvtap"}})
     return attrs.evolve(
         facts,

@@ -1,4 +1,4 @@
-"""The question to passt whether it starts here."""
+"""A test whether passt starts here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from runner.plan.network_plan import PasstPlan
 
 
 async def why_it_does_not_start(processes: Processes, passt: PurePosixPath, within: float) -> str:
-    """Return how *passt* ends if it does not start here, as :attr:`HostFacts.passt_error` has it.
+    """Return the error with which *passt* ends if it does not start here, for :attr:`HostFacts.passt_error`.
 
-    It is started as for a guest, but with a stream whose other end is closed: it makes its sandbox and ends. One that has not ended
-    *within* as many seconds is taken for one that starts. Raises :exc:`~runner.base.errors.HostError` where it cannot be executed.
+    It is started as for a guest, but with a stream whose other end is closed: it makes its sandbox and ends. If it has not ended *within*
+    that many seconds, it counts as started. Raises :exc:`~runner.base.errors.HostError` where it cannot be executed.
     """
     with connected_pair("passt") as (ours, theirs):
         ours.close()

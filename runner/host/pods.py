@@ -1,4 +1,4 @@
-"""The pod that this process is in, by its cgroup, its mounts and its environment; and what of cgroups is to be had here."""
+"""The pod of this process, from its cgroup, its mounts and its environment; and the cgroups available here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.spec.instance import InstanceSpec
 
 
 def with_pod(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts:
-    """Add what the plan needs to know of the pod, and of the placements that *spec* allows."""
+    """Add the facts that the plan needs about the pod, and about the placements that *spec* allows."""
     procfs, placement = Procfs(roots.proc), spec.cpu.placement
     cgroup, pod = procfs.cgroup(), read_pod(procfs, os.environ)
     container_uid, controller_error, controller_remedy = None, None, ""
@@ -56,7 +56,7 @@ def read_pod(procfs: Procfs, environment: Mapping[str, str]) -> PodQos | None:
 
 
 def _claimed_cpus(environment: Mapping[str, str]) -> CpuSet:
-    """Return the CPUs of the container's resource claims; none if the variables are not a DRA driver's."""
+    """Return the CPUs of the container's resource claims; none if the variables do not come from a DRA driver."""
     try:
         return CpuSet.union(CpuSet.parse(cpus) for name, cpus in environment.items() if name.startswith(CLAIMED_CPUS))
     except ValueError:
@@ -64,7 +64,7 @@ def _claimed_cpus(environment: Mapping[str, str]) -> CpuSet:
 
 
 def _pod_uid(procfs: Procfs, cgroup: str, *, of_container: bool) -> str | None:
-    """Return the pod's UID, and never a container's id: that is another one after each restart.
+    """Return the pod's UID, never a container's id, which changes with each restart.
 
     Only the mounts *of_container* are this pod's: a node has those of every pod.
     """
@@ -74,10 +74,10 @@ def _pod_uid(procfs: Procfs, cgroup: str, *, of_container: bool) -> str | None:
 
 
 def _controller(socket: PurePosixPath, procfs: Procfs, cgroup: str) -> tuple[str | None, str | None, str]:
-    """Return what the controller knows this container by, why the controller cannot be asked, and the remedy.
+    """Return this container's identifier at the controller, the reason why the controller cannot be asked, and the remedy.
 
-    The first comes from the Downward API, else from the container's cgroup and mounts. A controller that does not answer
-    may be starting.
+    The identifier comes from the Downward API, or else from the container's cgroup and mounts. A controller that does not answer may be
+    starting.
     """
     if probe_file(socket.parent).kind != "directory":
         return None, f"its socket's directory {str(socket.parent)!r} is not here", "mount it from the node"

@@ -20,8 +20,8 @@ from runner.spec.instance import InstanceSpec
 def with_shares(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts:
     """Add the paths of *spec* that lead through a share which the guest can write to.
 
-    A program that the guest may change is refused here and not by the plan: to be asked for its version, it is executed. This
-    program is one as well: most of its modules are imported when they are needed, also while a guest runs.
+    A program that the guest may change is refused here and not by the plan: to be asked for its version, it is executed. This program is
+    checked as well: most of its modules are imported when needed, even while a guest runs.
     """
     directories = shared_directories([share.path for share in spec.share if not share.read_only], roots)
     programs = facts.qemu, facts.dnsmasq, facts.sleep, facts.passt, find_program("virtiofsd", VIRTIOFSD_DIRECTORIES)

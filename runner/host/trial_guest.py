@@ -1,8 +1,8 @@
-"""A trial guest: shows whether an accelerator runs guests here, before one that matters is started.
+"""A trial guest, which shows whether an accelerator runs guests here before a real guest is started.
 
-``KVM_CREATE_VM`` may work where no guest runs: in a virtual machine whose hypervisor emulates virtualisation badly, or with
-a CPU model whose registers KVM refuses. One was seen that lacks a single instruction (``cmpxchg16b``), so that its guests fail
-minutes after their start.
+``KVM_CREATE_VM`` may succeed where guests cannot run: in a virtual machine whose hypervisor emulates virtualisation badly, or with a CPU
+model whose registers KVM refuses. One host was seen that lacks a single instruction (``cmpxchg16b``), so that its guests fail minutes after
+their start.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class GuestTrial:
 
     accel: Literal["kvm", "tcg"]
     error: str | None
-    """Why it did not run to its end; ``None`` if it did."""
+    """The reason why it did not run to its end; ``None`` if it did."""
     seconds: float
 
 
 async def try_guest(
     processes: Processes, qemu: PurePosixPath, accel: Literal["kvm", "tcg"], model: str | None
 ) -> GuestTrial:
-    """Boot the trial guest through QEMU's firmware, and wait :data:`ENDS_WITHIN` seconds at most for its end.
+    """Boot the trial guest through QEMU's firmware, and wait at most :data:`ENDS_WITHIN` seconds for its end.
 
     *model* is QEMU's CPU model, by default the one that a plan names first.
     """
@@ -60,7 +60,7 @@ async def try_guest(
 
 
 async def _error(processes: Processes, qemu: PurePosixPath, accel: str, model: str) -> str | None:
-    """Return why the trial guest did not run to its end; ``None`` if it did."""
+    """Return the reason why the trial guest did not run to its end; ``None`` if it did."""
     with filled_memory("trial guest", TRIAL_GUEST) as kernel:
         argv = (
             *(str(qemu), "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-sandbox", SANDBOX),

@@ -1,4 +1,4 @@
-"""The settings of the machine that decide what else than threads takes time from an instance's CPUs."""
+"""The machine's settings that allow work other than threads to take time from an instance's CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.base.values import frozen
 from runner.kernel.host_settings import WORK_QUEUES, HostSettings, governor_path, latency_path
 
 _NO_LIMIT = "0"
-"""The value of ``pm_qos_resume_latency_us`` by which idle states may take any time to leave."""
+"""The value of ``pm_qos_resume_latency_us`` that does not limit the exit latency of idle states."""
 
 
 @frozen
@@ -23,12 +23,12 @@ class CpuSettings:
     work_queues: CpuSet
     """The CPUs that unbound work queues may use."""
     resume_latencies: tuple[str, ...]
-    """Each ``pm_qos_resume_latency_us`` there is, in µs; ``0`` is no limit."""
+    """The distinct values of ``pm_qos_resume_latency_us`` on these CPUs, in µs; ``0`` is no limit."""
     governors: tuple[str, ...]
-    """Each frequency governor there is; none without a driver for frequencies."""
+    """The distinct frequency governors of these CPUs; none without a driver for frequencies."""
 
     def line(self) -> str:
-        """Return them for people."""
+        """Return the settings as a line for people."""
         interrupts = some(self.interrupts, 6) or "none"
         limits = " or ".join("any" if each == _NO_LIMIT else f"up to {each} µs" for each in self.resume_latencies)
         queues = f"on '{self.work_queues}'" if self.work_queues else "none"
@@ -39,7 +39,7 @@ class CpuSettings:
 
 
 def read_cpu_settings(root: Path, cpus: CpuSet) -> CpuSettings:
-    """Read the settings of *cpus* of the machine whose root directory is *root*; what the kernel does not have is left out."""
+    """Read the settings of *cpus* of the machine whose root directory is *root*; missing ones are left out."""
     host = HostSettings(root)
     return CpuSettings(
         tuple(str(line) for line in host.interrupts() if line.effective & cpus),

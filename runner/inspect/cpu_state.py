@@ -1,4 +1,4 @@
-"""The owners of a Kubernetes node's CPUs, by the files alone: for programs that look and decide nothing."""
+"""The assignment of a Kubernetes node's CPUs from its files alone, for programs that only report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.kubelet.state_files import KubeletFiles, parse_verified_cpu_state
 async def settled_cpu_state(
     files: KubeletFiles, machine: OnlineCpus, *, pause: float, readings: int
 ) -> CpuState | Frozen:
-    """Return what *files* hold once two readings, *pause* seconds apart, are equal; after *readings* why they are of no use.
+    """Return the content of *files* once two readings, *pause* seconds apart, are equal; after *readings* the reason why not.
 
     Under the CPU Manager's policy ``none`` the pods' CPUs are those of their resource claims. Reserved CPUs may be in no set,
     because no file names them.

@@ -1,4 +1,4 @@
-"""The time of CPUs by the kernel's sums: what tasks ran there, less what the vCPU and bound kernel threads ran."""
+"""The time of other tasks on CPUs by the kernel's sums: the time of all tasks less that of the vCPU and bound kernel threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Sums:
     cpus: Mapping[int, int]
     idle: Mapping[int, float]
     threads: Mapping[int, int]
-    """Thread → the nanoseconds that it has run; one that has ended is left out."""
+    """Thread → nanoseconds that it has run; threads that have ended are left out."""
 
 
 @attrs.define
@@ -38,7 +38,7 @@ class CpuSums:
     _vcpus: Mapping[int, ObservedThread]
     """CPU → the vCPU thread that is pinned to it."""
     _kernel: Mapping[int, tuple[ObservedThread, ...]]
-    """CPU → the kernel threads that are bound to it and can be seen."""
+    """CPU → the visible kernel threads that are bound to it."""
     _before: _Sums
 
     @classmethod
@@ -60,7 +60,7 @@ class CpuSums:
         return cls(procfs, cpus, vcpus, kernel, before)
 
     def end(self) -> tuple[int, dict[int, CpuAccount]]:
-        """Return the length of the window in nanoseconds, and CPU → how it spent it."""
+        """Return the length of the window in nanoseconds, and CPU → its account."""
         bound = [each for kernel in self._kernel.values() for each in kernel]
         after = _read(self._procfs, (*self._vcpus.values(), *bound))
         return after.at - self._before.at, {cpu: self._account(cpu, after) for cpu in self._cpus}
@@ -75,7 +75,7 @@ class CpuSums:
             if (ran := self._ran(each, after))
         )
         known = of_vcpu + sum(each.nanoseconds for each in kernel)
-        # The kernel adds the time of a task when the task leaves: it may have run long before the window began.
+        # The kernel adds a task's time when the task leaves the CPU; a part of it may be older than the window.
         busy = min(after.cpus.get(cpu, 0) - before.cpus[cpu], after.at - before.at - idle)
         return CpuAccount(
             cpu=cpu,
@@ -97,7 +97,7 @@ class CpuSums:
 
 
 def _read(procfs: Procfs, threads: Iterable[ObservedThread]) -> _Sums:
-    # CPUs first: what a vCPU runs between the readings then lessens the time of the others instead of being part of it.
+    # CPUs first: time that a vCPU runs between the readings then reduces the others' time instead of being counted there.
     cpus, idle, at = procfs.cpu_run_times(), procfs.idle(), time.monotonic_ns()
     ran = {each.thread.tid: procfs.run_time(each.thread.pid, each.thread.tid) for each in threads}
     return _Sums(at, cpus, idle, {tid: nanoseconds for tid, nanoseconds in ran.items() if nanoseconds is not None})

@@ -27,9 +27,9 @@ RECORDED = (
     "record every switch, as root of the node: kubectl debug node/NODE -it --profile=sysadmin --image=instance-cgroup-controller -- "
     "instance-runner inspect --trace 10"
 )
-"""The remedy where there are only sums: neither an instance's container nor the controller's may use tracefs."""
+"""The remedy if there are only sums: neither an instance's container nor the controller's may use tracefs."""
 TOLERANCE = 1000
-"""The part of the window, one in so many, below which a sum proves nothing.
+"""The reciprocal of the share of the window below which a sum proves nothing.
 
 The kernel counts a CPU's time and a thread's by two clocks, and idle time in ticks of 10 ms.
 """
@@ -41,15 +41,15 @@ class SwitchTally:
 
     begin: int
     end: int | None = None
-    """The end of the window, once it is known; what was recorded later does not count."""
+    """The end of the window, once known; later switches are ignored."""
     nanoseconds: Counter[int] = attrs.field(factory=Counter)
     """Thread, or :data:`IDLE` → its time."""
     names: dict[int, str] = attrs.field(factory=dict)
-    """Thread → its name when it was seen last."""
+    """Thread → its last seen name."""
     first_seen: dict[int, int] = attrs.field(factory=dict)
-    """Thread → when it left the CPU for the first time."""
+    """Thread → the time at which it first left the CPU."""
     unknown: int = 0
-    """Time in which it is not known what ran, because events were lost."""
+    """Time in which the running task is unknown, because events were lost."""
     _running: int | None = attrs.field(default=None, init=False)
     """The thread that runs now; ``None`` before the first switch."""
     _since: int = attrs.field(init=False)
@@ -61,7 +61,7 @@ class SwitchTally:
     def switch(self, time: int, previous: int, name: str, following: int, following_name: str) -> None:
         """Count the time until *time*, when thread *previous* left the CPU to thread *following*.
 
-        That is not always the thread that came last: a thread that executes a program gets the number of its process.
+        *previous* may differ from the last *following*: a thread that executes a program gets the number of its process.
         """
         time = max(time, self.begin) if self.end is None else min(max(time, self.begin), self.end)
         if self._running == _NOT_KNOWN:
@@ -73,11 +73,11 @@ class SwitchTally:
         self._running, self._since = following, time
 
     def lose(self) -> None:
-        """Count what ran since the last switch as unknown: events after it were lost."""
+        """Count the time since the last switch as unknown: events after it were lost."""
         self._running = _NOT_KNOWN
 
     def finish(self, end: int, runs: int) -> None:
-        """Count the time until *end*, the end of the window; on a CPU without a switch thread *runs* had all of it."""
+        """Count the time until *end*, the end of the window; on a CPU without a switch, thread *runs* had all of it."""
         running = runs if self._running is None else self._running
         if running == _NOT_KNOWN:
             self.unknown += end - self._since
@@ -101,7 +101,7 @@ class TaskTime:
     """Its process."""
     tid: int
     cgroup: str
-    """Its cgroup when it ran there first; empty if that is not known, because it had ended."""
+    """Its cgroup when it first ran there; empty if unknown, because the task had ended."""
     kernel: bool
     """Whether it is a kernel thread."""
     nanoseconds: int
@@ -109,17 +109,17 @@ class TaskTime:
 
 @frozen
 class CpuAccount:
-    """The time of one CPU within a window, which is the sum of the vCPU's, idle, the kernel's, the others', and unknown."""
+    """The time of one CPU within a window: the sum of the times of its vCPU, idle, the kernel, other tasks, and unknown."""
 
     cpu: int
     vcpu: int | None
-    """The index of the vCPU whose thread is pinned to it; ``None`` when there is none."""
+    """The index of the vCPU whose thread is pinned to it; ``None`` if there is none."""
     vcpu_nanoseconds: int
     idle_nanoseconds: int
     kernel: tuple[TaskTime, ...]
-    """Kernel threads that are bound to this CPU, as far as they can be seen."""
+    """The visible kernel threads that are bound to this CPU."""
     others: tuple[TaskTime, ...] | None
-    """Every other task that ran there; ``None`` where only their sum is known."""
+    """Every other task that ran there; ``None`` if only their sum is known."""
     other_nanoseconds: int
     unknown_nanoseconds: int = 0
     lost_events: int = 0
@@ -137,13 +137,13 @@ class InstanceTrace:
     ended: bool
     """Whether a vCPU thread ended within the window."""
     pod: str = ""
-    """Namespace and name of its pod; empty where they are not known."""
+    """Namespace and name of its pod; empty if unknown."""
     pod_uid: str = ""
-    """Its pod's UID; empty where it is not known."""
+    """Its pod's UID; empty if unknown."""
 
 
 Source = Literal["sched_switch", "schedstat"]
-"""From what times are known: every switch by tracefs, or the kernel's sums in ``/proc/schedstat``."""
+"""The source of the times: every switch by tracefs, or the kernel's sums in ``/proc/schedstat``."""
 
 
 @frozen
@@ -155,11 +155,11 @@ class TraceReport:
     """The length of the window."""
     source: Source
     fallback: str
-    """Why times are only sums; empty when every switch was recorded."""
+    """The reason why times are only sums; empty if every switch was recorded."""
     instances: tuple[InstanceTrace, ...]
 
     def judgements(self, instance: InstanceTrace) -> tuple[Judgement, ...]:
-        """Judge that no task ran on the CPUs of *instance* but its vCPUs, and kernel threads that are bound to one CPU."""
+        """Judge that only its vCPUs, and kernel threads bound to one CPU, ran on the CPUs of *instance*."""
         errors = (TRACE.error(each, self._remedy) for each in self._violations(instance))
         recorded = RECORDED if self.source == "schedstat" else ""
         found = (*errors, *(TRACE.unknown(each, recorded) for each in self._doubts(instance)))

@@ -1,4 +1,4 @@
-"""The JSON of ``inspect``, as types (see :mod:`runner.facts.documents`). Sizes are bytes."""
+"""The types of the JSON of ``inspect`` (see :mod:`runner.facts.documents`). Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from runner.placement.documents import ThreadDocument
 
 
 class ShownThreadDocument(ThreadDocument):
-    """A thread, and the NUMA node of the CPU on which it ran last."""
+    """A thread, and the NUMA node of the CPU on which it last ran."""
 
     numa_node: int | None
 
 
 class GuestMemoryDocument(TypedDict):
-    """The guest's RAM as far as QEMU has mapped it, by NUMA node."""
+    """The guest's RAM that QEMU has mapped, by NUMA node."""
 
     small_pages: dict[str, int]
     huge_pages: dict[str, int]
 
 
 class ChargeDocument(TypedDict):
-    """The memory that the pod's cgroup is charged for."""
+    """The memory charged to the pod's cgroup."""
 
     cgroup: str
     memory: int
     hugetlb: int
-    """Huge pages."""
+    """Bytes of huge pages."""
 
 
 class SettingsDocument(TypedDict):
-    """Settings of the machine that decide what else takes time from the instance's CPUs."""
+    """The machine's settings that allow other work to take time from the instance's CPUs."""
 
     interrupts: list[str]
     """The interrupts that are delivered there: number and handlers."""
     work_queues: CpuList
     """The CPUs of the instance that unbound work queues may use."""
     resume_latencies_us: list[str]
-    """Each ``pm_qos_resume_latency_us`` there is; ``0`` is no limit."""
+    """The distinct values of ``pm_qos_resume_latency_us`` on these CPUs; ``0`` is no limit."""
     governors: list[str]
 
 
@@ -51,13 +51,13 @@ class InspectedDocument(TypedDict):
 
     name: str
     pod: str
-    """Namespace and name, ``prod/web-1``; empty where they are not known."""
+    """Namespace and name, ``prod/web-1``; empty if unknown."""
     pod_uid: str
     uptime: float | None
     """Seconds since QEMU was started."""
     backend: Backend
     guarantee: GuaranteeKind | None
-    """``null`` where it cannot be seen from here."""
+    """``null`` if it cannot be seen from here."""
     guarantee_reason: str | None
     cpus: CpuList
     """The CPUs of its vCPUs."""
@@ -82,7 +82,7 @@ class InspectDocument(TypedDict):
     """The worst level of all."""
     instances: list[InspectedDocument]
     judgements: list[JudgementDocument]
-    """About the node."""
+    """Judgements about the node."""
 
 
 class TaskDocument(TypedDict):
@@ -93,9 +93,9 @@ class TaskDocument(TypedDict):
     tid: int
     cgroup: str | None
     kernel: bool
-    """It is a kernel thread."""
+    """Whether it is a kernel thread."""
     ns: int
-    """Nanoseconds for which it ran there."""
+    """Nanoseconds that it ran there."""
 
 
 class AccountDocument(TypedDict):
@@ -108,10 +108,10 @@ class AccountDocument(TypedDict):
     kernel: list[TaskDocument]
     """Kernel threads that are bound to this CPU."""
     others: list[TaskDocument] | None
-    """All other tasks; ``null`` where only their sum is known."""
+    """All other tasks; ``null`` if only their sum is known."""
     other_ns: int
     unknown_ns: int
-    """Time in which it is not known what ran."""
+    """Time in which the running task is unknown."""
     lost_events: int
 
 
@@ -135,8 +135,8 @@ class TraceDocument(TypedDict):
     seen_from: Viewpoint
     verdict: Annotated[str, Level]
     nanoseconds: int
-    """For how long it was recorded."""
+    """Length of the recording."""
     source: str
     fallback: str | None
-    """Why there are only sums; ``null`` where each switch was recorded."""
+    """The reason why there are only sums; ``null`` if each switch was recorded."""
     instances: list[TracedDocument]

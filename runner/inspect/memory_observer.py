@@ -1,4 +1,4 @@
-"""The memory of a guest, where it lies, and what its pod is charged, as far as can be read."""
+"""The memory of a guest, its NUMA nodes, and the charge of its pod, as far as they can be read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GUEST_RAM = re.compile(r"/memfd:.*-ram[0-9]*\\040\(deleted\)", re.ASCII)
 
 
 def guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
-    """Return where the RAM of the guest of *qemu* lies, and to which NUMA nodes it is bound."""
+    """Return the NUMA nodes on which the RAM of *qemu*'s guest is, and those that it is bound to."""
     if qemu is None:
         return Unknown("there is no QEMU")
     try:
@@ -51,7 +51,7 @@ def guest_memory(procfs: Procfs, qemu: int | None) -> GuestMemory | Unknown:
 
 
 def pod_charge(roots: Roots, threads: Iterable[ObservedThread]) -> PodCharge | Unknown:
-    """Return what the pod's cgroup is charged for; the pod's cgroup is where the anchor is."""
+    """Return the memory charged to the pod's cgroup, which is the anchor's."""
     path = next((each.thread.cgroup for each in threads if each.role is Role.ANCHOR), "")
     if not path:
         return Unknown("the pod's cgroup is not known: there is no anchor, or no cgroup v2")

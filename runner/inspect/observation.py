@@ -16,12 +16,12 @@ from runner.placement.children import Role
 from runner.placement.threads import ObservedThread, ThreadRules
 
 Viewpoint = Literal["container", "node"]
-"""From where instances are observed."""
+"""The place from which instances are observed."""
 
 
 @frozen
 class Unknown:
-    """A value that could not be observed; *reason* says why, and from where it can be."""
+    """A value that could not be observed; *reason* gives the cause, and the place from which it can be observed."""
 
     reason: str
 
@@ -36,7 +36,7 @@ class ObservedGuarantee:
     ``arranged``: other tasks have masks or cpusets without them, and strays are moved. ``None``: it cannot be seen from here.
     """
     reason: str = ""
-    """Why it is not enforced, or not known."""
+    """The reason why it is not enforced, or unknown."""
 
     def __str__(self) -> str:
         return f"guarantee {self.kind or 'unknown'}" + (f" ({self.reason})" if self.reason else "")
@@ -44,7 +44,7 @@ class ObservedGuarantee:
 
 @frozen
 class PodCharge:
-    """The memory that a pod's cgroup is charged for."""
+    """The memory charged to a pod's cgroup."""
 
     cgroup: str
     amount: MemoryCharge
@@ -52,14 +52,14 @@ class PodCharge:
 
 @frozen
 class GuestMemory:
-    """The guest's RAM as far as QEMU has mapped it: NUMA node → bytes, in small pages and in hugetlb pages."""
+    """The guest's RAM that QEMU has mapped: NUMA node → bytes, in small pages and in hugetlb pages."""
 
     small: Mapping[int, int]
     huge: Mapping[int, int]
     bound: CpuSet = attrs.field(factory=CpuSet)
-    """The NUMA nodes that it is bound to; empty where none of it is bound."""
+    """The NUMA nodes that it is bound to; empty if it is not bound."""
     remote_bytes: int = 0
-    """Bytes of it on other NUMA nodes than they are bound to."""
+    """Bytes of it on NUMA nodes other than those they are bound to."""
 
 
 @frozen
@@ -67,31 +67,31 @@ class InstanceObservation:
     """One instance."""
 
     name: str
-    """The spec's name for it, or its pod's where the spec names none; its uuid on the node where neither can be seen."""
+    """The spec's name for it, or its pod's if the spec has none; its uuid on the node if neither is visible."""
     backend: Backend
     guarantee: ObservedGuarantee
     rules: ThreadRules
-    """Where its threads may be; without pins where it has no vCPU thread and their number is not known."""
+    """The rules for its threads' places; without pins if it has no vCPU thread and their number is unknown."""
     numa_node_of: Mapping[int, int]
-    """CPU → NUMA node, for the whole machine; empty where that is hidden."""
+    """CPU → NUMA node, for the whole machine; empty if that is hidden."""
     threads: tuple[ObservedThread, ...]
     """The threads of all its processes."""
     others: tuple[ObservedThread, ...]
-    """Threads of other processes, as far as they can be seen, that may run on the exclusive CPUs."""
+    """The visible threads of other processes that may run on the exclusive CPUs."""
     hidden: str
-    """Why there may be more of these than can be seen; empty when all can be."""
+    """The reason why there may be more such threads than are visible; empty if all are."""
     memory: GuestMemory | Unknown
     charge: PodCharge | Unknown
     settings: CpuSettings | None = None
     """The machine's settings for its CPUs; ``None`` where they are not read: in the container."""
     pod: str = ""
-    """Namespace and name of its pod, ``prod/web-1``; empty where they are not known."""
+    """Namespace and name of its pod, ``prod/web-1``; empty if unknown."""
     pod_uid: str = ""
-    """Its pod's UID; empty where it is not known."""
+    """Its pod's UID; empty if unknown."""
     uptime: float | None = None
     """Seconds since QEMU was started; ``None`` without QEMU."""
     reported: Mapping[str, object] | None = None
-    """What it has reported to its controller (``listInstances``); ``None`` if nothing, or if the controller is not there."""
+    """Its report to the controller (``listInstances``); ``None`` if there is none, or the controller is absent."""
 
     @property
     def cpus(self) -> CpuSet:
@@ -116,32 +116,32 @@ class KubeletObservation:
     floats: tuple[CpuSet, ...]
     """``cpuset.cpus.effective`` of each instance's float."""
     shared_pool: CpuSet
-    """``defaultCpuSet``; under policy none every CPU that is in no resource claim."""
+    """``defaultCpuSet``; under policy none every CPU outside of resource claims."""
     online: CpuSet
     instances: Mapping[str, CpuSet]
     """Instance → ``cpuset.cpus.effective`` of its cgroup."""
     given: Mapping[str, CpuSet] | None
     """Pod UID → its exclusive CPUs; ``None`` under policy none without claims for CPUs."""
     by_claims: bool = False
-    """Whether that is policy none, so that some of the shared pool may be reserved, which no file says."""
+    """Whether the policy is none, so that some CPUs of the shared pool may be reserved, which no file shows."""
 
     @property
     def wanted(self) -> CpuSet:
-        """The CPUs for float: none of an instance whose threads outlive its pod, unless no other CPU is left."""
+        """The CPUs that float should have: none of an instance whose threads outlive its pod, unless no other CPU is left."""
         pool = self.shared_pool & self.online
         held = CpuSet.union(self.instances.values())
         return pool - held or pool
 
     @property
     def float_cpus(self) -> CpuSet:
-        """The CPUs of the first float that has others than it should; where none has, those of all."""
+        """The CPUs of the first float that differs from :attr:`wanted`; if none does, those of all."""
         return next(
             (cpus for cpus in self.floats if not self._follows(cpus)), self.floats[0] if self.floats else self.wanted
         )
 
     @property
     def is_followed(self) -> bool:
-        """Return whether every float has them."""
+        """Return whether every float has the wanted CPUs."""
         return all(map(self._follows, self.floats))
 
     def _follows(self, cpus: CpuSet) -> bool:

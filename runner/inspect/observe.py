@@ -1,6 +1,6 @@
 """Observing instances, from the container of one or from the node: reads /proc and cgroups, changes nothing.
 
-Processes and threads come and go meanwhile; one that vanishes is left out. What the reader has no right to read becomes
+Processes and threads come and go meanwhile; one that vanishes is left out. Values that the reader has no right to read become
 :class:`Unknown` with the reason.
 """
 
@@ -61,20 +61,20 @@ from runner.placement.threads import (
 from runner.protocol.controller_client import ask
 
 FOLLOWS_WITHIN = 1.0
-"""Seconds the controller may take from the kubelet's file to float; only then does a difference count."""
+"""Seconds that the controller may take from a change of the kubelet's file to float; only later differences count."""
 _AGAIN = 0.05
 _PAUSE, _READINGS = 0.01, 10
-"""Between two readings of the kubelet's file that must be equal, and how many are tried."""
+"""Seconds between two readings of the kubelet's file that must be equal, and the number of readings."""
 _VCPU_NAME = re.compile(r"CPU ([0-9]+)/", re.ASCII)
 """QEMU's name for a vCPU thread (``-name debug-threads=on``)."""
 _IOTHREAD_NAME = re.compile(r"IO disk[0-9]+", re.ASCII)
-"""Its name for the iothread of a disk; ``IO mon_iothread`` is its own."""
+"""QEMU's name for the iothread of a disk; ``IO mon_iothread`` belongs to QEMU itself."""
 _LAST = (Role.OTHER, Role.EMULATOR, Role.IOTHREAD, Role.VCPU)
-"""The roles that come last in the table, in this order; the threads of all others come first, by their numbers."""
+"""The roles at the end of the table, in this order; the threads of other roles come first, by their numbers."""
 
 
 def _numa_node_of(roots: Roots) -> Mapping[int, int]:
-    """Return CPU → NUMA node, nothing where sysfs does not say."""
+    """Return CPU → NUMA node, empty if sysfs does not show it."""
     try:
         hardware = read_hardware(roots.sys.parent)
     except HostError:
@@ -88,21 +88,21 @@ class ObservedProcess:
 
     status: ProcessStatus
     namespace: int | None
-    """The inode of its PID namespace; ``None`` when the reader may not know."""
+    """The inode of its PID namespace; ``None`` if the reader may not read it."""
     threads: tuple[ThreadStatus, ...]
     is_sleep_infinity: bool
-    """It is ``sleep infinity``, which is what anchors are."""
+    """Whether it is ``sleep infinity``, as anchors are."""
 
 
 @frozen
 class ProcessTable:
-    """Every process that can be seen, but the reader's own."""
+    """Every visible process except the reader's own."""
 
     processes: Mapping[int, ObservedProcess]
     hidden: str
 
     def others(self, members: Iterable[int], cpus: CpuSet) -> tuple[ObservedThread, ...]:
-        """Return the threads of all but *members* that may run on *cpus*."""
+        """Return the threads of all processes except *members* that may run on *cpus*."""
         strangers = [process for pid, process in self.processes.items() if pid not in set(members)]
         return tuple(
             ObservedThread(_stranger(thread), None, thread, kernel=process.status.kernel)
@@ -185,11 +185,11 @@ def observe_container(roots: Roots, receipt: Path) -> Observation:
 
 
 def _rules_seen_from_here(rules: ThreadRules) -> ThreadRules:
-    """Return *rules* as a report judges by them.
+    """Return *rules* adapted to the reader of a report.
 
-    CPUs that everything shares are not exclusive, also where the placement could not do better. The reader may be in
-    another cgroup namespace than the runner was: it sees the paths with other beginnings, and the pod's cgroup, which is
-    the root of the container's, under another path altogether.
+    CPUs that all threads share are not exclusive, even if no better placement was possible. The reader may be in a different cgroup
+    namespace from the runner's: it sees the paths with other prefixes, and the pod's cgroup, the root of the container's namespace, under a
+    different path.
     """
     cgroups = None if rules.cgroups is None else attrs.evolve(rules.cgroups, pod="", ends=True)
     return attrs.evolve(rules, shared=False, cgroups=cgroups)
@@ -214,9 +214,9 @@ async def observe_node(
     pod_logs: Path | None = None,
     controller: PurePosixPath | None = None,
 ) -> Observation:
-    """Observe the instances below *root* whose uuid begins with *wanted*; *pod_logs* has the pods' names.
+    """Observe the instances below *root* whose uuid begins with *wanted*; *pod_logs* provides the pods' names.
 
-    What they report is asked of the *controller* at that socket.
+    Their reports are read from the *controller* at that socket.
 
     Raises :class:`NoInstanceError` when there is no such group or no such instance, :class:`HostError` when /proc cannot be
     read.
@@ -261,7 +261,7 @@ async def observe_node(
 
 
 async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, object]]:
-    """Return pod UID → what the instance has reported; empty where the controller is not there, or older than reports."""
+    """Return pod UID → the instance's report; empty if the controller is absent, or too old for reports."""
     try:
         listed = await ask("the controller", controller, "listInstances", {})
     except HostError:
@@ -275,11 +275,11 @@ async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, objec
 
 
 def _pod_names(pod_logs: Path | None) -> Mapping[str, str]:
-    """Return pod UID → namespace and name, by the directories in *pod_logs*."""
+    """Return pod UID → namespace and name, from the directories in *pod_logs*."""
     try:
         names = () if pod_logs is None else os.listdir(pod_logs)  # noqa: PTH208 - names only
         return dict(filter(None, map(parse_log_directory, names)))
-    except OSError:  # no kubelet's node
+    except OSError:  # not a node with a kubelet
         return {}
 
 
@@ -291,9 +291,9 @@ def _guest_name(procfs: Procfs, qemu: int) -> str:
 
 
 def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[ObservedThread]) -> ThreadRules:
-    """Return where the *threads* of an instance of the controller's may be.
+    """Return the rules for the *threads* of one of the controller's instances.
 
-    It has as many vCPUs as CPUs, however many of them are seen; which vCPU has which CPU is written in its container alone.
+    It has as many vCPUs as CPUs, however many of them are visible; the CPU of each vCPU is recorded only in its container.
     """
     vcpus = sum(each.role is Role.VCPU for each in threads)
     number = max(len(cpus), vcpus) if vcpus else 0
@@ -303,7 +303,7 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
 
 
 def _guarantee(domain: Cgroup) -> ObservedGuarantee:
-    """Return the guarantee by the state of the partition in *domain* ("cpuset.cpus.partition" of cgroup-v2.rst)."""
+    """Return the guarantee from the state of the partition in *domain* ("cpuset.cpus.partition" of cgroup-v2.rst)."""
     try:
         state = domain.child(VCPUS).partition()
     except CgroupError as error:
@@ -315,7 +315,7 @@ def _guarantee(domain: Cgroup) -> ObservedGuarantee:
 
 
 def _instances(root: Cgroup) -> dict[str, CpuSet]:
-    """Return the instances below *root* and the CPUs of their vCPUs in effect; one that vanishes is not there."""
+    """Return the instances below *root* and the effective CPUs of their vCPUs; one that vanishes is left out."""
     try:
         names = root.children()
     except CgroupError as error:
@@ -334,8 +334,8 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
 def _roles_on_node(domain: Cgroup, table: ProcessTable) -> Iterator[ObservedThread]:
     """Yield the threads of the instance in *domain*: all that share QEMU's PID namespace.
 
-    QEMU is the process most threads in the vCPUs' cgroup belong to. Its threads there are the vCPUs'; where they have QEMU's
-    names for vCPU threads, those with the name are, wherever they are.
+    QEMU is the process with the most threads in the vCPUs' cgroup. Its threads there are the vCPUs; if threads have QEMU's names for vCPU
+    threads, those are the vCPUs, in any cgroup.
     """
     try:
         confined = domain.child(VCPUS).threads()
@@ -371,7 +371,7 @@ def _role_by_name(process: ObservedProcess, thread: ThreadStatus, root: str) -> 
         return Role.RUNNER
     if process.is_sleep_infinity and f"/{root}/" not in thread.cgroup:
         return Role.ANCHOR
-    name = status.name.removesuffix(".avx2")  # passt executes this variant of itself where the CPU allows it
+    name = status.name.removesuffix(".avx2")  # passt executes this variant of itself if the CPU supports it
     return DAEMONS.get(name, Role.OTHER)
 
 
@@ -382,7 +382,7 @@ def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:
 
 
 async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
-    """Return the kubelet's CPUs and the cgroups'; while they differ they are read again, for :data:`FOLLOWS_WITHIN` seconds."""
+    """Return the kubelet's CPUs and the cgroups'; if they differ, read them again for :data:`FOLLOWS_WITHIN` seconds."""
     files = KubeletFiles(directory)
     found = await _kubelet_now(roots, root, files)  # however long it takes on a busy node
     with trio.move_on_after(FOLLOWS_WITHIN):

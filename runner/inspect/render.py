@@ -1,4 +1,4 @@
-"""A report for people, for machines, and as lines that two reports are compared by."""
+"""A report for people, for machines, and as lines for the comparison of two reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE = (
     "child_restarts_total",
     "guest_resets_total",
 )
-"""What people are shown of a report."""
+"""The parts of an instance's report that are shown to people."""
 
 
 def report_lines(report: InspectionReport) -> Iterator[str]:
@@ -55,12 +55,12 @@ def report_lines(report: InspectionReport) -> Iterator[str]:
 
 
 def reported_line(reported: Mapping[str, object]) -> str:
-    """Return what an instance has reported of its state, in one line; machines get all of it."""
+    """Return an instance's report of its state in one line; machines get all of it."""
     return " ".join(f"{name}={_value(reported[name])}" for name in STATE if name in reported)
 
 
 def _value(value: object) -> str:
-    if isinstance(value, dict):  # by the values of a label, of which zeros are left out, or texts
+    if isinstance(value, dict):  # numbers by label value, without zeros, or texts
         return ",".join(f"{key}:{_number(each)}" for key, each in value.items() if each) or "none"
     return _number(value)
 
@@ -70,7 +70,7 @@ def _number(value: object) -> str:
 
 
 def instance_title(name: str, pod: str, pod_uid: str) -> str:
-    """Return how people are shown the instance *name*; *pod* and *pod_uid* are empty where they are not known."""
+    """Return the title of the instance *name* for people; *pod* and *pod_uid* are empty if unknown."""
     names = [name if name == UNNAMED else f"instance {name}"]
     if pod:
         names.append(f"pod {pod}")
@@ -87,7 +87,7 @@ def _list_row(each: JudgedInstance) -> tuple[str, ...]:
 
 
 def _summary(judgements: Sequence[Judgement]) -> str:
-    """Return the worst level of *judgements*, with the rules that have it unless it is ``ok``."""
+    """Return the worst level of *judgements*, with the subjects that have it unless it is ``ok``."""
     level = worst(judgements)
     rules = dict.fromkeys(each.subject for each in judgements if each.level is level)
     return level.value if level is Level.OK else f"{level.value}: {', '.join(rules)}"
@@ -108,7 +108,7 @@ def _row(each: ObservedThread, numa_node_of: Mapping[int, int]) -> tuple[str, ..
 
 
 def state_lines(report: InspectionReport) -> Iterator[str]:
-    """Yield a line for each thread and judgement, without the CPU a thread ran on last, which changes all the time."""
+    """Yield a line for each thread and judgement, without the CPU on which a thread last ran, which changes all the time."""
     for each in report.instances:
         name = (each.observation.pod_uid or each.observation.name)[:8]
         for observed in each.observation.threads:

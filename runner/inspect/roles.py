@@ -1,4 +1,4 @@
-"""The roles of a container's processes, by the receipt that the runner wrote when every thread was in its place."""
+"""The roles of a container's processes, from the receipt that the runner wrote when every thread was in its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.placement.threads import ObservedThread, Receipt
 
 @frozen
 class Roles:
-    """The roles of processes, and of QEMU's threads. Since the receipt was written, a number may have been given away."""
+    """The roles of processes, and of QEMU's threads. Numbers may have been reused since the receipt was written."""
 
     processes: Mapping[int, tuple[Role, str]]
     """pid → role and name; QEMU's role is ``emulator``."""
@@ -45,10 +45,10 @@ class Roles:
         return next((pid for pid, (role, _) in self.processes.items() if role is Role.EMULATOR), None)
 
     def of_process(self, process: ProcessStatus, *, is_sleep_infinity: bool) -> Role | None:
-        """Return the role of *process*, or ``None`` if the instance has no such process.
+        """Return the role of *process*, or ``None`` if it does not belong to the instance.
 
-        The runner starts anchors (*is_sleep_infinity*: its command line says so) and some daemons again when they die, under
-        other numbers.
+        The runner restarts anchors (recognised by *is_sleep_infinity*, from the command line) and some daemons, which then have other
+        numbers.
         """
         role, known_as = self.processes.get(process.pid, (None, ""))
         if role is not None and process.name == known_as:
@@ -59,7 +59,7 @@ class Roles:
         return Role.ANCHOR if is_sleep_infinity else daemon
 
     def of_thread(self, role: Role, thread: ThreadStatus) -> ObservedThread:
-        """Return *thread* of a process with the *role*, QEMU's vCPUs and iothreads told apart."""
+        """Return *thread* of a process with *role*, with QEMU's vCPUs and iothreads recognised."""
         if role is Role.EMULATOR and thread.tid in self.vcpus:
             return ObservedThread(Role.VCPU, self.vcpus[thread.tid], thread)
         if role is Role.EMULATOR and thread.tid in self.iothreads:

@@ -1,8 +1,8 @@
 """The rules that must hold for a running instance, judged from an observation of it.
 
-A rule that does not hold is an error, also where not everything could be observed: one violation suffices. Where none
-was observed, but not everything could be, it is unknown. Where threads may be is not decided here but by
-:mod:`runner.placement.threads`, which the start and ``/readyz`` judge by, too.
+A broken rule is an error, even if not everything could be observed: one violation suffices. If no violation was observed, but not
+everything could be, the result is unknown. The places of threads are defined by :mod:`runner.placement.threads`, which the start and
+``/readyz`` use, too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ VCPUS = Subject("vcpus", "a vCPU that shares its CPU stands still while another 
 
 
 def vcpus_alone(instance: InstanceObservation) -> Iterator[Judgement]:
-    """Judge that every vCPU thread has one CPU of the instance's to itself, in the instance's cgroup."""
+    """Judge that every vCPU thread is alone on one CPU of the instance, in the instance's cgroup."""
     if not instance.vcpu_threads and not instance.rules.pins:
         yield VCPUS.unknown(NO_VCPU_THREAD)
         return
@@ -91,11 +91,11 @@ EXCLUSIVE = Subject("exclusive", "what else may run on the instance's CPUs takes
 
 
 def cpus_exclusive(instance: InstanceObservation) -> Iterator[Judgement]:
-    """Judge that nothing but the vCPUs may run on the instance's CPUs, and that its threads are in their cgroups.
+    """Judge that only the vCPUs may run on the instance's CPUs, and that its threads are in their cgroups.
 
-    Those in float are to have all of float's CPUs.
+    Threads in float must have all of float's CPUs.
 
-    What may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) is counted in what is found.
+    Threads that may run there without competing (:meth:`~runner.placement.threads.ThreadRules.exempts`) are counted in the finding.
     """
     violations = tuple(each for each in _violations(instance) if not _is_about_vcpus(each))
     yield from _errors(EXCLUSIVE, violations)
@@ -168,7 +168,7 @@ LOCAL = Subject("local", "memory of another NUMA node is slower by half")
 
 
 def memory_local(instance: InstanceObservation) -> Iterator[Judgement]:
-    """Judge that the guest's RAM lies on the NUMA nodes it is bound to, as far as QEMU has mapped it.
+    """Judge that the guest's RAM, as far as QEMU has mapped it, is on the NUMA nodes that it is bound to.
 
     These are the NUMA nodes of the instance's CPUs, unless they have no memory that the pod may use. RAM that is bound
     to nothing is judged by the CPUs.
@@ -200,7 +200,7 @@ CHARGED = Subject("charged", "what is charged to another cgroup counts against t
 
 
 def memory_charged(instance: InstanceObservation) -> Iterator[Judgement]:
-    """Judge that the guest's RAM is charged to the pod: its cgroup is charged at least the bytes that are mapped."""
+    """Judge that the guest's RAM is charged to the pod: the charge of its cgroup must be at least the mapped bytes."""
     memory, charge = instance.memory, instance.charge
     if isinstance(memory, Unknown):
         yield CHARGED.unknown(memory.reason)
@@ -235,9 +235,9 @@ KUBELET = Subject("kubelet", "the kubelet gives CPUs to pods by its own state al
 
 
 def as_the_kubelet_says(observed: KubeletObservation | Unknown) -> Iterator[Judgement]:
-    """Judge that float has the kubelet's shared pool, and each instance only CPUs that the kubelet gives its pod.
+    """Judge that float has the kubelet's shared pool, and each instance only CPUs that the kubelet has assigned to its pod.
 
-    Float has no CPU of an instance whose threads outlive its pod, unless no other CPU is left.
+    Float must have no CPU of an instance whose threads outlive its pod, unless no other CPU is left.
     """
     if isinstance(observed, Unknown):
         yield KUBELET.unknown(observed.reason)
@@ -262,5 +262,5 @@ def _unlike_the_kubelet(observed: KubeletObservation) -> Iterator[str]:
 
 
 def _size(size: int) -> str:
-    """Return *size* bytes in MiB; more than nothing is at least 0.1 MiB."""
+    """Return *size* bytes in MiB; any size above zero is shown as at least 0.1 MiB."""
     return f"{max(size / (1 << 20), 0.1 if size else 0):.4g} MiB"

@@ -1,4 +1,4 @@
-"""The tasks that run on recorded CPUs: from /proc, and by what was recorded of their births and moves."""
+"""The tasks on recorded CPUs: from /proc, and from recorded births and moves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _KTHREADD = 2
 _BOUND_NAME = re.compile(r"kworker/[0-9]+:.*|[^/]+/[0-9]+", re.ASCII)
 """The name of a kernel thread that is bound to a CPU; that of an unbound worker begins with ``kworker/u``."""
 _STRING_AT = 0xFFFF
-"""The bits of a ``__data_loc`` field that hold where the string begins (``include/trace/stages/``)."""
+"""The bits of a ``__data_loc`` field with the offset of the string (``include/trace/stages/``)."""
 _ANCESTORS = 100
-"""Ended parents of an ended task that are asked for its cgroup."""
+"""Ended ancestors of an ended task that are followed to find its cgroup."""
 
 
 @frozen
@@ -39,7 +39,7 @@ class KnownTask:
 
 
 def known_tasks(processes: ProcessTable) -> dict[int, KnownTask]:
-    """Return thread → what *processes* shows of it."""
+    """Return thread → its entry in *processes*."""
     return {
         thread.tid: KnownTask(thread.name, pid, thread.cgroup, process.status.kernel, len(thread.cpus) == 1)
         for pid, process in processes.processes.items()
@@ -49,18 +49,18 @@ def known_tasks(processes: ProcessTable) -> dict[int, KnownTask]:
 
 @attrs.define
 class TaskTable:
-    """The known tasks: from /proc before the window and within it, and by their births and moves."""
+    """The known tasks: from /proc before and during the window, and from their births and moves."""
 
     _procfs: Procfs
     _events: TraceInstance
     _known: dict[int, KnownTask]
-    """Thread → what it was before the window."""
+    """Thread → its state before the window."""
     _looked_up: dict[int, KnownTask | None] = attrs.field(factory=dict, init=False)
-    """Thread → what it was when it was seen first; ``None`` if it had ended."""
+    """Thread → its state when it was first seen; ``None`` if it had ended."""
     _parents: dict[int, tuple[int, int]] = attrs.field(factory=dict, init=False)
-    """Thread that was born within the window → when, and by which thread."""
+    """Thread born within the window → time of its birth, and its parent."""
     _moves: dict[int, list[tuple[int, str]]] = attrs.field(factory=dict, init=False)
-    """Thread, or leader of a process that was moved as a whole → when, and to which cgroup."""
+    """Thread, or leader of a process moved as a whole → times of its moves, and the target cgroups."""
     _fork: tuple[int, struct.Struct] = attrs.field(init=False)
     _attach: struct.Struct = attrs.field(init=False)
 
@@ -75,7 +75,7 @@ class TaskTable:
         return attach.record(dst_root="i", pid="i", dst_path="I")
 
     def read(self) -> None:
-        """Read the births and moves that were recorded since the last time."""
+        """Read the births and moves recorded since the last call."""
         number, fork = self._fork
         for cpu in self._events.cpus:
             for page in self._events.pages(cpu):
@@ -109,7 +109,7 @@ class TaskTable:
         return KnownTask(thread.name, process.pid, thread.cgroup, process.kernel, len(thread.cpus) == 1)
 
     def task(self, tid: int, name: str, ran_at: int) -> KnownTask:
-        """Return thread *tid* with *name* as it was at the time *ran_at*, as far as it is known."""
+        """Return thread *tid*, named *name*, as it was at the time *ran_at*, as far as known."""
         found = self._known.get(tid) or self._looked_up.get(tid)
         if found is None:
             kernel = self._parents.get(tid, (0, 0))[1] == _KTHREADD
@@ -117,10 +117,10 @@ class TaskTable:
         return attrs.evolve(found, name=name or found.name, cgroup=self._cgroup(tid, ran_at))
 
     def _cgroup(self, tid: int, at: int) -> str:
-        """Return the cgroup of *tid* at the time *at*: of its last move before, else that of its parent at its birth.
+        """Return the cgroup of *tid* at the time *at*: the target of its last move before, or its parent's at its birth.
 
-        Where that is not known it is that of the first move after: the kernel records a move when it is done, and the task may
-        have run where it was moved to before (``cgroup_attach_task`` of ``kernel/cgroup/cgroup.c``).
+        If that is unknown, it is the target of the first later move: the kernel records a move when it is complete, and the task may have
+        run in the target before (``cgroup_attach_task`` of ``kernel/cgroup/cgroup.c``).
         """
         first = self._moves.get(tid, [])
         for _ in range(_ANCESTORS):

@@ -1,4 +1,4 @@
-"""Recording what runs on the CPUs of instances: every switch of tasks, or the kernel's sums where none can be recorded."""
+"""Recording the tasks on the CPUs of instances: every switch, or the kernel's sums if switches cannot be recorded."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from runner.kernel.tracefs import TraceInstance, remove_stale_instances, trace_i
 from runner.placement.threads import ObservedThread
 
 READ_AGAIN = 0.1
-"""Seconds between readings of the buffers: a task that has ended meanwhile is known only by what was recorded."""
+"""Seconds between readings of the buffers: a task that has ended meanwhile is known only from the record."""
 _SWITCHES_KIB = 4096
-"""The buffer of a recorded CPU, for 61,000 switches."""
+"""Buffer of a recorded CPU in KiB, enough for 61,000 switches."""
 _TASKS_KIB = 64
-"""The buffer of each of the machine's CPUs for births and moves of tasks."""
+"""Buffer of each CPU of the machine for births and moves of tasks, in KiB."""
 _SWITCH = ("sched/sched_switch",)
 _TASKS = ("sched/sched_process_fork", "cgroup/cgroup_attach_task")
 
 
 @trio.lowlevel.enable_ki_protection
 async def trace(roots: Roots, observation: Observation, seconds: float) -> TraceReport:
-    """Record what runs on the CPUs of the instances of *observation* for *seconds*; this process stays off them meanwhile.
+    """Record the tasks on the CPUs of the instances of *observation* for *seconds*; this process avoids these CPUs meanwhile.
 
-    Ctrl-C ends it where it waits, so that nothing of it is left in the kernel.
-    Raises :class:`HostError` when neither switches nor sums are to be had.
+    Ctrl-C takes effect only while it waits, so that nothing of it is left in the kernel. Raises :class:`HostError` when neither switches
+    nor sums are available.
     """
     instances = observation.instances
     cpus = CpuSet.union(each.cpus for each in instances)
@@ -68,7 +68,7 @@ async def trace(roots: Roots, observation: Observation, seconds: float) -> Trace
 
 
 def _require_sight(instances: tuple[InstanceObservation, ...]) -> None:
-    """Raise :class:`HostError` unless the numbers of tasks here are those that the kernel records."""
+    """Raise :class:`HostError` unless task numbers here equal those that the kernel records."""
     if hidden := next((each.hidden for each in instances if each.hidden), ""):
         raise HostError(hidden)
 
@@ -121,8 +121,8 @@ def _traces(
 def switch_recorder(roots: Roots, cpus: CpuSet) -> Iterator[SwitchRecorder]:
     """Record the switches of tasks on *cpus* from now on, until :meth:`SwitchRecorder.finish`.
 
-    Births and moves between cgroups are recorded on all CPUs, because a task that has ended has no entry in /proc.
-    Raises :class:`HostError` when tracefs is not to be had.
+    Births and moves between cgroups are recorded on all CPUs, because a task that has ended has no entry in /proc. Raises
+    :class:`HostError` when tracefs is not available.
     """
     online, pid = read_online_cpus(roots.sys).online, os.getpid()
     with tracefs_reached(roots.sys) as tracefs:
@@ -132,7 +132,7 @@ def switch_recorder(roots: Roots, cpus: CpuSet) -> Iterator[SwitchRecorder]:
             trace_instance(tracefs, _TASKS, online, _TASKS_KIB, pid=pid) as tasks,
         ):
             tasks.start()
-            # What is born meanwhile has at least its birth on record.
+            # A task born meanwhile at least has a record of its birth.
             known = known_tasks(read_processes(roots))
             switches.start()
             begin = time.monotonic_ns()
@@ -156,7 +156,7 @@ class SwitchRecorder:
         return switch.record(prev_comm="16s", prev_pid="i", next_comm="16s", next_pid="i")
 
     def read(self) -> None:
-        """Count what was recorded since the last time, and look up tasks that were not seen before."""
+        """Count the switches recorded since the last call, and look up tasks that were not seen before."""
         self._table.read()
         unpack = self._layout.unpack_from
         for cpu, tally in self._tallies.items():
@@ -169,7 +169,7 @@ class SwitchRecorder:
             self._table.look_up(tally.names)
 
     def finish(self) -> int:
-        """Record no more, count the rest, and return the length of the window in nanoseconds."""
+        """End the recording, count the rest, and return the length of the window in nanoseconds."""
         end = time.monotonic_ns()
         self._switches.stop()
         for tally in self._tallies.values():
@@ -178,15 +178,15 @@ class SwitchRecorder:
         unswitched = CpuSet(cpu for cpu, tally in self._tallies.items() if not tally.has_switched)
         running = self._procfs.runnable(unswitched) if unswitched else {}
         for cpu, tally in self._tallies.items():
-            # Where nothing switched, one task ran all the time. Of several that can run, the others only waited for it:
-            # the kernel lets none but a real-time task do that, and QEMU has none.
+            # On a CPU without a switch one task ran all the time. Other runnable tasks only waited for it, which the kernel allows only for
+            # a real-time task, and QEMU has none.
             runs = max((tid for _, tid in running.get(cpu, [])), key=_is_real_time, default=IDLE)
             tally.finish(end, runs)
             self._table.look_up([runs])
         return end - next(iter(self._tallies.values())).begin if self._tallies else 0
 
     def accounts(self, vcpus: Mapping[int, ObservedThread]) -> dict[int, CpuAccount]:
-        """Return CPU → how it spent the window; *vcpus* are the vCPU threads by the CPU that each is pinned to."""
+        """Return CPU → its account of the window; *vcpus* are the vCPU threads by the CPU that each is pinned to."""
         return {cpu: self._account(cpu, tally, vcpus.get(cpu)) for cpu, tally in self._tallies.items()}
 
     def _account(self, cpu: int, tally: SwitchTally, vcpu: ObservedThread | None) -> CpuAccount:

@@ -1,4 +1,4 @@
-"""The JSON that a running instance answers with on its control socket, and leaves at its end, as types.
+"""The types of the JSON that a running instance answers on its control socket, and leaves at its end.
 
 See :mod:`runner.facts.documents`. Sizes are bytes, times seconds. Each answer has the number of the protocol besides, ``version``.
 """
@@ -20,13 +20,13 @@ class EndDocument(TypedDict):
     status: int
     """The exit status."""
     outcome: str
-    """Its name."""
+    """The name of the exit status."""
     detail: str
-    """The sentence, cut where it is long."""
+    """The error's sentence, shortened if it is long."""
     faults: list[str]
-    """What could not be released."""
+    """Resources that could not be released."""
     problems: list[ProblemDocument]
-    """Why it was refused, or its start failed, as many as there is room for. Nothing of ``cloud_init`` is shown in ``found``."""
+    """The problems for which it was refused or its start failed, as many as fit. Values of ``cloud_init`` are never shown in ``found``."""
 
 
 class StatusPlacementDocument(TypedDict):
@@ -35,7 +35,7 @@ class StatusPlacementDocument(TypedDict):
     backend: Backend
     guarantee: GuaranteeKind
     guarantee_reason: str
-    """Why it is not ``enforced``; empty where it is."""
+    """The reason why it is not ``enforced``; empty if it is."""
     cpus: CpuList
     """The CPUs of the vCPUs."""
     pins: list[int | None]
@@ -43,7 +43,7 @@ class StatusPlacementDocument(TypedDict):
     float_cpus: CpuList
     """The CPUs of all other threads."""
     misplaced: list[str]
-    """What is not in its place; empty where every thread is."""
+    """Descriptions of the misplaced threads; empty if there are none."""
 
 
 class StatusNetworkDocument(TypedDict):
@@ -52,7 +52,7 @@ class StatusNetworkDocument(TypedDict):
     mode: NetworkMode
     mac: str
     addresses: list[str]
-    """The addresses that the guest gets by DHCP, as far as the runner gives them."""
+    """The guest's DHCP addresses, if the runner assigns them."""
 
 
 class ResetsDocument(TypedDict):
@@ -74,9 +74,9 @@ class DiskDocument(TypedDict):
     ephemeral: bool
     serial: str | None
     attached: bool
-    """It was attached while the guest ran."""
+    """Whether it was attached while the guest ran."""
     released: bool
-    """The guest has released it, and it can be detached."""
+    """Whether the guest has released it, so that it can be detached."""
 
 
 class ChangeDocument(TypedDict):
@@ -92,11 +92,11 @@ class RunnerDocument(TypedDict):
     version: str
     """The version of the program."""
     generation: int
-    """How often it was renewed."""
+    """Number of renewals."""
     digest: str
     """The digest of the program that ``ctl upgrade`` brought, or else of the image; empty where there is no image of ours."""
     outcome: Literal["renewed", "fell_back", "resumed"] | None
-    """What came of the last renewal."""
+    """The outcome of the last renewal."""
     reason: str
 
 
@@ -105,9 +105,9 @@ class StatusQemuDocument(TypedDict):
 
     version: str
     generation: int
-    """How often it was updated."""
+    """Number of updates."""
     error: str
-    """Why it does not answer; empty where it does. What only QEMU knows is missing or old then."""
+    """The reason why it does not answer; empty if it does. Values that only QEMU knows are then missing or out of date."""
 
 
 class StatusDocument(TypedDict):
@@ -121,24 +121,24 @@ class StatusDocument(TypedDict):
     """``null`` before the guest runs."""
     ready: bool
     not_ready: str
-    """Why it is not ready; empty where it is."""
+    """The reason why it is not ready; empty if it is."""
     accelerator: str
     """``kvm``, or ``tcg`` where the guest is emulated."""
     cpu_model: str
     vcpus: int
     most_vcpus: int | None
-    """The largest number of vCPUs that it may have; ``null`` where none can be plugged."""
+    """The largest possible number of vCPUs; ``null`` if none can be plugged."""
     memory: int
     placement: StatusPlacementDocument
     agent: Literal["none", "connected", "absent"]
     """The guest agent; ``none`` where the guest has no channel for it."""
     networks: list[StatusNetworkDocument]
     restarts: dict[str, int]
-    """Children that were started again, by role."""
+    """Number of restarts of children, by role."""
     console_log: str
     console_bytes: int
     console_silent: str
-    """What is said of a console on which nothing was written; else empty."""
+    """A remark about a console without any output; otherwise empty."""
     resets: ResetsDocument
     disks: list[DiskDocument]
     free_slots: int
@@ -174,30 +174,30 @@ class VcpusAnswer(TypedDict):
 
     vcpus: list[VcpuDocument]
     unused: CpuList
-    """The CPUs of the container that no vCPU has."""
+    """The CPUs of the container that no vCPU uses."""
     most: int
-    """The largest number of vCPUs that it may have."""
+    """The largest possible number of vCPUs."""
     pause_ms: NotRequired[float]
     """Milliseconds for which the guest was stopped, after a change of their number."""
 
 
 class QemuCheckAnswer(TypedDict):
-    """The reasons against another QEMU that is to take over."""
+    """The reasons why another QEMU cannot take over."""
 
     running: str
     """The version of the QEMU that has the guest."""
     program: str
     program_version: str
-    """Empty where it was not even asked."""
+    """Its version; empty if the program was not executed."""
     machine: str
     """The type of the guest's machine."""
     refused: list[str]
-    """Why it could not; empty where it could."""
+    """The reasons why it cannot take over; empty if it can."""
 
 
 QemuUpdateAnswer = TypedDict("QemuUpdateAnswer", {"from": str, "to": str, "pid": int, "pause_ms": int})
-"""What came of an update of QEMU: both versions, the process that has the guest now, and for how long the guest did not run."""
+"""The result of an update of QEMU: both versions, the process that has the guest now, and the pause of the guest."""
 
 
 class NothingAnswer(TypedDict):
-    """It is done, and there is no more to say."""
+    """An answer without further content: the request was carried out."""

@@ -1,27 +1,24 @@
-"""The store of what a runner holds, by name: made in a fresh start, found in a program that renews one (get or make).
+"""The store of a runner's resources by name: created in a fresh start, found in a program that renews a runner.
 
-The descriptor store of systemd works in the same way (``FileDescriptorStoreMax=`` of systemd.service(5)). A holder of the nest
-asks for what it is to hold and cannot tell whether that was made now, or years ago by another version of this program::
+The descriptor store of systemd works in the same way (``FileDescriptorStoreMax=`` of systemd.service(5)). A part of the instance asks for
+its resource by name, and cannot tell whether it was created now, or years ago by another version of this program::
 
     directory = stack.enter_context(held.fd("state directory", partial(claimed_directory, path)))
     process = held.child("qemu", processes, start, lambda: machine.process)
     counters = held.value("counters", Counters)
     await held.once("guest runs", begin)
 
-1. A name has one type, in one table: ``NAMES`` in ``runner/instance/renewal/names.py``. What is after a colon, as in
-   ``anchor:0``, tells those of one kind apart. Only that table, and what reads and writes the documents, knows how a name looks
-   on the wire; nothing is imported for it in a fresh start.
-2. Held are values (plain, frozen, or changed in place), what *current* returns of an object that has more than plain values,
-   descriptors and sockets, children, and the result of an act on the kernel or on QEMU that is done once.
-3. At exec nothing is asked of a holder: the store has each value itself, or the function by which it is read. The numbers of all
-   descriptors in the documents are what the next program inherits.
-4. A renewed program takes everything in one step of the event loop: no method awaits anything that was found. A name that is
-   missing was not written by the runner before, one that is left was not asked for: either is an error, unless the table says
-   that the name is newer than the format of what was found. Then it is made, as in a fresh start.
-5. An error before the end of that step, in a method or in a block of one, executes the program before (:attr:`Held.fall_back`),
-   before anything is released: each block of this module is left by that way first.
-6. What QEMU has got is held by no runner any more (:meth:`Held.passed_on`): it is made in a fresh start, and empty otherwise.
-7. Times are the kernel's (CLOCK_MONOTONIC): the clock of the event loop begins anew with each program.
+1. A name has one type, in one table: ``NAMES`` in ``runner/instance/renewal/names.py``. A suffix after a colon, as in ``anchor:0``,
+distinguishes resources of one kind. Only that table, and what reads and writes the documents, knows how a name looks on the wire; nothing
+is imported for it in a fresh start. 2. Held are values (plain, frozen, or changed in place), what *current* returns of an object that has
+more than plain values, descriptors and sockets, children, and the result of an act on the kernel or on QEMU that is done once. 3. At exec
+nothing is asked of a holder: the store has each value itself, or the function by which it is read. The numbers of all descriptors in the
+documents are what the next program inherits. 4. A renewed program takes everything in one step of the event loop: no method awaits anything
+that was found. A name that is missing was not written by the runner before, one that is left was not asked for: either is an error, unless
+the table says that the name is newer than the format of what was found. Then it is made, as in a fresh start. 5. An error before the end of
+that step, in a method or in a block of one, executes the program before (:attr:`Held.fall_back`), before anything is released: each block
+of this module is left by that way first. 6. What QEMU has got is held by no runner any more (:meth:`Held.passed_on`): it is made in a fresh
+start, and empty otherwise. 7. Times are the kernel's (CLOCK_MONOTONIC): the clock of the event loop begins anew with each program.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ def _same(value: T) -> T:
 
 
 class Held:
-    """The store of one program. The default is that of a fresh start."""
+    """The store of one program; by default that of a fresh start."""
 
     def __init__(
         self,
@@ -55,21 +52,21 @@ class Held:
         fall_back: Callable[[BaseException], object] | None = None,
     ) -> None:
         self.found = found
-        """What the runner before has held and nothing has asked for yet, by name; ``None`` in a fresh start."""
+        """The resources of the previous program that were not asked for yet, by name; ``None`` in a fresh start."""
         self.newer = newer
-        """Tells whether a name is newer than the format of what was found."""
+        """Tells whether a name is newer than the format of the found state."""
         self.fall_back = fall_back
-        """Executes the program before; ``None`` once there is no way back, and in a fresh start."""
+        """Executes the previous program; ``None`` once there is no way back, and in a fresh start."""
         self.read: dict[str, Callable[[], object]] = {}
-        """What is held, by name: returns it as it is now."""
+        """Name → function that returns the current value."""
         self.blocks: list[str] = []
-        """The names of what a block holds, whose end releases it."""
+        """The names of resources held by a block, whose end releases them."""
         self._before_commit: list[Callable[[], None]] = []
         self._at_commit: list[Callable[[], object]] = []
 
     @property
     def resuming(self) -> bool:
-        """Return whether another program has held all this before."""
+        """Return whether this program has taken over from another one."""
         return self.found is not None
 
     def value(
@@ -79,9 +76,9 @@ class Held:
         now: Callable[[], object] | None = None,
         adopt: Callable[[Any], T] = _same,
     ) -> T:
-        """Return what is held as *name*, and what *make* returns in a fresh start.
+        """Return the value held as *name*, in a fresh start the result of *make*.
 
-        *now* returns what is to be found next, by default the same object. *adopt* makes the value of what was found.
+        *now* returns the value for the next program, by default the same object. *adopt* converts the found value.
         """
         with self.guarded():
             value: T = adopt(self._take(name)) if self._finds(name) else make()
@@ -89,7 +86,7 @@ class Held:
         return value
 
     def current(self, name: str, read: Callable[[], T]) -> T:
-        """Return what is held as *name*; *read* returns what that is now, also in a fresh start."""
+        """Return the value held as *name*; *read* returns the current one, which is used in a fresh start and for the next program."""
         return self.value(name, read, read)
 
     async def once(
@@ -116,7 +113,7 @@ class Held:
         adopt: Callable[[Any], AbstractContextManager[T]],
         now: Callable[[T], object] = _same,
     ) -> Iterator[T]:
-        """Hold as *name* what *make* holds; *adopt* holds in the same way what was found, *now* returns what is to be found next."""
+        """Hold the result of *make* as *name*; *adopt* holds a found value likewise, *now* returns the value for the next program."""
         with ExitStack() as stack, self.guarded():
             value = stack.enter_context(adopt(self._take(name)) if self._finds(name) else make())
             self.read[name] = lambda: now(value)
@@ -130,14 +127,14 @@ class Held:
     def socket(
         self, name: str, make: Callable[[], AbstractContextManager[Socket]], now: Callable[[], int] | None = None
     ) -> AbstractContextManager[Socket]:
-        """Hold a socket; *now* returns the number of its descriptor where another may have taken its place."""
+        """Hold a socket; *now* returns the number of its descriptor, where another socket may have replaced it."""
         return self.block(name, make, adopted_socket, lambda found: found.fileno() if now is None else now())
 
     @contextmanager
     def pair(
         self, name: str, purpose: str, now: Callable[[], int] | None = None
     ) -> Iterator[tuple[Socket, Socket | None]]:
-        """Hold our end of a connection as *name*, and in a fresh start the other one, for the child that is to have it."""
+        """Hold our end of a connection as *name*, and in a fresh start also the other end, which the child gets."""
         with ExitStack() as stack:
             theirs: Socket | None = None
 
@@ -153,18 +150,18 @@ class Held:
     def child(
         self, name: str, processes: Processes, spawn: Callable[[], Process], now: Callable[[], Process]
     ) -> Process:
-        """Return a child, which the caller ends; *now* returns the one that has taken its place since.
+        """Return a child, which the caller ends; *now* returns the child that has replaced it since.
 
-        Raises :exc:`~runner.base.errors.HostError` for one that cannot be started, or is no child of this process any more.
+        Raises :exc:`~runner.base.errors.HostError` for a child that cannot be started, or is no longer a child of this process.
         """
         return self.value(name, spawn, lambda: now().record(), processes.adopt)
 
     def passed_on(self, make: Callable[[], AbstractContextManager[T]], nothing: T) -> AbstractContextManager[T]:
-        """Hold what *make* holds until QEMU has it; *nothing* if QEMU has it already."""
+        """Hold the result of *make* until QEMU has it; *nothing* if QEMU has it already."""
         return make() if self.found is None else nullcontext(nothing)
 
     def before_commit(self, check: Callable[[], None]) -> None:
-        """Call *check* when everything was found; an error of it is one more way back. Never in a fresh start."""
+        """Call *check* once everything was taken over; an error leads back to the previous program. Not called in a fresh start."""
         self._before_commit.append(check)
 
     def at_commit(self, act: Callable[[], object]) -> None:
@@ -175,7 +172,7 @@ class Held:
             self._at_commit.append(act)
 
     def commit(self) -> None:
-        """Give up the way back: everything was found, and asked for."""
+        """Give up the way back: everything was found and asked for."""
         if self.fall_back is None:
             return
         with self.guarded():
@@ -188,7 +185,7 @@ class Held:
             act()
 
     def go_back(self) -> None:
-        """Execute the program before, instead of releasing anything, while there is a way back."""
+        """Execute the previous program, if that is still possible, before anything is released."""
         if self.fall_back is not None:
             self.fall_back(sys.exc_info()[1] or RuntimeError("it ended before it had taken everything over"))
 
@@ -203,7 +200,7 @@ class Held:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Go back for an error of the block, before what holds the block releases anything."""
+        """Go back if the block raises an error, before anything is released."""
         try:
             yield
         except BaseException:

@@ -51,34 +51,34 @@ ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LONGEST_TERMINATION_LOG = 4096
 """Bytes that Kubernetes keeps of a termination log (``MaxContainerTerminationMessageLength``)."""
 LONGEST_FOUND = 300
-"""Bytes of a value of the spec there."""
+"""Bytes of a value of the spec in the termination log."""
 _MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
-"""Errors of a system call that say nothing of the host."""
+"""Error numbers of system calls that indicate a bug of this program, not a problem of the host."""
 
 
 @frozen
 class ExitReport:
-    """The end of the instance, from which the exit status and the termination log are made."""
+    """The end of the instance, source of the exit status and the termination log."""
 
     status: int
     outcome: str
     detail: str
     faults: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    """Why it was refused, or why its start failed; those of the spec with the key that they are about."""
+    """The problems for which it was refused or its start failed; those of the spec with their keys."""
     source: str = ""
     document: bytes = b""
-    """The spec that the problems are about, and its name; empty where they are about none."""
+    """The spec that the problems are about, and its name; empty if they concern none."""
 
     @classmethod
     def of(cls, error: RunnerError) -> Self:
-        """Return the report of an instance that *error* ends."""
+        """Return the report of an instance ended by *error*."""
         source = error.source if isinstance(error, SpecError) else ""
         return cls(error.status, error.status.name.lower(), explain(error), (), problems_of(error), source)
 
     def to_json(self) -> EndDocument:
         """Return it as written to the termination log."""
-        # Kubernetes keeps 4096 bytes of it: all fields are cut so that what it keeps is JSON.
+        # Kubernetes keeps 4096 bytes of it: the fields are shortened so that these are valid JSON.
         document: EndDocument = {
             "version": 1,
             "status": self.status,
@@ -94,7 +94,7 @@ class ExitReport:
         return document
 
     def _problems(self) -> list[ProblemDocument]:
-        """Return the problems; what is found is left out where it is long, or may be a secret of cloud-init's."""
+        """Return the problems; *found* values that are long, or may be a secret of cloud-init, are left out."""
         written: Mapping[str, object] = {}
         with suppress(RunnerError):  # that it cannot be parsed is the problem
             written = {**parse_document(self.source, self.document), "cloud_init": None}
@@ -120,7 +120,7 @@ class Streams:
     stdout: NonBlockingWriter
     stderr: NonBlockingWriter
     console: Callable[[bytes], None]
-    """Writes the guest's console output to standard output; without data it was the last."""
+    """Writes the guest's console output to standard output; empty data marks the end."""
     http: tuple[str, int] | None
     """Address and port for probes and metrics, if they are served."""
 
@@ -136,7 +136,7 @@ async def run_as_init(
 ) -> ExitReport:
     """Run the instance that the document *data* describes, from the first signal to the last child.
 
-    Raises nothing but what is a mistake of this program. Without *pid1* it becomes a subreaper to adopt orphans.
+    Raises only for bugs of this program. Without *pid1* it becomes a subreaper to adopt orphans.
     """
     try:
         if pid1 and os.getpid() != 1:
@@ -158,9 +158,9 @@ async def run_as_init(
 
 
 def _refuse_foreign_procfs() -> None:
-    """Raise :exc:`~runner.base.errors.RefusedError` unless /proc shows the processes of our PID namespace, by our numbers.
+    """Raise :exc:`~runner.base.errors.RefusedError` unless /proc shows the processes of our PID namespace, with our numbers.
 
-    And the machine, as /sys does.
+    It must also show the machine, and so must /sys.
     """
     try:
         shown = os.readlink("/proc/self")  # noqa: PTH115 - PID 1 needs no more of pathlib
@@ -186,7 +186,7 @@ def _refuse_foreign_procfs() -> None:
 
 
 async def resume_as_init(streams: Streams, renewal: Renewal) -> ExitReport:
-    """Go on with the instance that another program of this process has held; see :func:`run_as_init`."""
+    """Continue the instance that the previous program of this process has held; see :func:`run_as_init`."""
 
     async def run(supervisor: Supervisor) -> ExitReport:
         return await _run(None, supervisor, streams, None)
@@ -214,8 +214,8 @@ async def _supervised(
             ):
                 report = await run(supervisor)
         finally:
-            # A signal from here on comes too late to change anything, and must not end this process: trio raises
-            # again what its receiver has not delivered.
+            # A signal from here on is too late to change anything, and must not end this process: trio raises a signal again that its
+            # receiver has not delivered.
             signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     if faults.own is not None:
         of_fault = of_running_guest(report_of(faults.own))
@@ -224,7 +224,7 @@ async def _supervised(
 
 
 def with_faults(report: ExitReport, faults: tuple[str, ...]) -> ExitReport:
-    """Return *report* with what could not be released, if there is any."""
+    """Return *report* together with the release failures, if any."""
     if not faults:
         return report
     detail = f"{report.detail} ({report.outcome}), but not everything could be released"
@@ -232,7 +232,7 @@ def with_faults(report: ExitReport, faults: tuple[str, ...]) -> ExitReport:
 
 
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
-    """Return what :func:`run_as_init` would do on this host; touches nothing. Raises :exc:`~runner.base.errors.RunnerError`."""
+    """Return the plan that :func:`run_as_init` would carry out here; change nothing. Raises :exc:`~runner.base.errors.RunnerError`."""
     spec = parse_instance(source, data, os.environ)
     async with open_supervisor(StopRequest(), Faults(), dying_with_us()) as supervisor:
         result = await capture(partial(_plan, source, spec, supervisor, state_directory))
@@ -252,11 +252,11 @@ async def _run(
     streams: Streams,
     planned: Callable[[Supervisor], Awaitable[InstancePlan]] | None,
 ) -> ExitReport:
-    """Run the instance *asked* for, or the one that is held; *planned* returns the plan of one that begins, and is not there else."""
+    """Run the instance *asked* for, or the one taken over; *planned* returns the plan of a new instance and is absent otherwise."""
 
     async def run() -> ExitReport:
         async with _with_inherited_fds(bare, asked) as supervisor:
-            # Without its remarks, which were logged, and cloud-init's documents, which QEMU has: they hold secrets.
+            # Without its remarks, which were logged, and without cloud-init's documents, which hold secrets and which QEMU has.
             plan = await supervisor.held.once(
                 "plan",
                 planned and partial(planned, supervisor),
@@ -331,14 +331,14 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
 
 
 def of_running_guest(report: ExitReport) -> ExitReport:
-    """Return *report* of what went wrong when the guest had begun to run: the start is over, and has not failed."""
+    """Return *report* as that of an error after the guest had begun to run: the start did not fail."""
     if report.status != Status.START_FAILED:
         return report
     return attrs.evolve(report, status=Status.MACHINE_DIED, outcome=Status.MACHINE_DIED.name.lower())
 
 
 def report_of(error: Exception) -> ExitReport:
-    """Return the report of an end by *error*."""
+    """Return the report of an instance ended by *error*."""
     if isinstance(error, RunnerError):
         return ExitReport.of(error)
     if (report := failed_system_call(error)) is not None:
@@ -347,9 +347,9 @@ def report_of(error: Exception) -> ExitReport:
 
 
 def failed_system_call(error: BaseException) -> ExitReport | None:
-    """Return the report of an end by system calls that have failed, or ``None`` if *error* is a mistake of this program.
+    """Return the report of an end by failed system calls, or ``None`` if *error* is a bug of this program.
 
-    Background tasks raise in groups. What a system call says of a wrong argument is such a mistake, too.
+    Background tasks raise in groups. A system call's error about a wrong argument counts as a bug, too.
     """
     failed = _os_error(error)
     if failed is None:
@@ -362,9 +362,7 @@ def failed_system_call(error: BaseException) -> ExitReport | None:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    if isinstance(
-        error, trio.TrioInternalError
-    ):  # a call of the event loop itself; what else failed is its consequence
+    if isinstance(error, trio.TrioInternalError):  # a call of the event loop itself; other errors are its consequence
         cause = error.__cause__
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]

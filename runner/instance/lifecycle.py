@@ -1,6 +1,6 @@
-"""The life of one instance: what is held, in which order, and how it ends.
+"""The life of one instance: the resources it holds, their order, and its end.
 
-The order of the lines in :func:`run_instance` is the order of the start, and upside down that of the teardown.
+The lines of :func:`run_instance` are in the order of the start; the teardown goes through them from the last to the first.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ IMPORTED_AGAIN = 1.0
 async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:
     """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
 
-    Raises :exc:`~runner.base.errors.RunnerError` when the start failed; everything that was acquired has been released then,
-    and what could not be released is in ``supervisor.faults``.
+    Raises :exc:`~runner.base.errors.RunnerError` when the start failed; everything acquired has then been released, and failed releases are
+    in ``supervisor.faults``.
     """
     readiness = Readiness(supervisor, plan)
 
@@ -127,7 +127,7 @@ async def _ended(
     daemons: Callable[[], Sequence[Process]],
     receipts: Receipts,
 ) -> GuestEnd:
-    """Wait for the end, and where a fault of this program cannot be survived, have the guest power down."""
+    """Wait for the end; where a bug of this program cannot be survived, let the guest power down."""
     ended = GuestEnd(Status.STOPPED, "")
 
     async def wait() -> None:
@@ -143,7 +143,7 @@ async def _ended(
 
 
 def _unfinished(machine: Qemu, receipts: Receipts) -> str:
-    """Return what a program that renews this one could not go on with, empty if nothing."""
+    """Return the activity that a renewal would interrupt, empty if there is none."""
     return machine.unfinished or receipts.misplaced()
 
 
@@ -153,7 +153,7 @@ async def _wait_for_the_end(
     daemons: Callable[[], Sequence[Process]],
     cpus_lost: Callable[[], Awaitable[GuestEnd]],
 ) -> GuestEnd:
-    """Wait for the guest's end, a request to stop, the death of one of the *daemons* or lost CPUs; return which it was."""
+    """Wait for the guest's end, a request to stop, the death of one of *daemons* or lost CPUs; return which of them happened."""
 
     async def asked() -> GuestEnd:
         await supervisor.stop.asked()
@@ -163,7 +163,7 @@ async def _wait_for_the_end(
         while True:
             dead = await first_dead(daemons())
             await machine.decided()
-            if dead in daemons():  # else it has ended with the QEMU that it served
+            if dead in daemons():  # otherwise it ended with the QEMU that it served
                 break
         with trio.move_on_after(supervisor.timeouts.cause):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
@@ -175,7 +175,7 @@ async def _wait_for_the_end(
 
 
 async def _cpus_lost(receipts: Receipts) -> GuestEnd:
-    """Follow the CPUs of the container; return when the guest cannot run on those that are left."""
+    """Follow the CPUs of the container; return when the guest cannot run on the remaining ones."""
     if not receipts.active.loses_cpus:
         await trio.sleep_forever()
     return await optional_parts.lost_cpus_left()(receipts)
@@ -242,7 +242,7 @@ async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts
         nothing: tuple[AttachedDisk, ...] = ()
         attached = held.value("disks", lambda: nothing, lambda: attached if hotplug is None else hotplug.attached)
         for each in attached:
-            machine.disk_events.unplugged(each.plan.name)  # known from now on, and set if it was
+            machine.disk_events.unplugged(each.plan.name)  # watched from now on; set if it was released already
         async with (
             supervisor.background_task(partial(_served, control, control_server)),
             supervisor.background_task(partial(_served, qmp, qmp_server)),
@@ -251,12 +251,12 @@ async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts
 
 
 async def _served(listener: Socket, load: Callable[[], Serve]) -> None:
-    """Serve the clients that connect to *listener*, until cancelled, by what *load* imports at the first connection."""
+    """Serve the clients that connect to *listener*, until cancelled, with the module that *load* imports at the first connection."""
     while True:
         await readable(listener)
         try:
             serve = load()
-        except (ImportError, OSError, MemoryError) as error:  # no reason to end a guest that runs
+        except (ImportError, OSError, MemoryError) as error:  # no reason to end a running guest
             log.warning(InstanceEvent.CONTROL_SOCKET_DELAYED, explain(error))
             await trio.sleep(IMPORTED_AGAIN)
         else:

@@ -1,14 +1,14 @@
-"""The parts that not every instance has: for each, which plans have it, and what imports it.
+"""The parts that not every instance has: for each part, the plans that have it and the import that it needs.
 
-PID 1 lives as long as its guest: each module that it imports costs every start some time, and every instance some memory. So
-what a plan may leave out is imported for those that have it, and before the guest runs: later, files and memory may be short.
-Each such part is a row of the table at the end, which is held by one line, whether the plan has it or not::
+PID 1 lives as long as its guest: each module that it imports costs every start some time, and every instance some memory. So an optional
+part is imported only for plans that have it, and before the guest runs: later, files and memory may be short. Each such part is a row of
+the table at the end, and is held by one line, whether the plan has it or not::
 
     optional_parts.DISPLAY.held(plan, supervisor, machine, directory),
 
-What no plan decides has a getter alone: what comes once QEMU has been started, at a client's first connection, for an option of
-the command line, or when another program takes over. A module that is named here imports all that it needs at its head, as every
-other one does, and not this one.
+Parts that do not depend on the plan have only a getter: those needed once QEMU has been started, at a client's first connection, for an
+option of the command line, or when another program takes over. A module named here has all its imports at its head, as every other module,
+and does not import this one.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class OptionalPart(Generic[P, R]):
 
     def __init__(self, wanted: Callable[[InstancePlan], bool], get: Callable[[], Callable[P, R]], nothing: R) -> None:
         self.wanted = wanted
-        """Tells whether an instance with a plan has it."""
+        """Tells whether an instance with a given plan has the part."""
         self.get = get
-        """Imports it, and returns what holds it."""
+        """Imports the part, and returns the context manager that holds it."""
         self.nothing = nothing
-        """What is held in its place where it is left out."""
+        """The value held in place of a part that is left out."""
 
     def held(self, plan: InstancePlan, *args: P.args, **kwargs: P.kwargs) -> R:
         """Hold the part, or :attr:`nothing` if *plan* leaves it out."""
         return self.get()(*args, **kwargs) if self.wanted(plan) else self.nothing
 
 
-# -- what the plan decides -----------------------------------------------------------------------------------------------
+# -- parts that depend on the plan -----------------------------------------------------------------------------------------------
 
 
 def _seed() -> Callable[[MachinePlan], Opened]:
@@ -184,11 +184,11 @@ def entered_cgroups(
             assert_never(never)
 
 
-# -- what something else decides -----------------------------------------------------------------------------------------
+# -- parts that depend on something else -----------------------------------------------------------------------------------------
 
 
 def problem_documents() -> Callable[[str, Iterable[Problem], Mapping[str, object]], list[ProblemDocument]]:
-    """Import what is for an instance that is refused."""
+    """Import the module for an instance that is refused."""
     from runner.spec.refusals import problem_documents
 
     return problem_documents
@@ -197,7 +197,7 @@ def problem_documents() -> Callable[[str, Iterable[Problem], Mapping[str, object
 def inherited_fds() -> Callable[
     [Mapping[str, str], PurePosixPath | None], AbstractAsyncContextManager[Mapping[str, InheritedFd]]
 ]:
-    """Import what is for descriptors that another program has opened."""
+    """Import the module for descriptors that another program has opened."""
     from runner.kernel.inherited_fds import inherited_fds
 
     return inherited_fds
@@ -211,28 +211,28 @@ def guest_agent() -> type[GuestAgent]:
 
 
 def console_search() -> Search:
-    """Import what looks for a pattern in the guest's output."""
+    """Import the search for a pattern in the guest's output."""
     from runner.instance.watch.console_search import search_lines
 
     return search_lines
 
 
 def figures() -> Callable[[Supervisor, InstancePlan], Figures]:
-    """Import what an instance says of itself in numbers, where anyone can ask."""
+    """Import the figures of an instance, for those that show them."""
     from runner.instance.watch.figures import held_figures
 
     return held_figures
 
 
 def probes() -> Callable[[Figures, tuple[str, int]], AbstractAsyncContextManager[None]]:
-    """Import what answers probes and scrapes, where the command line says at which port."""
+    """Import the server of probes and metrics, if the command line gives a port for it."""
     from runner.instance.watch.probes import probes_served
 
     return probes_served
 
 
 def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
-    """Import what tells the controller of the instance, where one has placed it."""
+    """Import the reports to the controller, if one has placed the instance."""
     from runner.instance.watch.reports import report
 
     return report
@@ -241,7 +241,7 @@ def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
 def placed_threads() -> Callable[
     [Supervisor, InstancePlan, ActivePlacement, Qemu], AbstractAsyncContextManager[Receipts]
 ]:
-    """Import what comes once QEMU has greeted, which takes it 50 ms."""
+    """Import the modules needed once QEMU has greeted, while QEMU starts, which takes it 50 ms."""
     from runner.instance.watch.receipts import placed_threads
 
     return placed_threads
@@ -250,42 +250,42 @@ def placed_threads() -> Callable[
 def control_server() -> Callable[
     [Receipts, Sequence[AttachedDisk]], tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]
 ]:
-    """Import what answers at the control socket, at the first connection."""
+    """Import the server of the control socket, at the first connection."""
     from runner.instance.control.server import control_server
 
     return control_server
 
 
 def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
-    """Import what answers at the operators' QMP socket, at the first connection."""
+    """Import the server of the operators' QMP socket, at the first connection."""
     from runner.instance.control.qmp import accept
 
     return accept
 
 
 def lost_cpus_left() -> Callable[[Receipts], Awaitable[GuestEnd]]:
-    """Import what follows the container's CPUs, where a placement can lose some."""
+    """Import the watch over the container's CPUs, if the placement can lose some."""
     from runner.instance.watch.cpu_watch import lost_cpus_left
 
     return lost_cpus_left
 
 
 def verify_guest() -> Callable[[Qemu, Receipts], Awaitable[None]]:
-    """Import what looks after a guest that another program has started."""
+    """Import the verification of a guest that another program has started."""
     from runner.instance.renewal.guest_verification import verify_guest
 
     return verify_guest
 
 
 def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[None]:
-    """Go on with a fresh image of this program after its own fault; what does that is imported then."""
+    """Continue as a fresh image of this program after its own fault; the module for it is imported only then."""
     from runner.instance.renewal.upgrade import resume_after_fault
 
     return resume_after_fault(supervisor, error)
 
 
 def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
-    """Go on as :func:`resume_after_fault` does, after the end of the event loop."""
+    """Continue as :func:`resume_after_fault` does, after the end of the event loop."""
     from runner.instance.renewal.after_loop import resume_after_loop
 
     return resume_after_loop(supervisor, error)

@@ -25,7 +25,7 @@ from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 
 if TYPE_CHECKING:
-    from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and PID 1 pays for what it imports
+    from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and imports cost PID 1 time
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Faults:
     begun: Callable[[], None] = lambda: None
     """Called before each release."""
     own: Exception | None = None
-    """The fault of this program that ends the instance: it was not to be survived by a :class:`Renewal`."""
+    """The fault of this program that ends the instance, because :class:`Renewal` did not allow to survive it."""
 
     @contextmanager
     def recorded(self, what: str) -> Iterator[None]:
@@ -74,63 +74,63 @@ class Counters:
 
 
 RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
-"""Another program has taken over; it could not, and the one before continues; this one continues after a fault of its own."""
+"""Another program has taken over; it could not, and the previous one continues; this one continues after a fault of its own."""
 
 QemuUpdateOutcome = Literal["updated", "fell_back", "lost"]
-"""Another QEMU has the guest; the one before continues; the one before does not continue either, and the instance ends."""
+"""Another QEMU has the guest; the previous one continues; neither continues, and the instance ends."""
 
 ResumeAfterLoop = Callable[[Exception], "Renewal | tuple[str, ...]"]
-"""Has this program continue as a fresh process image after its event loop has ended with an error. Where that may not be done, it
-returns what another loop of this process takes over to power the guest down, or what could not be released without any loop."""
+"""Lets this program continue as a fresh process image after its event loop has ended with an error. If that is not allowed, it returns the
+state for another loop of this process to power the guest down, or the resources that could not be released without any loop."""
 
 ResumeAfterFault = Callable[[Exception], Awaitable[None]]
-"""Has this program continue as a fresh process image after its own fault; returns if that may not be done."""
+"""Lets this program continue as a fresh process image after its own fault; returns if that is not allowed."""
 
 
 @define
 class Renewal:
-    """The way in which this program has come to run the instance, and in which another one may; what it holds is in :class:`Held`."""
+    """The way in which this program came to run the instance, and in which another may take over; the held state is in :class:`Held`."""
 
     held: Held = attrs.field(factory=Held)
     generation: int = 0
-    """How often this process has been renewed."""
+    """Number of renewals of this process."""
     resume_after_fault: ResumeAfterFault | None = None
-    """Only while the guest runs and everything is held."""
+    """Set only while the guest runs and everything is held."""
     resume_after_loop: ResumeAfterLoop | None = None
-    """Only while everything is held and the guest has begun to run; an event loop that ends by itself runs no release."""
+    """Set only while everything is held and the guest has begun to run; an event loop that ends by itself runs no release."""
     loop_ended_by: Exception | None = None
-    """The error by which the event loop of this process ended that had held what this one takes over, to release it."""
+    """The error of the previous event loop of this process, whose state this loop has taken over to release it."""
     unfinished: Callable[[], str] = lambda: ""
-    """Returns why the state cannot be carried over at this moment, though no change is in progress; empty if it can."""
+    """Returns the reason why the state cannot be carried over at this moment, though no change is in progress; empty if it can."""
     leaving: list[Callable[[], None]] = attrs.field(factory=list)
-    """Called just before exec, for what does not go along."""
+    """Functions called just before exec, for resources that are not carried over."""
     outcome: RenewalOutcome | None = None
-    """What came of the last renewal."""
+    """The outcome of the last renewal."""
     reason: str = ""
-    """Why the program before continues, or this one has become a fresh image."""
+    """The reason why the previous program continues, or this one has become a fresh image."""
     digest: str = ""
     """The digest of this program; empty for the one that was started first."""
     strict: bool = False
-    """Whether a thread that is not in its place is a reason to execute the program before."""
+    """Whether a misplaced thread is a reason to go back to the previous program."""
     own_faults: list[float] = attrs.field(factory=list)
-    """When this program survived faults of its own lately, on the kernel's clock."""
+    """The times of recent faults of its own that this program survived, on the kernel's clock."""
     entry: str = ""
-    """The module by which a program takes over: ``resume`` of the command line, which stands above all that this module knows."""
+    """The module through which a program takes over: ``resume`` of the command line, which this module cannot import."""
 
     def unreleased(self, *alive: str) -> str:
-        """Return the fault that what is held, and the children *alive*, could not be released where no event loop runs."""
+        """Return the fault that the held resources, and the children *alive*, could not be released without an event loop."""
         named = ", ".join([*alive, *self.held.blocks])
         return f"could not release {named} and what else was made: the event loop has ended"
 
     @contextmanager
     def possible(self, resume_after_fault: ResumeAfterFault, unfinished: Callable[[], str]) -> Iterator[None]:
-        """Let this process be renewed while the block runs: the guest runs, and everything is held."""
+        """Let this process be renewed while the block runs, in which the guest runs and everything is held."""
         self.held.commit()
         self.resume_after_fault, self.unfinished = resume_after_fault, unfinished
         try:
             yield
         except (trio.Cancelled, BaseExceptionGroup):
-            # Nothing of this program cancels the nest: a task of the event loop's own has failed, and no signal wakes it up any more.
+            # This program never cancels the nest: a task of the event loop itself has failed, and signals no longer wake it up.
             if self.entry and self.resume_after_loop is not None:
                 self.resume_after_loop(HostError("a task of the event loop itself has failed"))
             raise
@@ -139,7 +139,7 @@ class Renewal:
 
     @contextmanager
     def outliving_the_loop(self, resume_after_loop: ResumeAfterLoop) -> Iterator[None]:
-        """Call *resume_after_loop* if the event loop ends in the block: everything is held, and nothing runs on."""
+        """Call *resume_after_loop* if the event loop ends in the block, when everything is held and no task runs on."""
         self.resume_after_loop = resume_after_loop
         try:
             yield
@@ -165,23 +165,23 @@ class Supervisor:
     inherited_fds: Mapping[str, InheritedFd] = attrs.field(factory=dict)
     """The descriptors that another process has opened for this instance, by name."""
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
-    """For messages that the guest, or a client of a socket, can cause without end."""
+    """For messages that the guest, or a client of a socket, can cause endlessly."""
     renewal: Renewal = attrs.field(factory=Renewal)
     timeouts: InstanceTimeouts = InstanceTimeouts()
     clock: trio.abc.Clock = attrs.field(factory=trio.lowlevel.current_clock)
-    """The event loop's, which can be read when that has ended."""
+    """The event loop's clock, which can be read even after the loop has ended."""
 
     @property
     def held(self) -> Held:
-        """Everything that outlives this program's image: asked for by name, made or found."""
+        """Everything that outlives this program's image: requested by name, created or found."""
         return self.renewal.held
 
     @asynccontextmanager
     async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Run the task *observe* for as long as the block runs, and no step longer; it may be cancelled at any moment.
 
-        All background tasks run in one nursery at the root, not in one for each, so that an error of the block is raised
-        as it is, and not wrapped in an exception group for each of them.
+        All background tasks run in one nursery at the root, not in one for each, so that an error of the block is raised unchanged, and not
+        wrapped in an exception group for each of them.
         """
         scope = trio.CancelScope()
         ended = trio.Event()
@@ -199,14 +199,14 @@ class Supervisor:
         finally:
             self.held.go_back()
             scope.cancel()
-            # It may be about to act already: a child must not be started again after it was stopped.
+            # The task may be about to act: a child must not be started again after it was stopped.
             with trio.move_on_after(ENDS_WITHIN, shield=True):
                 await ended.wait()
 
     async def surviving(self, observe: Callable[[], Awaitable[None]]) -> None:
-        """Run *observe*; while the guest runs, a fault of this program in it does not end the guest.
+        """Run *observe*; while the guest runs, a bug of this program in it does not end the guest.
 
-        This process continues as a fresh image of the same program, or where that may not be, asks the guest to power down.
+        This process continues as a fresh image of the same program, or if that is not allowed, asks the guest to power down.
         """
         try:
             await observe()
@@ -220,12 +220,12 @@ class Supervisor:
 
 
 def kernel_time(moment: float, clock: trio.abc.Clock) -> float:
-    """Return on the kernel's clock a *moment* on *clock*, that of the event loop, which another program does not have."""
+    """Convert *moment* on *clock*, the event loop's, to the kernel's clock, which the next program shares."""
     return time.monotonic() - (clock.current_time() - moment)
 
 
 def loop_time(moment: float) -> float:
-    """Return on the clock of the event loop a *moment* on the kernel's (:func:`kernel_time`)."""
+    """Convert *moment* on the kernel's clock to the clock of the event loop (see :func:`kernel_time`)."""
     return trio.current_time() - (time.monotonic() - moment)
 
 

@@ -382,11 +382,11 @@ class Cgroup:
         return frozenset(map(int, self.read("cgroup.procs").split()))
 
     def each_process(self) -> Iterator[int]:
-        """Yield what :meth:`processes` returns, in the kernel's order, reading some hundreds at a time."""
+        """Yield the processes of :meth:`processes` in the kernel's order, reading some hundreds at a time."""
         return self._each("cgroup.procs")
 
     def each_thread(self) -> Iterator[int]:
-        """Yield what :meth:`threads` returns, as :meth:`each_process` does."""
+        """Yield the threads of :meth:`threads`, as :meth:`each_process` does."""
         return self._each("cgroup.threads")
 
     def threads(self) -> frozenset[int]:

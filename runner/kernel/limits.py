@@ -26,8 +26,8 @@ from runner.kernel.cgroup import flat_keyed
 from runner.kernel.small_files import read_text
 
 Use = Literal["file", "process", "inotify", "epoll", "lock", "backing", "aio", "ring", "mapping", "namespace"]
-"""What a call was for: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds; memory that is
-locked; memory of a file, as a guest's is; requests of native AIO; an io_uring; memory that a device reaches; a namespace."""
+"""The purpose of a call: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds; locked memory;
+memory of a file, such as a guest's RAM; requests of native AIO; an io_uring; memory that a device reaches; a namespace."""
 
 _ALL_CONTAINERS = "in all containers without a user namespace of their own"
 CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24
@@ -406,7 +406,7 @@ class OutOfMemory:
 
 
 def _soft_limit(which: int) -> int | None:
-    """Return what this process is held to now; ``None`` without a limit."""
+    """Return the soft limit of this process; ``None`` without a limit."""
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -30,7 +30,7 @@ class LogFile:
 
     def __init__(self, path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> None:
         self.error: str | None = None
-        """Why the last write has failed; ``None`` while it works."""
+        """The reason why the last write failed; ``None`` while writing works."""
         self.missing = 0
         """Bytes that were not written since it has failed; once there is room again, a mark in their place has their number."""
         self._path = path

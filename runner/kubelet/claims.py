@@ -1,4 +1,4 @@
-"""CPUs by resource claims (Dynamic Resource Allocation): which pod has which, by three sources that only root can write (pure).
+"""CPUs from resource claims (Dynamic Resource Allocation): the pod of each, from three sources that only root can write (pure).
 
 Under the CPU Manager's policy ``none`` a DRA driver may give pods CPUs of their own: kubernetes-sigs/dra-driver-cpu, whose
 names are known here. Everything else of the node then shares the CPUs that are in no claim.
@@ -16,8 +16,8 @@ the driver's CDI specification  claim → CPUs: the container runtime gives the 
 the PodResources API           container → its CDI devices (:mod:`runner.kubelet.pod_resources`)
 =============================  =========================================================================================
 
-The environment of a process is read nowhere: a pod can write what it likes there. A specification of a claim that the
-kubelet does not know has been left behind, and counts for nothing.
+The environment of a process is never read, because a pod controls its content. A specification of a claim unknown to the kubelet is a
+leftover, and ignored.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class PreparedClaim:
     name: str
     """``namespace/name``."""
     pods: frozenset[str]
-    """The UIDs of its pods; a driver may forbid more than one, as this one does when their containers are created."""
+    """The UIDs of its pods; a driver may forbid more than one, as this one does when it creates their containers."""
     cdi_devices: frozenset[str]
-    """The qualified names of its CDI devices; none before its drivers have answered."""
+    """The qualified names of its CDI devices; empty until its drivers have answered."""
 
 
 @frozen
@@ -79,10 +79,10 @@ class CpuClaims:
 
     claims: tuple[PreparedClaim, ...] = ()
     devices: tuple[ClaimedCpus, ...] = ()
-    """The devices of these claims alone."""
+    """The devices of these claims only."""
 
     def awaited(self, containers: Iterable[ContainerResources]) -> frozenset[str]:
-        """Return the CPU devices of pods that none of *containers* has: the kubelet lists active pods alone."""
+        """Return the pods' CPU devices that none of *containers* has: the kubelet lists only active pods."""
         listed = {device for container in containers for device in container.cdi_devices}
         return frozenset(each.device for each in self.devices if self._ready(each)) - listed
 
@@ -104,7 +104,7 @@ def parse_claims(text: bytes, source: str) -> tuple[PreparedClaim, ...]:
     with one_error(source):
         document = parse_document(text, source)
         version = field(document, "apiVersion")
-        if version.value != _VERSION:  # rather than take the claims that another form has for none
+        if version.value != _VERSION:  # an unknown format must not be read as "no claims"
             version.fail(f"must be {_VERSION!r}, found {version.value!r}")
         return tuple(
             PreparedClaim(
@@ -149,14 +149,14 @@ def _claimed(device: Value) -> ClaimedCpus:
 def parse_cpu_claims(state: bytes | None, source: str, specifications: Mapping[str, bytes]) -> CpuClaims:
     """Parse ``dra_manager_state``, ``None`` for a kubelet without it, and the driver's *specifications* by their names.
 
-    Without a specification no claim has CPUs, and the kubelet's file is of no interest.
+    Without a specification no claim has CPUs, and the kubelet's file is not needed.
     """
     if not specifications:
         return CpuClaims()
     claims = () if state is None else parse_claims(state, source)
     known = {claim.uid for claim in claims}
     devices = (device for name in sorted(specifications) for device in parse_cpu_devices(specifications[name], name))
-    # A claim is in the files of two releases after an update of the driver.
+    # After an update of the driver, a claim is in the files of two releases.
     return CpuClaims(claims, tuple(dict.fromkeys(device for device in devices if device.claim in known)))
 
 
@@ -167,11 +167,11 @@ def claimed_cpu_state(
     reserved: CpuSet,
     source: str,
 ) -> CpuState:
-    """Return who has which CPUs by *claims*: each of *containers* those of all its claims.
+    """Return the CPUs assigned by *claims*: each of *containers* has those of all its claims.
 
-    Where ``None`` asks for them (a program that decides nothing), each claim counts for itself. CPUs that no container is known
-    to have are unattributed. The shared pool is all others, but the *reserved* ones that the driver gives to none either.
-    Raises :class:`SpecError` with *source* if two claims have a CPU, or one has a CPU that *machine* has not.
+    If *containers* is ``None`` (in a program that only reports), each claim counts separately. CPUs without a known container are
+    unattributed. The shared pool has all others, except the *reserved* ones, which the driver does not assign either. Raises
+    :class:`SpecError` with *source* if two claims have a CPU, or one has a CPU that *machine* has not.
     """
 
     def fail(reason: str) -> NoReturn:

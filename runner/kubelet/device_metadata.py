@@ -15,13 +15,13 @@ from runner.facts.pci import ClaimedDevice
 from runner.spec.value import Value
 
 VERSIONS = tuple(f"metadata.resource.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
-"""The versions of Kubernetes 1.37 and 1.36; for what is read here they are the same."""
+"""The versions of Kubernetes 1.37 and 1.36; the parts read here are the same in both."""
 KIND = "DeviceMetadata"
 PCI_ADDRESS = "resource.kubernetes.io/pciBusID"
 NUMA_NODE = "resource.kubernetes.io/numaNode"
 PCIE_ROOT = "resource.kubernetes.io/pcieRoot"
 CLAIMS, TEMPLATES = "resourceclaims", "resourceclaimtemplates"
-"""The directories of claims that the pod names directly, and of those that are made from a template (``types.go``)."""
+"""The directories of claims named directly by the pod, and of those made from a template (``types.go``)."""
 SUFFIX = "-metadata.json"
 """The end of a file's name, after the name of the driver."""
 LARGEST = 1 << 20
@@ -48,7 +48,7 @@ def parse_device_metadata(source: str, data: bytes) -> tuple[ClaimedDevice, ...]
 
 
 def _objects(source: str, data: bytes) -> Iterator[Value]:
-    """Yield the objects of the stream *data*, each when it is asked for: what follows the one that is used does not count."""
+    """Yield the objects of the stream *data* lazily: data after the object that is used are ignored."""
     decoder = json.JSONDecoder()
     try:
         text = data.decode().strip()
@@ -80,7 +80,7 @@ def _text(value: Value) -> str | None:
 
 
 def _numa_node(value: Value) -> int | None:
-    """Return the device's own NUMA node: the number, or the first of a list; others in it are as near to the device."""
+    """Return the device's own NUMA node: the number, or the first of a list, whose other members are equally near."""
     if not value:
         return None
     if value.get("int"):

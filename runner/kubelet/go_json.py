@@ -63,7 +63,7 @@ def _spellings(struct: Value, name: str) -> list[str]:
 
 
 def field(struct: Value, name: str, default: object = None) -> Value:
-    """Return the field *name* of *struct*, or *default* where it is missing or null, as for an empty map in Go."""
+    """Return the field *name* of *struct*, or *default* if it is missing or null, as for an empty map in Go."""
     found = _spellings(struct, name)
     if len(found) > 1:
         struct.fail(f"a key appears twice in one object: {' and '.join(map(repr, found))}")
@@ -77,8 +77,8 @@ def members(value: Value) -> list[Value]:
 
 
 def cpu_set(value: Value) -> CpuSet:
-    """Return the CPUs of a string that ``cpuset.CPUSet.String`` has made."""
+    """Return the CPUs of a string written by ``cpuset.CPUSet.String``."""
     text = value.text()
-    if text != text.strip():  # Go's cpuset.Parse takes none, CpuSet.parse the kernel's line end
+    if text != text.strip():  # Go's cpuset.Parse allows no white space, CpuSet.parse the kernel's line end
         value.fail(f"{text!r} has white space around it")
     return value.cpu_set()

@@ -29,15 +29,15 @@ _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))([a-zA-Z]{0,2})(?:[e
 
 
 LARGEST = Fraction(2**63 - 1)
-"""The largest quantity that is written with more than :data:`EXACT_DIGITS`: larger ones become this (``maxAllowed``)."""
+"""The largest quantity with more than :data:`EXACT_DIGITS` digits: larger ones become this value (``maxAllowed``)."""
 EXACT_DIGITS = 18
-"""Digits up to which Kubernetes keeps a quantity as it is (``maxInt64Factors``)."""
+"""Digits up to which Kubernetes keeps a quantity unchanged (``maxInt64Factors``)."""
 
 
 def parse_quantity(text: str) -> Fraction:
     """Parse a Kubernetes quantity (``resource.ParseQuantity``): ``"500m"`` is 1/2, ``"1Gi"`` 2^30.
 
-    One of very many digits is at most :data:`LARGEST`. Raises ``ValueError`` for a text that Kubernetes does not accept.
+    A quantity with very many digits is limited to :data:`LARGEST`. Raises ``ValueError`` for a text that Kubernetes does not accept.
     """
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in _SUFFIXES or (match[2] and match[3]):
@@ -74,9 +74,9 @@ class ContainerKind(enum.Enum):
     INIT = "init"
     """An init container: it ends before the next container starts."""
     SIDECAR = "sidecar"
-    """A restartable init container: it starts in its turn and runs until the pod ends."""
+    """A restartable init container: it starts at its place in the order and runs until the pod ends."""
     APP = "app"
-    """A container of ``spec.containers``; all of a pod run together."""
+    """A container of ``spec.containers``; all app containers of a pod run together."""
 
 
 @frozen
@@ -96,7 +96,7 @@ class Container:
     guaranteed: bool = True
     """Whether it requests CPUs and memory, and both equal its limits (``IsContainerEquivalentQOSGuaranteed``).
 
-    Decides only in a pod with :attr:`Pod.pod_level_managed`: every container of another Guaranteed pod is like that.
+    It matters only in a pod with :attr:`Pod.pod_level_managed`: in other Guaranteed pods it is true for every container.
     """
 
     @property
@@ -129,8 +129,8 @@ class Pod:
     overhead: Mapping[str, int] = attrs.field(factory=dict)
     """``spec.overhead`` of its RuntimeClass, in the same units."""
     pod_level_managed: bool = False
-    """Whether the managers take notice of its pod-level resources (gate ``PodLevelResourceManagers``). It is no property of
-    the manifest: :meth:`~runner.node_plan.admission.Kubelet.seen_by_managers` sets it."""
+    """Whether the managers consider its pod-level resources (gate ``PodLevelResourceManagers``). It is not taken from the manifest:
+    :meth:`~runner.node_plan.admission.Kubelet.seen_by_managers` sets it."""
     priority: int | None = None
     """``spec.priority``."""
     static: bool = False
@@ -143,7 +143,7 @@ class Pod:
 
     @property
     def critical(self) -> bool:
-        """Return whether others make room for it (``types.IsCriticalPod``)."""
+        """Return whether other pods are preempted for it (``types.IsCriticalPod``)."""
         return self.static or (self.priority is not None and self.priority >= SYSTEM_CRITICAL_PRIORITY)
 
     @property

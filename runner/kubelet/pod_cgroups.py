@@ -8,14 +8,14 @@ systemd     ``/kubepods.slice/[kubepods-QOS.slice/]kubepods[-QOS]-podUID.slice/R
 cgroupfs    ``/kubepods/[QOS/]podUID/ID``
 ==========  ==========================================================================================
 
-QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd the UID's hyphens are underscores.
-From Kubernetes 1.37 on a kubelet with a ``systemPartition`` (KEP-5894, feature gate ``NodeSystemPartition``) has the pods of
-some namespaces in the same tree below ``/kubepods/system``: ``/kubepods/system/[QOS/]podUID/ID``, and by systemd
-``/kubepods.slice/kubepods-system.slice/[kubepods-system-QOS.slice/]kubepods-system[-QOS]-podUID.slice/RUNTIME-ID.scope``.
-The kubelet's ``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``, by cgroupfs one plain name,
-``/k8s/kubepods/…``). A cgroup that something else than the kubelet made does not: below a docker container, a scope or a
-user's service its owner could make any path, so the pods of a kubelet that runs in there are not known. Static pods have
-UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with crun: ``…/container``).
+QOS is ``burstable`` or ``besteffort``; a Guaranteed pod has none. Below systemd the UID's hyphens are underscores. From Kubernetes 1.37 on
+a kubelet with a ``systemPartition`` (KEP-5894, feature gate ``NodeSystemPartition``) has the pods of some namespaces in the same tree below
+``/kubepods/system``: ``/kubepods/system/[QOS/]podUID/ID``, and by systemd
+``/kubepods.slice/kubepods-system.slice/[kubepods-system-QOS.slice/]kubepods-system[-QOS]-podUID.slice/RUNTIME-ID.scope``. The kubelet's
+``cgroupRoot`` may precede it (kind: ``/kubelet.slice/kubelet-kubepods.slice/…``, by cgroupfs one plain name, ``/k8s/kubepods/…``). No other
+cgroup may precede it: below a docker container, a scope or a user's service its owner could make any path, so the pods of a kubelet running
+inside one are not recognised. Static pods have UIDs of 32 hexadecimal digits. A container may have groups of its own below (CRI-O with
+crun: ``…/container``).
 
 A path is parsed from the left and the *first* match counts: a container can create cgroups below its own whose path
 looks like another pod's, but it cannot change the path above its own.
@@ -35,19 +35,20 @@ FLOAT, VCPUS = "float", "vcpus"
 """The names of the two cgroups of an instance: of all its threads but the vCPUs, and of these."""
 _INSTANCE = "instance-"
 NOT_SEALED = "user.instance-runner.not-sealed"
-"""The attribute of an instance's domain with the reason why it could not be made an isolated partition when that was asked for
-last, empty if it could; it ends with the cgroup."""
+"""The extended attribute of an instance's domain with the reason why the last attempt to make it an isolated partition failed, empty if it
+succeeded; it ends with the cgroup."""
 
 KUBEPODS = ("kubepods.slice", "kubelet.slice/kubelet-kubepods.slice", "kubepods", "kubelet/kubepods")
 """The possible paths of the cgroup of all pods, relative to the root of the hierarchy, without a ``cgroupRoot`` of its own."""
 
 UID = r"[0-9a-f]{8}(?:%s[0-9a-f]{4}){3}%s[0-9a-f]{12}|[0-9a-f]{32}"
-"""Pattern of a pod's UID with what is between its parts: hyphens, or underscores in the name of a slice; a static pod's has none."""
+"""Pattern of a pod's UID, with placeholders for the separators of its parts: hyphens, or underscores in the name of a slice; a static pod's
+UID has none."""
 _ID = r"[0-9A-Za-z_]{1,128}"
 _FLAGS = re.ASCII | re.DOTALL
 _RUNTIMES = "cri-containerd|crio|docker|libpod"
 
-# Not compiled here, which takes 4 ms: only what meets such a path compiles them, and `re` keeps them.
+# Not compiled here, which takes 4 ms: they are compiled when first used, and `re` caches them.
 _SYSTEMD = (
     r"(?P<pod>(?:/[^/]+\.slice)*?/(?P<root>(?:[^/]+-)?)kubepods\.slice"
     r"(?:/(?P=root)kubepods-(?P<system>system)\.slice)?"

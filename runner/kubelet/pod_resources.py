@@ -1,11 +1,11 @@
-"""The messages of the kubelet's PodResources API, version 1, as far as this project reads them (pure).
+"""The messages of the kubelet's PodResources API, version 1, in the parts that this project reads (pure).
 
 They are those of ``k8s.io/kubelet/pkg/apis/podresources/v1/api.proto``, which ``pkg/kubelet/apis/podresources/server_v1.go``
 fills in. The requests of the two methods that are called here have no fields, so they are empty messages.
 
-They are in protobuf's wire format (https://protobuf.dev/programming-guides/encoding/). Five kinds of fields are read, so
-this module decodes them itself; ``runner/README.md`` has what the libraries cost. A field that is not known is skipped, as
-every reader of protobuf does: a newer kubelet may send more.
+They are in protobuf's wire format (https://protobuf.dev/programming-guides/encoding/). Only five kinds of fields are read, so this module
+decodes them itself; ``runner/README.md`` lists the costs of the libraries. A field that is not known is skipped, as every reader of
+protobuf does: a newer kubelet may send more.
 
 Every malformed message raises :class:`SpecError`.
 """
@@ -23,7 +23,7 @@ LIST = "/v1.PodResourcesLister/List"
 GET_ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
 """The paths of the methods in gRPC."""
 NO_FIELDS = b""
-"""The request of both."""
+"""The encoded request of both methods."""
 
 SOURCE = "the kubelet's PodResources API"
 """The name of its answers in :class:`SpecError`."""
@@ -40,10 +40,10 @@ class ContainerResources:
     """The resources of a running container, as the kubelet lists them."""
 
     pod: str
-    """``namespace/name``; the API does not tell the pod's UID."""
+    """``namespace/name``; the API does not return the pod's UID."""
     name: str
     cpus: CpuSet
-    """Its exclusive CPUs by the CPU Manager; empty for a container on shared ones."""
+    """Its exclusive CPUs from the CPU Manager; empty for a container on shared CPUs."""
     cdi_devices: frozenset[str]
     """The qualified names of the CDI devices of its resource claims (DRA), such as ``dra.k8s.io/cpu=claim-1b2c``."""
 
@@ -58,7 +58,7 @@ def parse_pods(message: bytes) -> tuple[ContainerResources, ...]:
 
 
 def parse_allocatable_cpus(message: bytes) -> CpuSet:
-    """Return the CPUs of an ``AllocatableResourcesResponse``: all that pods may have exclusively, whether or not they do.
+    """Return the CPUs of an ``AllocatableResourcesResponse``: all that pods can have exclusively, assigned or not.
 
     Those are all CPUs but the reserved ones (``GetAllocatableCPUs`` of ``pkg/kubelet/cm/cpumanager/policy_static.go``); none
     under policy ``none``, and none before the kubelet has started its CPU Manager.
@@ -87,7 +87,7 @@ def _messages(message: bytes, number: int, name: str) -> Iterator[bytes]:
 
 
 def _text(message: bytes, number: int, name: str) -> str:
-    """Return the string *number* of *message*, of which the last one counts; empty if there is none."""
+    """Return the string field *number* of *message*, the last one if it is repeated; empty if there is none."""
     text = b""
     for text in _messages(message, number, name):  # noqa: B007  # the last one
         pass
@@ -140,7 +140,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number at *at* in *message*, and where it ends."""
+    """Return the number at the offset *at* of *message*, and the offset of its end."""
     value = 0
     for shift, byte in enumerate(message[at : at + _LONGEST_VARINT]):
         value |= (byte & 0x7F) << 7 * shift

@@ -1,4 +1,4 @@
-"""The UID of a pod: of the one that a process is in, from its cgroup path and mounts, and in the name of a directory of logs."""
+"""The UID of a pod: of a process's pod, from its cgroup path and mounts, and from the name of a directory of logs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_container_uid(text: str) -> bool:
 
 
 def parse_log_directory(name: str) -> tuple[str, str] | None:
-    """Return the UID of a pod, and its namespace and name, by the *name* of the directory of its logs; ``None`` if it is none.
+    """Return the UID of a pod, and its namespace and name, from the *name* of its log directory; ``None`` if it is not one.
 
     It is ``NAMESPACE_NAME_UID`` (``BuildPodLogsDirectory`` in ``pkg/kubelet/kuberuntime/helpers.go``).
     """

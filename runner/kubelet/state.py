@@ -95,8 +95,8 @@ class NumaMemory:
     tables: Mapping[str, MemoryTable]
     """By resource: ``memory`` and each ``hugepages-<size>``."""
     cells: tuple[int, ...]
-    """The NUMA nodes of its group, including itself: while a container's memory spans several NUMA nodes, these are used
-    for no container that spans others."""
+    """The NUMA nodes of its group, including itself: while a container's memory spans several NUMA nodes, no other container's may span a
+    different group of them."""
 
 
 @frozen

@@ -11,8 +11,8 @@ v4    v2 or v3 for older kubelets, possibly out of date, and ``data``: a string 
 
 ``memory_manager_state`` has the same history from v2 on; its ``podEntries`` hold ``memoryBlocks``.
 
-The checksums are not verified: the kubelet writes 0 where an older kubelet must accept the file. A reader never sees
-half of a file, because the kubelet replaces it by a rename.
+The checksums are not verified: the kubelet writes 0 where an older kubelet must accept the file. A reader never sees an incomplete file,
+because the kubelet replaces it by a rename.
 
 The kubelet writes the shared pool and the assignments one after the other. Between the two writes some CPUs are in
 neither set: :func:`verify` detects this, and the file has to be read again (:func:`runner.kernel.kubelet_files.settled`).
@@ -47,12 +47,12 @@ Choice = TypeVar("Choice", bound=str)
 
 @frozen
 class KubeletFiles:
-    """The paths of the kubelet's state files, of its sockets, and of what DRA drivers write for the container runtime."""
+    """The paths of the kubelet's state files and sockets, and of the files that DRA drivers write for the container runtime."""
 
     directory: Path
     """The kubelet's ``--root-dir``."""
     cdi: Path = Path("/var/run/cdi")
-    """Where a DRA driver puts its CDI specifications."""
+    """The directory of DRA drivers' CDI specifications."""
 
     @property
     def cpu_state(self) -> Path:

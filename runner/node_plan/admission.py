@@ -147,8 +147,8 @@ class Kubelet:
     def seen_by_managers(self, pod: Pod) -> Pod:
         """Return *pod* as the static policies see it (``policy_static.go`` of both managers, ``Allocate``).
 
-        1.33 takes no notice of pod-level resources, 1.34 and 1.35 only where their gate is on. Without the gate
-        ``PodLevelResourceManagers`` they assign nothing to such a pod, with it by these resources.
+        1.33 ignores pod-level resources, 1.34 and 1.35 ignore them unless their gate is on. Without the gate ``PodLevelResourceManagers``
+        they assign nothing to such a pod, with it by these resources.
         """
         noticed = self.minor >= 36 or (self.minor >= 34 and self.pod_level_resources)  # noqa: PLR2004 - versions
         if not noticed:
@@ -173,9 +173,9 @@ class Kubelet:
     def restored(self, cpus: CpuState, memory: MemoryState) -> SimulatedNode:
         """Return the node with the states of its state files, those of a kubelet that is running.
 
-        A kubelet compares them with the machine when it starts, and then goes on with what it made of them; so a state that
-        it would refuse at its next start is one that a running kubelet can have (:attr:`SimulatedNode.restart_refusal`).
-        Raises :class:`KubeletConfigError` in the kubelet's words for CPUs, NUMA nodes or sizes of pages of another machine.
+        A kubelet compares them with the machine only when it starts; so a running kubelet can have a state that it would refuse at its next
+        start (:attr:`SimulatedNode.restart_refusal`). Raises :class:`KubeletConfigError` in the kubelet's words for CPUs, NUMA nodes or
+        sizes of pages of another machine.
         """
         empty = self.empty_node
         if self.cpu_manager:
@@ -265,7 +265,7 @@ def _cpu_manager(
 
 
 def _refuse_unknown_options(options: CpuPolicyOptions) -> None:
-    """Refuse the options of which 1.37 makes something that is not modelled."""
+    """Refuse the options whose effect in 1.37 is not modelled."""
     for chosen, names, change in (
         (options.distribute_cpus_across_cores, "distribute-cpus-across-cores", "kubernetes#140766"),
         (
@@ -373,7 +373,7 @@ class SimulatedNode:
     active: Mapping[str, Pod] = attrs.field(factory=dict)
     """The known admitted pods that have not ended, by UID; the general filter counts their requests."""
     allocatable: NodeAllocatable | None = None
-    """What the general filter compares with; ``None`` for a node without it."""
+    """The amounts that the general filter compares with; ``None`` for a node without it."""
 
     @property
     def shared_pool(self) -> CpuSet:

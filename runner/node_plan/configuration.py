@@ -84,7 +84,7 @@ FLAGS = {
     "cpumanageroptions": "cpuManagerPolicyOptions",
     "topologymanageroptions": "topologyManagerPolicyOptions",
 }
-"""Names by which files call a key that has another one, without hyphens and in lower case: of flags, and shortened ones."""
+"""Other spellings of keys in files, without hyphens and in lower case: names of flags, and shortened names."""
 
 _ALPHA, _BETA, _STABLE = "Alpha", "Beta", ""
 _SINCE: Mapping[str, Mapping[str, tuple[tuple[int, str], ...]]] = {
@@ -385,7 +385,7 @@ def _notes(
 
 
 def _meant(key: str) -> str:
-    """Return the key that *key*, which the kubelet does not know, stands for: a flag's name, or a near one; empty for none."""
+    """Return the key that the unknown *key* stands for: that of a flag, or the nearest one; empty if there is none."""
     known = (*STRING_KEYS, *TABLE_KEYS, *NUMBER_KEYS, *OTHER_KEYS, *SIMILAR_KEYS)
     if key in known:
         return ""

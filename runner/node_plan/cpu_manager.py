@@ -294,9 +294,9 @@ class CpuManager:
     def allocate_pod(self, state: CpuState, pod: Pod, affinity: int | None) -> CpuState:
         """Assign CPUs to *pod* as a whole, and divide them among its containers (``AllocatePod``).
 
-        The kubelet does not look for an earlier assignment: a pod that it admits a second time, after a restart, gets
-        other CPUs, and those that it had belong to no set from then on. Only the sum is checked for whole cores, so
-        containers of one pod may share a core. Raises :class:`AllocationError` in the kubelet's words.
+        The kubelet does not look for an earlier assignment: a pod that it admits a second time, after a restart, gets other CPUs, and its
+        former ones belong to no set from then on. Only the sum is checked for whole cores, so containers of one pod may share a core.
+        Raises :class:`AllocationError` in the kubelet's words.
         """
         count = exclusive_cpus_of_pod(pod)
         if count == 0:
@@ -314,7 +314,7 @@ class CpuManager:
         )
 
     def _divided(self, pod: Pod, cpus: CpuSet) -> dict[str, CpuSet]:
-        """Divide *cpus* among the containers of *pod*: exclusive ones, and what is left for all others together.
+        """Divide *cpus* among the containers of *pod*: exclusive ones, and the rest for all others together.
 
         An init container has all CPUs that the sidecars before it leave: it ends before the next container starts.
         """

@@ -5,8 +5,8 @@ It is the scheduler's own check, repeated by the kubelet: ``pkg/kubelet/lifecycl
 handler after theirs), so a pod that it rejects holds exclusive CPUs until the next admission. A critical pod is not
 rejected if others can be preempted for it (``pkg/kubelet/preemption/preemption.go``). 1.33 to 1.36 do the same but for DRA.
 
-Amounts are thousandths of CPUs, and bytes. Devices are left out: the Device Manager, which comes first, has found them
-free. So are node affinity, host ports and taints.
+Amounts are thousandths of CPUs, and bytes. Devices are not compared, because the Device Manager, which comes first, has found them free;
+nor are node affinity, host ports and taints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NodeAllocatable:
     """The number of pods."""
 
     def unrequested(self, pods: Iterable[Pod]) -> NodeAllocatable:
-        """Return what *pods* leave of it for others; negative amounts if they request more than there is."""
+        """Return the amounts that *pods* leave for others; negative if they request more than there is."""
         others = tuple(pods)
         used = total_requests(others)
         left = {resource: amount - used.get(resource, 0) for resource, amount in self.resources.items()}
@@ -79,7 +79,7 @@ def total_requests(pods: Iterable[Pod]) -> Mapping[str, int]:
 
 
 def insufficient(pod: Pod, others: Sequence[Pod], allocatable: NodeAllocatable) -> tuple[Insufficient, ...]:
-    """Return what *pod* requests too much of beside *others*; the kubelet reports the first one (``fitsRequest``).
+    """Return the resources of which *pod* requests too much beside *others*; the kubelet reports the first one (``fitsRequest``).
 
     Where several sizes of huge pages are insufficient, its order is that of a Go map, which is random; here it is by name.
     """
@@ -97,7 +97,7 @@ def insufficient(pod: Pod, others: Sequence[Pod], allocatable: NodeAllocatable) 
 
 
 def preempted(pod: Pod, missing: Iterable[Insufficient], others: Iterable[Pod]) -> tuple[Pod, ...]:
-    """Return those of *others* that the kubelet ends so that the critical *pod* has what is *missing* (``getPodsToPreempt``).
+    """Return the pods of *others* that the kubelet ends to give the critical *pod* the *missing* resources (``getPodsToPreempt``).
 
     They are as few as possible: best-effort pods before burstable before guaranteed ones. Of equals the kubelet takes
     the last in the order of a Go map, which is random; here it is the last of *others*.
@@ -130,7 +130,7 @@ def _preemptable(pod: Pod, other: Pod) -> bool:
 
 
 def _request(pod: Pod, resource: str) -> int:
-    """Return what ending *pod* gives back of *resource* (``GetResourceRequest``).
+    """Return the amount of *resource* that ending *pod* returns (``GetResourceRequest``).
 
     With pod-level resources, other than in the filter itself, the containers' requests never count.
     """
@@ -142,7 +142,7 @@ def _request(pod: Pod, resource: str) -> int:
 
 
 def _without(requirements: Mapping[str, int], pods: Iterable[Pod]) -> dict[str, int]:
-    """Return what is left of *requirements* without *pods* (``subtract``)."""
+    """Return the rest of *requirements* without *pods* (``subtract``)."""
     ended = tuple(pods)
     left = {
         resource: amount - sum(_request(pod, resource) for pod in ended) for resource, amount in requirements.items()

@@ -1,4 +1,4 @@
-"""Sentences on a pod that is planned: what it asks for and will not have, or what is not known of it."""
+"""Notes on a planned pod: requests that are not met, and properties that are unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.spec.value import Value
 
 
 def _claim_notes(spec: Value) -> Iterator[str]:
-    """Yield what is not known of the devices that the pod's containers get by resource claims (DRA)."""
+    """Yield notes about unknown properties of devices that the pod's containers get by resource claims (DRA)."""
     named = (
         {each.get("name").text() for each in spec.get("resourceClaims").elements()}
         if spec.get("resourceClaims")
@@ -50,11 +50,11 @@ SHARED_NAMESPACES: Mapping[str, str] = {
     "hostNetwork": "with a [[network]] of mode 'bridge' does not start, because it would take the node's own address: use"
     " mode 'user' or 'passt', or leave hostNetwork out",
 }
-"""Key of a pod's spec → what happens to an instance in that pod."""
+"""Key of a pod's spec → its effect on an instance in that pod."""
 
 
 def _notes_of_namespaces(spec: Value, pod: Pod) -> Iterator[str]:
-    """Yield what an instance in *pod* cannot do in namespaces that it shares; only a pod with exclusive CPUs can hold one."""
+    """Yield the restrictions of an instance in *pod* from shared namespaces; only a pod with exclusive CPUs can hold one."""
     if not pod.guaranteed or all(each.millicpus % 1000 for each in pod.containers if each.kind is ContainerKind.APP):
         return
     for key, consequence in SHARED_NAMESPACES.items():
@@ -63,7 +63,7 @@ def _notes_of_namespaces(spec: Value, pod: Pod) -> Iterator[str]:
 
 
 def manifest_notes(document: Value, spec: Value, pod: Pod, hugepages: Collection[str]) -> Iterator[str]:
-    """Yield what a user should know of the *pod* of *document*, whose containers ask for the resources *hugepages*."""
+    """Yield the notes on the *pod* of *document*, whose containers request the resources *hugepages*."""
     replicas = document.get("spec", {}).get("replicas").value if document.get("kind").value != "Pod" else None
     if isinstance(replicas, int) and not isinstance(replicas, bool) and replicas != 1:
         yield f"{replicas} replicas, planned as one pod; name the file once for each that comes to this node"

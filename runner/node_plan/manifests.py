@@ -63,9 +63,9 @@ class Manifest:
     pod: Pod
     qos: QosClass
     why: tuple[str, ...] = ()
-    """Sentences: why it is not Guaranteed."""
+    """Sentences: the reasons why it is not Guaranteed."""
     notes: tuple[str, ...] = ()
-    """Sentences: other properties that decide about its CPUs."""
+    """Sentences: other properties that affect its CPUs."""
     node_name: str = ""
     """``spec.nodeName``; empty for a pod that is assigned to no node."""
     ended: bool = False
@@ -183,8 +183,8 @@ def _word(value: Value) -> str:
 def _pod_level(value: Value, containers: Iterable[Container], parts: Mapping[str, _Resources]) -> _Resources:
     """Return ``spec.resources`` after the API server's defaults (``defaultHugePagePodLimits``, ``defaultPodRequests``).
 
-    *parts* are the resources of *containers*. A request that is missing is what the containers request together, and only
-    where they request nothing the limit.
+    *parts* are the resources of *containers*. A missing request is the sum of the containers' requests, or the limit if they request
+    nothing.
     """
     own = _amounts(value, "requests")
     limits = _amounts(value, "limits")
@@ -282,7 +282,7 @@ def _spelled(amount: Fraction) -> str:
 
 
 def _qos(parts: Mapping[str, _Resources]) -> tuple[QosClass, list[str]]:
-    """Return the QoS class of a pod, and why it is not Guaranteed (``ComputePodQOS``).
+    """Return the QoS class of a pod, and the reasons why it is not Guaranteed (``ComputePodQOS``).
 
     *parts* are its containers by name, or the pod as a whole.
     """

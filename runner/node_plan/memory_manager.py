@@ -1,4 +1,4 @@
-"""The kubelet's Memory Manager with the ``Static`` policy: which NUMA nodes a container's memory is booked on.
+"""The kubelet's Memory Manager with the ``Static`` policy: the NUMA nodes on which a container's memory is booked.
 
 Modelled on ``pkg/kubelet/cm/memorymanager/policy_static.go`` of Kubernetes 1.33 to 1.36.3. To *book* is to count memory
 as reserved; the kubelet only writes ``cpuset.mems``. Amounts are bytes, masks are those of
@@ -249,7 +249,7 @@ class MemoryManager:
         return mask
 
     def without(self, state: MemoryState, pod_uid: str) -> MemoryState:
-        """Take back what was booked for pod *pod_uid* (``RemoveContainer`` for each container)."""
+        """Release the memory booked for pod *pod_uid* (``RemoveContainer`` for each container)."""
         booked = dict(state.numa_nodes)
         for blocks in state.booked_for(pod_uid).values():
             for block in blocks:
@@ -347,7 +347,7 @@ def _blocks(numa_nodes: tuple[int, ...], amounts: Mapping[str, int]) -> tuple[Bl
 
 
 def _hints_again(blocks: Iterable[Block], requests: Mapping[str, int]) -> ProviderHints:
-    """Return hints for what is booked already (``regenerateHints``); ``None`` if something else was asked for."""
+    """Return hints for memory that is booked already (``regenerateHints``); ``None`` if the request has changed."""
     if {block.resource: block.size for block in blocks} != dict(requests):
         return None
     return {block.resource: HintList.of([Hint(mask_of(block.numa_nodes), preferred=True)]) for block in blocks}

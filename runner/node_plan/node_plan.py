@@ -34,7 +34,7 @@ OWN_CONTAINER = (
 )
 """The remedy for a pod with pod-level resources on a kubelet with the gate ``PodLevelResourceManagers``."""
 KnownPods = Literal["all", "exclusive", "none"]
-"""The pods on the node before that are known: all, those with exclusive CPUs or memory (the state files), or none."""
+"""The part of the pods already on the node that is known: all, those with exclusive CPUs or memory (the state files), or none."""
 
 
 @frozen
@@ -87,7 +87,7 @@ class PodPlan:
     whole_memory: tuple[Block, ...] = ()
     """The memory of the pod as a whole; that of its containers is part of it."""
     faults: tuple[str, ...] = ()
-    """Sentences: what the kubelet does wrong when it admits the pod, or because of it."""
+    """Sentences: faults of the kubelet in admitting the pod, or because of it."""
 
     @property
     def cpus(self) -> CpuSet:
@@ -150,7 +150,7 @@ class NodePlan:
 
     @property
     def answers(self) -> tuple[object, ...]:
-        """Return what the kubelet does with each pod: two plans with the same answers differ for nobody."""
+        """Return the kubelet's answers for each pod: plans with equal answers have the same effect."""
         return tuple(
             (
                 pod.explanation.admission.outcome,
@@ -343,11 +343,11 @@ def _pod(
 PERMUTATION = 77e-9
 """Seconds that kubelet 1.36.2 takes for one combination of hints, on a machine of 2 cores; 255^4 of them take 325 s."""
 SLOW = 10.0
-"""Seconds of merging from which on a plan says so: the kubelet admits no other pod meanwhile."""
+"""Seconds of merging from which on a plan reports it: the kubelet admits no other pod meanwhile."""
 
 
 def _faults(before: SimulatedNode, admission: Admission) -> Iterator[str]:
-    """Yield what the kubelet does wrong in *admission* to the node *before*."""
+    """Yield the faults of the kubelet in *admission* to the node *before*."""
     after, uid = admission.node, admission.pod.pod_uid
     # single-numa-node leaves out all hints but those of one NUMA node before it combines them.
     policy = after.kubelet.topology_manager.policy
@@ -392,7 +392,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
-    """Yield what else decides about *pod* than the managers and the resources that are compared."""
+    """Yield other factors, besides the managers and the compared resources, that decide about *pod*."""
     kubelet = admission.node.kubelet
     seen = kubelet.seen_by_managers(pod)
     if seen.pod_level_managed:
@@ -412,7 +412,7 @@ def _of_other_kinds(pod: Pod, admission: Admission) -> Iterator[str]:
 
 
 def _of_another_start(before: SimulatedNode, pod: Pod) -> Iterator[str]:
-    """Yield that *pod* runs already on the node *before*, where it has exclusive CPUs or memory."""
+    """Yield a note if *pod* already runs on the node *before*, where it has exclusive CPUs or memory."""
     if pod.pod_uid in {*before.cpus.assigned(), *before.memory.assignments, *before.memory.pod_assignments}:
         yield (
             "it has been admitted before, by the state files: this is what a kubelet that starts again decides about it; one"
@@ -421,7 +421,7 @@ def _of_another_start(before: SimulatedNode, pod: Pod) -> Iterator[str]:
 
 
 def _of_shutdown(manifest: Manifest, configuration: KubeletConfiguration) -> Iterator[str]:
-    """Yield whether a shutdown of the node leaves the pod of *manifest* less time than it asks for."""
+    """Yield a note if a shutdown of the node leaves the pod of *manifest* less time than it requests."""
     priority = manifest.pod.priority or 0
     graces = [seconds for lowest, seconds in configuration.shutdown_graces if lowest <= priority]
     if not configuration.shutdown_graces:
@@ -437,7 +437,7 @@ def _of_shutdown(manifest: Manifest, configuration: KubeletConfiguration) -> Ite
 
 
 def _of_pod_level(pod: Pod, admission: Admission) -> Iterator[str]:
-    """Yield what the gate ``PodLevelResourceManagers`` does to *pod*, which has pod-level resources and is seen so."""
+    """Yield the effects of the gate ``PodLevelResourceManagers`` on *pod*, whose pod-level resources the managers see."""
     kubelet = admission.node.kubelet
     together = kubelet.manages_as_whole(pod)
     if together and not exclusive_cpus_of_pod(pod) and kubelet.cpu_manager and pod.guaranteed:
@@ -491,7 +491,7 @@ def _nothing_to_book(pod: Pod, admission: Admission) -> str:
 
 
 def _after_restart(admission: Admission) -> Iterator[str]:
-    """Yield what happens to the pod when the kubelet restarts, and admits it again (``HandlePodAdditions``).
+    """Yield the effects on the pod of a restart of the kubelet, which admits it again (``HandlePodAdditions``).
 
     By then the Memory Manager has forgotten its init containers (``AddContainer``).
     """
@@ -618,7 +618,7 @@ def format_amount(resource: str, amount: int) -> str:
 
 
 def node_allocatable(hardware: Hardware, configuration: KubeletConfiguration) -> NodeAllocatable:
-    """Return what the node has for pods (``status.allocatable``, ``nodestatus.MachineInfo``).
+    """Return the node's resources for pods (``status.allocatable``, ``nodestatus.MachineInfo``).
 
     Huge pages are taken from memory, whether they are used or not. Ephemeral storage is not known.
     """

@@ -1,6 +1,6 @@
-"""The files from which distributions make the kubelet's configuration, recognised to say how to get that configuration.
+"""The files from which distributions generate the kubelet's configuration, recognised to explain how to get that configuration.
 
-None of them is read: what a distribution makes of them depends on its version. A running kubelet answers with the result.
+None of them is read, because the generated configuration depends on the distribution's version. A running kubelet returns the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS: Mapping[tuple[str, str], str] = {
     ("v1", "Node"): "a Node object",
     ("v1", "Status"): "an error of the API server",
 }
-"""Group of ``apiVersion`` (``v1`` for the core) and kind → what the document is."""
+"""Group of ``apiVersion`` (``v1`` for the core) and kind → description of the document."""
 KEYS: Mapping[str, str] = {
     "machine": "Talos' machine configuration",
     "kubelet-arg": "RKE2's or k3s' config.yaml",
@@ -48,7 +48,7 @@ KEYS: Mapping[str, str] = {
     "topologyManagerPolicy": "AKS' custom node configuration, or a KubeletConfiguration without kind and apiVersion",
     "featureGates": "a KubeletConfiguration without kind and apiVersion",
 }
-"""A key at the top of a document without kind → what the document is."""
+"""Top-level key of a document without kind → description of the document."""
 
 
 FLAGS = "the kubelet's flags, as in MicroK8s' args/kubelet, kubeadm-flags.env or a unit of systemd"
@@ -59,7 +59,7 @@ _FLAG = re.compile(r"""(?:^|[\s"'=\0])--[a-z]+(?:-[a-z]+)+(?:[=\s\0]|$)""")
 
 
 def form_of(document: Value) -> str:
-    """Return what *document* is that is no ``KubeletConfiguration``; empty if that is not known."""
+    """Return a description of *document* if it is no ``KubeletConfiguration``; empty if it is unknown."""
     if isinstance(document.value, str) and _FLAG.search(document.value):
         return FLAGS
     if not isinstance(document.value, dict):
@@ -74,7 +74,7 @@ def form_of(document: Value) -> str:
 
 
 def form_of_text(data: bytes) -> tuple[str, str]:
-    """Return what *data*, which is no YAML, is instead: its language, and the form of a distribution; empty if not known."""
+    """Return the language of *data*, which is no YAML, and the distribution's form of it; empty if unknown."""
     text = data.decode(errors="replace")
     if _SETTINGS.search(text):
         return "TOML", "Bottlerocket's settings"
@@ -82,7 +82,7 @@ def form_of_text(data: bytes) -> tuple[str, str]:
 
 
 def no_configuration(source: str, found: str, form: str) -> str:
-    """Return the sentence for the file *source* in which *found* is no kubelet configuration but *form*, if that is known."""
+    """Return the sentence for the file *source*, in which *found* is no kubelet configuration but *form*, if known."""
     said = f", {form}, of which the distribution makes one" if form else ""
     return (
         f"cannot use {source!r}: it must hold one KubeletConfiguration, found {found}{said}; the one of a running node is"

@@ -15,18 +15,18 @@ from runner.spec.instance import LatencyChoice
 
 Backend = Literal["controller", "delegated", "affinity"]
 GuaranteeKind = Literal["enforced", "arranged"]
-"""What keeps all others off the vCPUs' CPUs: the kernel, by an isolated partition, or only that each stays in its cpuset."""
+"""The mechanism that keeps all other tasks off the vCPUs' CPUs: the kernel, by an isolated partition, or only the tasks' cpusets."""
 
 
 @frozen
 class CpuTuning:
-    """The request to the node's controller besides the CPUs, by the spec's ``[cpu]`` and its devices; by default for nothing."""
+    """The request to the node's controller besides the CPUs, from the spec's ``[cpu]`` and its devices; by default empty."""
 
     latency: LatencyChoice = "default"
     cache_ways: int | None = None
     memory_bandwidth: int | None = None
     devices: tuple[str, ...] = ()
-    """The PCI devices that are passed through: none of them is to lose its power (D3cold)."""
+    """The PCI devices that are passed through, which must not lose their power (D3cold)."""
 
 
 @frozen
@@ -49,7 +49,7 @@ class ControllerPlacement:
     sweep: bool = False
     """Whether processes that other programs start in the container are moved to float."""
     tuning: CpuTuning = CpuTuning()
-    """What else the controller is asked for."""
+    """Further requests to the controller."""
     overhead: int = 0
     """Bytes that the instance needs besides the guest's memory."""
 

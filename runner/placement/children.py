@@ -1,4 +1,4 @@
-"""The children of the runner: the role of their threads, the cgroup they belong in, and what the death of each means."""
+"""The children of the runner: the role of their threads, their cgroup, and the consequence of their death."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Role(enum.StrEnum):
 
 @frozen
 class Restart:
-    """Start it again: at first after *first* seconds, then after twice as long each time, up to *longest*."""
+    """Start it again: first after *first* seconds, then after twice as long each time, up to *longest*."""
 
     first: float
     longest: float
     forgiven: float = 10.0
-    """Seconds of life after which earlier deaths no longer count."""
+    """Seconds of life after which earlier deaths are no longer counted."""
 
 
 @frozen
@@ -52,11 +52,11 @@ class Child:
     """A program that the runner starts for as long as the guest lives."""
 
     role: Role
-    """The role of its threads; of QEMU's, of those that are neither vCPUs nor iothreads."""
+    """The role of its threads; for QEMU, of those that are neither vCPUs nor iothreads."""
     death: Restart | EndInstance
-    """What its death means."""
+    """The consequence of its death."""
     in_pods_cgroup: bool = False
-    """Whether it stays in the pod's own cgroup, and not in float."""
+    """Whether it stays in the pod's own cgroup instead of float."""
 
 
 CHILDREN: Mapping[str, Child] = {
@@ -67,13 +67,13 @@ CHILDREN: Mapping[str, Child] = {
     "passt": Child(Role.PASST, EndInstance(Status.SERVICE_DIED)),  # the same
     "qemu": Child(Role.EMULATOR, EndInstance(Status.MACHINE_DIED)),
 }
-"""By the name that messages and metrics have; a daemon's is that of its program and process, too."""
+"""Children by their name in messages and metrics, which for daemons is also the name of the program and process."""
 
 RESTARTS = {name: child.death for name, child in CHILDREN.items() if isinstance(child.death, Restart)}
 FATAL = {name: child.death.status for name, child in CHILDREN.items() if isinstance(child.death, EndInstance)}
 IN_PODS_CGROUP = frozenset(child.role for child in CHILDREN.values() if child.in_pods_cgroup)
 DAEMONS = {name: child.role for name, child in CHILDREN.items() if name == child.role and not child.in_pods_cgroup}
-"""The daemons that are known by the name of their process → their roles."""
+"""The daemons that are recognised by the name of their process → their roles."""
 
 
 def role_of_child(name: str) -> Role:

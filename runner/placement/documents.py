@@ -1,4 +1,4 @@
-"""The JSON of ``receipt.json``, as types (see :mod:`runner.facts.documents`)."""
+"""The types of the JSON of ``receipt.json`` (see :mod:`runner.facts.documents`)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class ThreadDocument(TypedDict):
 
     role: Annotated[str, Role]
     vcpu: int | None
-    """The index of a vCPU's thread, where it is known."""
+    """The index of a vCPU's thread, if known."""
     name: str
     pid: int
     tid: int
     cgroup: str
-    """From the root of the cgroup hierarchy that the reader sees."""
+    """The path from the root of the cgroup hierarchy as the reader sees it."""
     allowed_cpus: CpuList
     allowed_mems: CpuList
     """NUMA nodes."""
     running_on: int
-    """The CPU on which it ran last."""
+    """The CPU on which it last ran."""
 
 
 class PlacedThreadDocument(TypedDict):
-    """A thread, as the log has it at the start."""
+    """A thread, as logged at the start."""
 
     role: Annotated[str, Role]
     vcpu: int | None
@@ -37,14 +37,14 @@ class PlacedThreadDocument(TypedDict):
     name: str
     allowed_cpus: CpuList
     running_on: int | None
-    """The CPU on which it ran last; ``null`` if it has not run since it was moved."""
+    """The CPU on which it last ran; ``null`` if it has not run since it was moved."""
 
 
 class CgroupsDocument(TypedDict):
     """The cgroups of an instance."""
 
     pod: str
-    """The container's own, in which the anchors stay."""
+    """The container's own cgroup, in which the anchors stay."""
     floating: str
     """The cgroup of all threads but the vCPUs."""
     instance: str
@@ -61,10 +61,10 @@ class PlacedDocument(TypedDict):
     float_cpus: CpuList
     """The CPUs of all other threads."""
     shared: bool
-    """All threads are on the same CPUs, because there are no others."""
+    """Whether all threads are on the same CPUs, because there are no others."""
     guarantee: GuaranteeKind
     guarantee_reason: str
-    """Why it is not ``enforced``; empty where it is."""
+    """The reason why it is not ``enforced``; empty if it is."""
     cgroups: CgroupsDocument | None
     """``null`` with placement ``affinity``."""
     threads: list[ThreadDocument]
@@ -77,6 +77,6 @@ class ReceiptDocument(PlacedDocument):
     """The instance's name."""
     pod: PodDocument
     generation: int
-    """How often the runner was renewed."""
+    """Number of the runner's renewals."""
     qemu_generation: int
-    """How often QEMU was updated."""
+    """Number of QEMU's updates."""

@@ -20,7 +20,7 @@ from runner.facts.hardware import Hardware
 from runner.placement.pins import threads_per_core
 
 NEAREST_REMOTE = 11
-"""The least distance to another NUMA node: Linux discards an ACPI SLIT with less (``slit_valid``)."""
+"""The least distance to another NUMA node: Linux discards an ACPI SLIT with a smaller one (``slit_valid``)."""
 FARTHEST = 254
 """The largest distance; 255 means unreachable in an ACPI SLIT."""
 LOCAL = 10
@@ -36,7 +36,7 @@ class GuestNumaNode:
     memory: int
     """Bytes."""
     host: int
-    """The host's NUMA node that its vCPUs are pinned to; of a flat guest, the first of them."""
+    """The host's NUMA node that its vCPUs are pinned to; for a flat guest, the first of them."""
     bound: tuple[int, ...]
     """The host's NUMA nodes that its memory is bound to, nearest first; empty if it may come from any."""
     distances: tuple[int, ...]
@@ -67,12 +67,11 @@ def guest_topology(
 ) -> GuestTopology:
     """Return the topology of a guest whose vCPU *i* is pinned to CPU ``pins[i]`` of *hardware*.
 
-    Guest cores have several threads if each is a whole host core and the guest's CPU model can show *siblings*. Each of
-    the host's NUMA nodes that vCPUs are pinned to becomes one of the guest's, in the same order. The *memory* bytes are
-    divided among them in proportion to their vCPUs, in whole pages of *page_size* bytes. Memory is bound to the host's
-    NUMA node itself, or to the nearest of *memory_nodes* if that has none (or not enough). It is not bound if that would
-    be all of the host's NUMA nodes with memory. *memory_nodes*, the pod's, may be fewer: QEMU leaves the pod's cgroup.
-    Raises :class:`RefusedError` if there are fewer pages than NUMA nodes.
+    Guest cores have several threads if each is a whole host core and the guest's CPU model can show *siblings*. Each of the host's NUMA
+    nodes that vCPUs are pinned to becomes one of the guest's, in the same order. The *memory* bytes are divided among them in proportion to
+    their vCPUs, in whole pages of *page_size* bytes. Memory is bound to the host's NUMA node itself, or to the nearest of *memory_nodes* if
+    that has none (or not enough). It is not bound if that would be all of the host's NUMA nodes with memory. *memory_nodes*, those of the
+    pod, may be fewer, because QEMU leaves the pod's cgroup. Raises :class:`RefusedError` if there are fewer pages than NUMA nodes.
     """
     numa_node_of = [hardware.by_cpu[cpu].numa_node for cpu in pins]
     hosts = sorted(set(numa_node_of))

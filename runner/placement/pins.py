@@ -47,7 +47,7 @@ class Pinning:
     """Threads of a guest core: vCPUs ``threads*k … threads*k+threads-1`` are pinned to one whole host core; 1 if that is not
     so for all vCPUs."""
     findings: tuple[Judgement, ...] = ()
-    """What about it costs performance."""
+    """Properties that cost performance."""
 
     @property
     def cpus(self) -> CpuSet:
@@ -107,7 +107,7 @@ def _by_siblings(cpus: CpuSet, hardware: Hardware) -> list[int]:
 
 
 def threads_per_core(pins: Sequence[int], hardware: Hardware) -> int:
-    """Return the number of consecutive vCPUs that are pinned to one whole core; 1 if it is not the same for all cores."""
+    """Return the number of consecutive vCPUs that are pinned to one whole core; 1 if it differs between cores."""
     first = hardware.siblings(pins[0])
     threads = len(first)
     if len(pins) % threads:
@@ -316,5 +316,5 @@ def _evenly(numa_nodes: Sequence[_Units], count: int) -> CpuSet:
         enough = [unit for unit in halves if len(unit) >= missing] or [unit for each in left for unit in each]
         unit = min(enough, key=len) if enough else max(halves, key=len)
         halves = [other for other in halves if other != unit]
-        chosen |= CpuSet(list(unit)[-missing:])  # not the first: CPU 0 serves most interrupts
+        chosen |= CpuSet(list(unit)[-missing:])  # not the first ones: CPU 0 serves most interrupts
     return chosen

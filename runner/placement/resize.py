@@ -1,7 +1,7 @@
 """The CPUs of the vCPUs when their number, or the CPUs of the container, change while the guest runs (pure).
 
-A vCPU keeps its CPU as long as the container has it. vCPU indexes have no gaps: the one with the highest index is plugged last
-and unplugged first.
+A vCPU keeps its CPU as long as the container has that CPU. vCPU indexes have no gaps: the one with the highest index is plugged last and
+unplugged first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def with_pins(placement: Placement, available: CpuSet, pins: tuple[int, ...]) ->
 
 
 def unlike(pins: Sequence[int], hardware: Hardware) -> CpuSet:
-    """Return those of *pins* that do not share an L3 cache and a NUMA node with the first one."""
+    """Return the CPUs of *pins* that do not share an L3 cache and a NUMA node with the first one."""
     first = hardware.by_cpu[pins[0]]
     return CpuSet(
         cpu

@@ -112,7 +112,7 @@ class WrongCgroup:
 
 @frozen
 class NarrowMask:
-    """A thread in float that may run on some of float's CPUs alone."""
+    """A thread in float that may run on only some of float's CPUs."""
 
     thread: ObservedThread
     float_cpus: CpuSet
@@ -123,9 +123,9 @@ Violation = MissingVcpu | SharedCpu | MisplacedVcpu | Intruder | WrongCgroup | N
 
 
 def sentences(violations: Iterable[Violation]) -> Iterator[str]:
-    """Yield a sentence for each of *violations*, but only one for all of a kind of a process, which names the first.
+    """Yield a sentence for each of *violations*; those of one kind and process share one, which names the first.
 
-    That is for intruders, and for threads with narrow masks.
+    Only intruders and threads with narrow masks share sentences.
     """
     intruders: dict[int, list[Intruder]] = {}
     narrow: dict[int, list[NarrowMask]] = {}
@@ -217,13 +217,13 @@ class ThreadRules:
         )
 
     def _narrow(self, threads: Sequence[ObservedThread]) -> Iterator[NarrowMask]:
-        """Yield the threads with fewer CPUs than float has: those that any of the instance's threads there may run on."""
+        """Yield the threads with fewer CPUs than float has, judged by the CPUs of all the instance's threads there."""
         if self.cgroups is None:
             return
         floating = [each for each in threads if self.cgroups.of(each.role) and self._floats(each)]
         most = CpuSet.union(each.thread.cpus for each in floating)
         if not self.shared:
-            most -= self.cpus  # one that may run there is an intruder
+            most -= self.cpus  # a thread that may run there is an intruder
         yield from (NarrowMask(each, most) for each in floating if not most <= each.thread.cpus)
 
     def _floats(self, observed: ObservedThread) -> bool:
@@ -235,7 +235,7 @@ class ThreadRules:
         vcpus = [observed for observed in threads if observed.role is Role.VCPU]
         found = {observed.vcpu for observed in vcpus}
         yield from (MissingVcpu(index) for index in range(len(self.pins)) if index not in found)
-        # Known pins differ, so of two threads on one CPU one is a MisplacedVcpu anyway.
+        # Known pins differ, so one of two threads on a CPU is a MisplacedVcpu anyway.
         unknown_pins = Counter(
             min(observed.thread.cpus)
             for observed in vcpus
@@ -293,10 +293,10 @@ def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRul
 
 
 def guarantee_of(backend: Backend, cpus: CpuSet, threads: Iterable[ObservedThread]) -> GuaranteeKind:
-    """Return what keeps all others off the vCPUs' *cpus*, as the *threads* of the instance show it.
+    """Return the mechanism that keeps all other tasks off the vCPUs' *cpus*, as the *threads* of the instance show it.
 
-    The pod's own cgroup names these CPUs and no others. Where the kernel lets the anchors, which stay in it, run on others
-    alone, it has taken these away from every cgroup but the instance's: by a partition (``cpuset.cpus.partition``).
+    The pod's own cgroup names these CPUs and no others. If the kernel lets the anchors, which stay in it, run only on other CPUs, it has
+    removed *cpus* from every cgroup but the instance's: by a partition (``cpuset.cpus.partition``).
     """
     anchors = [each.thread.cpus for each in threads if each.role is Role.ANCHOR]
     sealed = bool(anchors) and all(allowed.isdisjoint(cpus) for allowed in anchors)
@@ -314,11 +314,11 @@ class Receipt:
     rules: ThreadRules
     threads: tuple[ObservedThread, ...]
     guarantee_reason: str = ""
-    """Why the CPUs could not be sealed when the guest was started; empty if they were."""
+    """The reason why the CPUs could not be sealed at the guest's start; empty if they were."""
 
     @property
     def guarantee(self) -> GuaranteeKind:
-        """Return what keeps all others off the vCPUs' CPUs."""
+        """Return the mechanism that keeps all other tasks off the vCPUs' CPUs."""
         return guarantee_of(self.backend, self.rules.cpus, self.threads)
 
     def violations(self) -> tuple[Violation, ...]:
@@ -375,16 +375,16 @@ class ReceiptNames:
     """The names in a receipt."""
 
     name: str
-    """The instance's; see :func:`chosen_name`."""
+    """The instance's name; see :func:`chosen_name`."""
     pod: str
     """Namespace and name of its pod, empty without one."""
     pod_uid: str
 
 
 def chosen_name(given: str, pod: str, *, otherwise: str) -> str:
-    """Return the name *given* in the spec, or where it is the default the name of the *pod*, ``NAMESPACE/NAME``, or *otherwise*.
+    """Return the name *given* in the spec; if that is the default, the name of the *pod*, ``NAMESPACE/NAME``, or else *otherwise*.
 
-    The host's name is not taken: outside of a pod it names the machine, or a container's id.
+    The host name is not used: outside of a pod it is the machine's name, or a container's id.
     """
     return given if given not in {"", UNNAMED} else pod.rpartition("/")[2] or otherwise
 

@@ -27,37 +27,38 @@ KINDS = (
     "## template: jinja",
     "text/x-shellscript-per-",
 )
-"""What a part begins with that cloud-init handles (``INCLUSION_TYPES_MAP`` of its ``handlers/__init__.py``), in lower case.
+"""The first bytes, in lower case, of parts that cloud-init handles (``INCLUSION_TYPES_MAP`` of its ``handlers/__init__.py``).
 
 tests/node/test_cloud_init.py compares this and the functions below with the real cloud-init.
 """
 UNTYPED = frozenset({"text/plain", "text/x-not-multipart"})
-"""Types of parts whose kind their first bytes say, and that are ignored without one (``TYPE_NEEDED`` of ``user_data.py``)."""
+"""Types of parts whose kind is determined by their first bytes, and that are ignored if those are unknown (``TYPE_NEEDED`` of
+``user_data.py``)."""
 COMPRESSED = frozenset(
     {"application/gzip", "application/gzip-compressed", "application/gzipped", "application/x-compress"}
     | {"application/x-compressed", "application/x-gunzip", "application/x-gzip", "application/x-gzip-compressed"}
 )
 """Types of parts that are decompressed first (``DECOMP_TYPES``)."""
 MIME_WITHIN = 4096
-"""Bytes within which the words ``MIME-Version:`` make it a MIME message (``convert_string``)."""
+"""Bytes within which ``MIME-Version:`` makes user-data a MIME message (``convert_string``)."""
 LARGEST_UNPACKED = 16 << 20
-"""Bytes of decompressed user-data that are looked at."""
+"""Bytes of decompressed user-data that are examined."""
 LARGEST_MESSAGE = 256 << 10
-"""Bytes of a MIME message that is looked at; few clouds take as much."""
+"""Bytes of the largest MIME message that is examined; few clouds accept as much."""
 MOST_NESTED, MOST_COMPARED, MOST_COUNTED = 200, 500_000, 1 << 29
-"""Parts in parts of a MIME message that is looked at; lines times boundaries; and bytes times semicolons. The parser compares each line
-with the boundaries of all parts around it, is nested as they are, and may count the quotation marks before each semicolon of a header
-(``_parseparam`` of ``email/message.py``); 0.7 s at most (measured)."""
+"""Bounds of the MIME messages that are examined: nested parts; lines times boundaries; bytes times semicolons. The parser compares each
+line with the boundaries of all enclosing parts, recurses with their nesting, and may count the quotation marks before each semicolon of a
+header (``_parseparam`` of ``email/message.py``); 0.7 s at most (measured)."""
 
 OTHER_READERS = {
     "cloudbase-init (Windows)": ("#ps1", "rem cmd", "<powershell>", "<script>"),
     "Talos": ("version: v1alpha1", "apiversion: v1alpha1"),
 }
-"""Programs that read the seed as well → what the user-data begins with that they take and cloud-init ignores, in lower case."""
+"""Other programs that read the seed → beginnings of user-data, in lower case, that they accept and cloud-init ignores."""
 _LEADING = re.compile(r"(?:(?:#(?!ps1).*|---.*|[ \t]*)\n)++")
-"""What may come before the first words of a YAML document: comments, its marker, empty lines."""
+"""Lines that may precede the first words of a YAML document: comments, its marker, empty lines."""
 _IGNITION = re.compile(r'\{\s*"ignition"|(?:#.*\n|---\n|\s)*+variant:')
-"""The beginning of a configuration for Ignition, and of one that Butane makes into one."""
+"""The beginning of an Ignition configuration, and of one that Butane converts to it."""
 _NETWORK = re.compile(r"(?:#.*\n|---\n|\s)*+network:")
 _KEY = re.compile(r"(?:.+[ \t])?(?:ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+[ \t]+AAAA[A-Za-z0-9+/]+={0,3}(?:[ \t].*)?")
 
@@ -83,12 +84,12 @@ class SeedPlan:
     """The documents of the seed."""
 
     instance_id: str
-    """With a new one cloud-init runs as on a first boot; empty if the user's meta-data contains it."""
+    """A new one makes cloud-init run as on a first boot; empty if the user's meta-data contains it."""
     user_data: Secret
     meta_data: Secret
     network_config: Secret | None
     vendor_data: Secret | None = None
-    """What this program itself has for the guest; user-data comes before it."""
+    """This program's own data for the guest; user-data takes precedence."""
 
 
 def plan_seed(
@@ -101,7 +102,7 @@ def plan_seed(
 ) -> SeedPlan:
     """Plan the documents of the seed; *identity* is the instance id.
 
-    *macs* are those of the networks, in their order, each with whether the guest gets an IPv6 address there.
+    *macs* are the MAC addresses of the networks, in their order, each with a flag for an IPv6 address.
 
     Without a network-config each network is configured by DHCP. It is matched by its MAC address, because the name of the
     interface depends on the guest's distribution.
@@ -158,7 +159,7 @@ def _by_dhcp(macs: Sequence[tuple[str, bool]]) -> dict[str, object]:
 
 
 def check_user_data(content: bytes, problems: Problems) -> None:
-    """Refuse user-data that cloud-init would ignore; what another reader of the seed takes is a remark."""
+    """Refuse user-data that cloud-init would ignore; user-data for another reader of the seed causes only a remark."""
     if handled(content):
         return
     first = content.partition(b"\n")[0][:40].decode(errors="replace")
@@ -177,7 +178,7 @@ def check_user_data(content: bytes, problems: Problems) -> None:
 
 
 def _remedies(content: bytes) -> Iterator[str]:
-    """Yield what makes user-data of *content*, which cloud-init ignores, such that it does not: that of its cause first."""
+    """Yield the changes that would make cloud-init accept *content*, the most likely one first."""
     from runner.facts.file_formats import identify  # here, because only a refusal needs it
 
     text, packed = _text(_unpacked(content)), identify(content)
@@ -202,7 +203,7 @@ def _remedies(content: bytes) -> Iterator[str]:
 
 
 def _is_base64(content: bytes) -> bool:
-    """Tell whether *content* is base64 of what cloud-init handles."""
+    """Tell whether *content* is base64 of user-data that cloud-init handles."""
     import binascii  # here, because only a refusal needs it
 
     try:
@@ -212,9 +213,9 @@ def _is_base64(content: bytes) -> bool:
 
 
 def handled(content: bytes) -> bool:
-    """Tell whether cloud-init handles some of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes.
+    """Tell whether cloud-init handles a part of *content*, as its ``UserDataProcessor`` decides: gzip, MIME, then the first bytes.
 
-    Of a MIME message that would take long to parse, or that Python's parser fails for, the answer is that it may.
+    A MIME message that would take long to parse, or at which Python's parser fails, is assumed to be handled.
     """
     content = _unpacked(content)
     if b"mime-version:" not in content[:MIME_WITHIN].lower():
@@ -239,7 +240,7 @@ def _is_costly(message: bytes) -> bool:
 
 
 def yaml_kind(content: bytes) -> type[object] | None:
-    """Return the type of the one YAML document that user-data of *content* is to cloud-init; ``None`` if it is of another kind.
+    """Return the type of the single YAML document in user-data *content*; ``None`` if it is no such document to cloud-init.
 
     JSON patches (``#cloud-config-jsonp``) are applied to the other parts, and a template becomes YAML in the guest.
     """
@@ -256,12 +257,12 @@ def _handled_part(kind: str, payload: object) -> bool:
 
 
 def _text(content: bytes) -> str:
-    """Return the text by whose beginning cloud-init tells the kind; bytes that are not UTF-8 stay as they are in it."""
+    """Return *content* as the text whose beginning determines its kind; bytes that are not UTF-8 are kept."""
     return content.decode(errors="surrogateescape").lower().lstrip()
 
 
 def _unpacked(content: bytes) -> bytes:
-    """Return what gzip has compressed; *content* itself if it has not."""
+    """Return the decompressed *content*, or *content* itself if it is not compressed by gzip."""
     if not content.startswith(b"\x1f\x8b"):
         return content
     import zlib  # here, because little user-data is compressed
@@ -273,14 +274,14 @@ def _unpacked(content: bytes) -> bytes:
             found += member.decompress(rest, LARGEST_UNPACKED - len(found))
             rest = member.unused_data.lstrip(b"\0")
             if not member.eof and len(found) < LARGEST_UNPACKED:
-                return content  # it is cut off
+                return content  # it is truncated
     except zlib.error:
         return content
     return found
 
 
 def read_keys(where: str, value: str | PurePosixPath, content: bytes | None, problems: Problems) -> list[str]:
-    """Return the public keys in *content*, which the spec gives as *value* for the key *where*; refuse anything else."""
+    """Return the public keys in *content*, the *value* of the spec's key *where*; refuse anything else."""
     if content is None:
         return []
     named = f"{str(value)!r} has " if isinstance(value, PurePosixPath) else "is "

@@ -1,4 +1,4 @@
-"""The use of inherited descriptors: each is used for exactly one key of the spec."""
+"""Inherited descriptors: each must be used by exactly one key of the spec."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Claims:
                 self.claim(f"disk[{index}].fd", disk.fd, {"file", "block"}, write=disk.writes)
 
     def refuse_unclaimed(self) -> None:
-        """Add a problem for each inherited descriptor that no key of the spec names: it would stay open without a use."""
+        """Add a problem for each inherited descriptor that no key of the spec names, because it would stay open unused."""
         for name, found in (self._inherited or {}).items():
             if name not in self._claimed:
                 self._refuse(

@@ -1,4 +1,4 @@
-"""The limits of dnsmasq and of DHCP clients, and what of a pod's routes and resolver fits into them."""
+"""The limits of dnsmasq and of DHCP clients, and the part of a pod's routes and resolver that they allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.facts.host import Resolver
 from runner.facts.network import Interface, IpAddress, IpNetwork, Route
 from runner.plan.problems import Problems
 
-# The limits of dnsmasq, the same in every version from 2.40 to 2.93. tests/component/test_dhcp.py starts each border.
+# The limits of dnsmasq, the same in every version from 2.40 to 2.93. tests/component/test_dhcp.py starts dnsmasq at each limit.
 
 LONGEST_OPTION = 255
 """Bytes of one DHCPv4 option (``parse_dhcp_opt`` of ``src/option.c``): no version splits a longer one (RFC 3396)."""
@@ -20,10 +20,10 @@ LONGEST_LABEL, LONGEST_NAME = 63, 253
 """Characters of one label of a domain name and of the whole name (``canonicalise``; RFC 1035, 2.3.4)."""
 
 SHORT_REPLY = 265
-"""Bytes of our options that fit beside dnsmasq's own into a reply of 576 bytes, which every client takes (RFC 2131, 2).
+"""Bytes of our options that fit beside dnsmasq's own into a reply of 576 bytes, which every client accepts (RFC 2131, 2).
 
-277 with udhcpc (measured), 9 fewer with a client identifier. A client that takes more says so (option 57). Of too many
-options dnsmasq leaves out the last ones, and logs it.
+277 with udhcpc (measured), 9 fewer with a client identifier. A client that accepts more announces it (option 57). If there are too many
+options, dnsmasq omits the last ones, and logs it.
 """
 
 MOST_SERVERS = LONGEST_OPTION // 4
@@ -42,13 +42,13 @@ class GuestResolver:
 
 
 def is_domain(name: str) -> bool:
-    """Tell whether dnsmasq takes *name* as a domain."""
+    """Tell whether dnsmasq accepts *name* as a domain."""
     labels = name.removesuffix(".").split(".")
     return len(name) <= LONGEST_NAME and all(_LABEL.fullmatch(label) for label in labels)
 
 
 def search_bytes(names: Iterable[str]) -> int:
-    """Return the bytes of *names* in the option domain-search: the end of a name that was there before takes two (RFC 3397)."""
+    """Return the size of *names* in the option domain-search, where a repeated suffix takes two bytes (RFC 3397)."""
     size, known = 0, set[str]()
     for name in names:
         labels = name.removesuffix(".").split(".")
@@ -69,7 +69,7 @@ def routes_bytes(routes: Iterable[Route]) -> int:
 
 
 def best_routes(routes: Sequence[Route]) -> tuple[Route, ...]:
-    """Return the route of the lowest metric to each destination: DHCP knows no metrics, and a client takes the last of several."""
+    """Return the route with the lowest metric to each destination: DHCP has no metrics, and a client uses the last of several."""
     best: dict[IpNetwork, Route] = {}
     for route in routes:
         if (known := best.get(route.destination)) is None or route.metric < known.metric:
@@ -96,7 +96,7 @@ def dhcp_routes(guest: IPv4Interface, routes: Sequence[Route]) -> list[Route]:
 def refuse_too_many_routes(
     where: str, name: str, guest: IPv4Interface, routes: Sequence[Route], problems: Problems
 ) -> None:
-    """Refuse *routes* of the interface *name* that one DHCP option cannot hold: without them the guest's packets go astray."""
+    """Refuse *routes* of the interface *name* that exceed one DHCP option: without them the guest could not reach all networks."""
     size = routes_bytes(dhcp_routes(guest, routes))
     if size > LONGEST_OPTION:
         problems.refuse(
@@ -108,10 +108,11 @@ def refuse_too_many_routes(
 
 
 def guest_resolver(resolver: Resolver, pod: Interface, *, ipv6: bool, problems: Problems) -> GuestResolver:
-    """Return what the guest gets of the pod's *resolver*; what it does not get is a remark.
+    """Return the parts of the pod's *resolver* that the guest gets; others cause a remark.
 
-    Not an address of the container itself, which is the guest's own there: a loopback one, the unspecified one, which the C library
-    and dnsmasq take for it, and the one that the guest takes over. A link-local one is reached by the routes of its network.
+    Addresses of the container itself are left out, because in the guest they are the guest's own: loopback addresses, the unspecified
+    address, which the C library and dnsmasq treat as loopback, and the address that the guest takes over. A link-local one is reached by
+    the routes of its network.
     """
     taken = {pod.addresses[0].ip, *(each.ip for each in pod.addresses6 if ipv6)}
     listed: tuple[IpAddress, ...] = resolver.nameservers + resolver.nameservers6
@@ -166,7 +167,7 @@ def _remark_search(asked: Sequence[str], found: Sequence[str], problems: Problem
 
 
 def remark_long_reply(sizes: Iterable[int], problems: Problems) -> None:
-    """Remark options of *sizes* bytes, in the order of their importance, that a client may not get."""
+    """Remark options of *sizes* bytes, the most important first, that a client may not get."""
     size = sum(2 + each for each in sizes if each)
     if size > SHORT_REPLY:
         problems.remark(

@@ -1,4 +1,4 @@
-"""The plan of the disks: the files of each, and how QEMU opens them.
+"""The plan of the disks: the files of each, and the way in which QEMU opens them.
 
 The same decisions are made for a disk the machine starts with and for one that is attached while it runs.
 
@@ -70,15 +70,15 @@ class DiskPlan:
     name: str
     """``disk0``, …: the name of its device and of its topmost block node."""
     layers: tuple[Layer, ...]
-    """The file that the spec names, then its backing files from the top to the bottom."""
+    """The file named in the spec, then its backing files from the top to the bottom."""
     overlay: Overlay | None
     """Above all layers."""
     read_only: bool
     serial: str | None
     direct: bool
-    """The topmost layer, which is written to, bypasses the page cache; backing files, which others may use too, do not."""
+    """Whether the topmost layer, which is written to, bypasses the page cache; backing files, which others may use too, do not."""
     write_cache: bool
-    """The disk reports a volatile write cache: a write is on stable storage only after a flush."""
+    """Whether the disk reports a volatile write cache: a write is on stable storage only after a flush."""
     aio: Aio
     discard: bool
     detect_zeroes: DetectZeroes
@@ -88,16 +88,16 @@ class DiskPlan:
 
     @property
     def path(self) -> PurePosixPath:
-        """The file or block device that the spec names."""
+        """The file or block device named in the spec."""
         return self.layers[0].path
 
     @property
     def written(self) -> bool:
-        """Return whether the guest writes to the file or block device that the spec names."""
+        """Return whether the guest writes to the file or block device named in the spec."""
         return self.overlay is None and not self.read_only
 
     def below(self) -> Iterator[tuple[str, Layer]]:
-        """Yield name and layer of each file that is only read, from the top to the bottom."""
+        """Yield name and layer of each read-only file, from the top to the bottom."""
         layers = self.layers if self.overlay is not None else self.layers[1:]
         yield from ((f"{self.name}-base{number}", layer) for number, layer in enumerate(layers, 1))
 
@@ -108,7 +108,7 @@ def within(path: PurePosixPath, directories: Iterable[PurePosixPath]) -> bool:
 
 
 def plan_disks(disks: Sequence[DiskSpec], facts: HostFacts, problems: Problems) -> tuple[DiskPlan, ...]:
-    """Decide about the disks that the machine starts with."""
+    """Plan the disks that the machine starts with."""
     plans = tuple(
         plan_disk(f"disk{index}", disk, _facts_of(disk, facts), f"disk[{index}]", problems)
         for index, disk in enumerate(disks)
@@ -119,7 +119,7 @@ def plan_disks(disks: Sequence[DiskSpec], facts: HostFacts, problems: Problems) 
 
 
 def _remark_aio(disks: Iterable[DiskPlan], free: int | None, problems: Problems) -> None:
-    """Remark that the machine has not enough requests of native AIO left; each iothread, and QEMU's main thread, has its own."""
+    """Remark that too few requests of native AIO are free; each iothread, and QEMU's main thread, reserves its own."""
     threads = {disk.name if disk.iothread else "" for disk in disks if disk.aio == "native"}
     needed = len(threads) * AIO_REQUESTS
     if free is not None and needed > free:
@@ -132,26 +132,26 @@ def _remark_aio(disks: Iterable[DiskPlan], free: int | None, problems: Problems)
 
 
 def _facts_of(disk: DiskSpec, facts: HostFacts) -> DiskFacts:
-    """Return the facts about *disk*; for a descriptor that is not inherited yet the spec is believed."""
+    """Return the facts about *disk*; for a descriptor that is not inherited yet, those stated in the spec."""
     if disk.fd is None or facts.descriptors is not None:
         return facts
     return LateDiskFacts({disk.file: FileFact("file")}, facts.io_uring_error, facts.free_space)
 
 
 def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, problems: Problems) -> DiskPlan:
-    """Decide about *disk*; the paths of its problems begin with *where*."""
+    """Plan *disk*; the paths of its problems begin with *where*."""
     fact = facts.files.get(disk.file, MISSING)
     found = len(problems.found)
     layers = tuple(_layers(disk, fact, facts.files, where, problems))
     direct, aio = _access(disk, fact, facts.io_uring_error, where, problems)
     if len(problems.found) == found:
         _judge_content(disk, layers, facts.files, where, problems)
-    if len(problems.found) == found and layers:  # after the content: a packed or foreign file is not to be made longer
+    if len(problems.found) == found and layers:  # last: a packed or foreign file needs another remedy
         _judge_length(layers[0], facts.files, where, problems)
     size = 0 if fact.image is None else fact.image.size
     overlay = None
     if disk.ephemeral:
-        # Data that was written twice, and metadata, may take a little more than the disk itself.
+        # With data written twice, and metadata, the file may become a little larger than the disk itself.
         overlay = Overlay(size, disk.ephemeral_size or size + size // 1024 + (64 << 20))
     return DiskPlan(
         name=name,
@@ -183,7 +183,7 @@ def remark_little_space(disks: Iterable[DiskPlan], free: int | None, problems: P
 
 
 def remark_lockless(where: str, path: PurePosixPath, image: ImageFact, problems: Problems) -> None:
-    """Remark with *where* that the file system of *image*, which is at *path*, has no locks, without which QEMU runs as well."""
+    """Remark at *where* that the file system of *image*, at *path*, has no locks, without which QEMU runs unprotected."""
     if image.lock_error is not None:
         problems.remark(
             where,
@@ -194,7 +194,7 @@ def remark_lockless(where: str, path: PurePosixPath, image: ImageFact, problems:
 
 
 def content_of(layers: Iterable[Layer], files: Mapping[PurePosixPath, FileFact]) -> tuple[Layer, DiskContent] | None:
-    """Return the beginning of a disk as the guest sees it, and the layer that holds it; ``None`` if it is not known."""
+    """Return the beginning of a disk as the guest sees it, and the layer that holds it; ``None`` if unknown."""
     for layer in layers:
         image = files.get(layer.path, MISSING).image
         if image is None or image.content is not None:
@@ -209,7 +209,7 @@ def _judge_content(
     where: str,
     problems: Problems,
 ) -> None:
-    """Judge what the guest would find on the disk."""
+    """Judge the content that the guest would find on the disk."""
     for layer in layers:
         if (image := files.get(layer.path, MISSING).image) is not None:
             remark_lockless(where, layer.path, image, problems)
@@ -252,7 +252,7 @@ def _judge_content(
 
 
 def _judge_partitions(content: DiskContent, name: str, fact: FileFact, where: str, problems: Problems) -> None:
-    """Remark partitions that the guest does not find on the disk of *fact*, or not whole; *name* is the file with the table."""
+    """Remark partitions that the guest would not find, or not whole, on the disk of *fact*; *name* is the file with the table."""
     size = 0 if fact.image is None else fact.image.size
     if content.end > size:
         problems.remark(
@@ -271,7 +271,7 @@ def _judge_partitions(content: DiskContent, name: str, fact: FileFact, where: st
 
 
 def _judge_length(layer: Layer, files: Mapping[PurePosixPath, FileFact], where: str, problems: Problems) -> None:
-    """Refuse a raw disk that has no whole number of sectors."""
+    """Refuse a raw disk whose length is no multiple of the sector size."""
     fact, path = files.get(layer.path, MISSING), layer.path
     if layer.format == "raw" and fact.image is not None and (fact.size == 0 or fact.size % 512):
         problems.refuse(
@@ -286,7 +286,7 @@ def _judge_length(layer: Layer, files: Mapping[PurePosixPath, FileFact], where: 
 def _access(
     disk: DiskSpec, fact: FileFact, io_uring_error: str | None, where: str, problems: Problems
 ) -> tuple[bool, Aio]:
-    """Decide whether the page cache is bypassed, and how QEMU reads and writes."""
+    """Decide whether to bypass the page cache, and QEMU's method of reading and writing."""
     if disk.ephemeral:
         return False, "threads"
     found = fact.image is not None
@@ -319,7 +319,7 @@ def _access(
 def _layers(
     disk: DiskSpec, fact: FileFact, files: Mapping[PurePosixPath, FileFact], where: str, problems: Problems
 ) -> Iterator[Layer]:
-    """Yield the layers of *disk* down to the first that cannot be used."""
+    """Yield the layers of *disk* down to the first unusable one."""
     path, format_, at = disk.file, disk.format, f"{where}.path"
     seen: list[PurePosixPath] = []
     while True:
@@ -348,7 +348,7 @@ def _layers(
 def _backing_errors(
     path: PurePosixPath, image: ImageFact, allowed: Sequence[PurePosixPath], seen: Sequence[PurePosixPath]
 ) -> Iterator[tuple[str, str]]:
-    """Yield why the backing file that *image*, which is at *path*, names cannot be used, each with its remedy."""
+    """Yield the errors of the backing file that *image*, at *path*, names, each with its remedy."""
     backing, format_ = image.backing, image.backing_format
     needs = f"{str(path)!r} takes data from {(image.backing_elsewhere or str(backing))!r}"
     if backing is None:
@@ -396,7 +396,7 @@ def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes:
 
 
 def _format_remedy(found: str, fact: FileFact) -> str:
-    """Return the remedy for a file that holds the other of the two formats that a disk can have."""
+    """Return the remedy for a file whose format is the other one of the two possible for a disk."""
     if found == "raw":
         return 'set format = "raw" if it is a raw disk' if fact.size else "it is empty: make it with `qemu-img create`"
     return 'set format = "qcow2" if it was made as one; a guest, too, can write such a beginning to its raw disk'

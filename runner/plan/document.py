@@ -11,7 +11,7 @@ from runner.spec.instance import CloudInitSpec, InstanceSpec
 
 
 def document_problems(spec: InstanceSpec) -> list[Problem]:
-    """Return why *spec*, which has been parsed, fits no host. The files that it names are not looked at."""
+    """Return the problems of the parsed *spec* on any host. The files that it names are not examined."""
     problems, memory = Problems(), spec.memory
     problems.found += contradictions(spec, controller=spec.cpu.placement == "controller")
     if memory.page_size is not None and memory.size != "limits":

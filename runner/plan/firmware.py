@@ -45,12 +45,12 @@ class KeptVariables:
 
     path: PurePosixPath
     template: PurePosixPath | None
-    """The file that a new store is a copy of; ``None``: the store exists."""
+    """The file that a new store is copied from; ``None`` if the store exists."""
 
 
 @frozen
 class ForgottenVariables:
-    """A copy of *template* in memory: what the firmware remembers ends with QEMU."""
+    """A copy of *template* in memory, so that the firmware's variables end with QEMU."""
 
     template: PurePosixPath
     path: None = None
@@ -63,14 +63,14 @@ class Firmware(NamedTuple):
     """A firmware image and its store."""
 
     code: PurePosixPath | None
-    """``None``: SeaBIOS, which is part of QEMU."""
+    """``None`` for SeaBIOS, which is part of QEMU."""
     variables: VariablesPlan | None = None
     secure: bool = False
-    """It needs System Management Mode: only there can its store be written."""
+    """Whether it needs System Management Mode, the only mode in which its store can be written."""
 
 
 def candidates(boot: BootSpec) -> Iterable[PurePosixPath]:
-    """Return the files that :func:`choose_firmware` needs facts about, in addition to those the spec names."""
+    """Return the files, besides those in the spec, about which :func:`choose_firmware` needs facts."""
     if isinstance(boot.firmware, str):
         return [path for pair in BUILDS[boot.firmware] for path in pair]
     return [template_of(boot.firmware)] if boot.firmware is not None and boot.firmware_vars is not None else []
@@ -119,11 +119,11 @@ def choose_firmware(boot: BootSpec, facts: HostFacts, problems: Problems) -> Fir
 
 
 LONGEST_CMDLINE = 2047
-"""Bytes of a command line that Linux for x86 takes (``COMMAND_LINE_SIZE`` of ``arch/x86/include/asm/setup.h``)."""
+"""Bytes of the longest command line of Linux for x86 (``COMMAND_LINE_SIZE`` of ``arch/x86/include/asm/setup.h``)."""
 
 
 def _remark_long_cmdline(boot: BootSpec, facts: HostFacts, problems: Problems) -> None:
-    """Remark a command line of which a Linux kernel cuts off the end without a word."""
+    """Remark a command line whose end a Linux kernel silently cuts off."""
     size = len((boot.cmdline or "").encode())
     format_ = None if boot.kernel is None else facts.files.get(boot.kernel, MISSING).format
     if size > LONGEST_CMDLINE and format_ is not None and format_.name == "bzImage":
@@ -137,11 +137,11 @@ def _remark_long_cmdline(boot: BootSpec, facts: HostFacts, problems: Problems) -
 def judge_boot(
     spec: InstanceSpec, memory: int, disks: Sequence[DiskPlan], facts: HostFacts, problems: Problems
 ) -> None:
-    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known, and what a kernel is given.
+    """Judge whether the firmware can boot one of *disks*, as far as their first bytes are known, and the arguments of a kernel.
 
-    A disk with an EFI system partition and no code in its boot sector is never booted by a BIOS, so that is refused. No other
-    firmware is chosen instead: what a guest writes to its disk must not decide what its machine is. A guest that has PCI
-    devices may boot from one.
+    A disk with an EFI system partition and no code in its boot sector is never booted by a BIOS, so that is refused. No other firmware is
+    chosen instead, because a guest must not be able to change its machine by writing to its disk. A guest that has PCI devices may boot
+    from one.
     """
     _remark_long_cmdline(spec.boot, facts, problems)
     if (initrd := spec.boot.initrd) is not None:
@@ -197,7 +197,7 @@ def _kept(
     facts: HostFacts,
     problems: Problems,
 ) -> KeptVariables:
-    """Check the store at *path*; *wanted* is its right size in bytes, ``None`` if that is not known."""
+    """Check the store at *path*; *wanted* is its right size in bytes, ``None`` if unknown."""
     refuse, where, name, fact = problems.refuse, "boot.firmware_vars", repr(str(path)), facts.files.get(path, MISSING)
     if fact.kind == "missing":
         if facts.files.get(path.parent, MISSING).kind != "directory":

@@ -57,13 +57,13 @@ class GuestPlan:
     watchdog: WatchdogAction | None
     """The action when the guest no longer resets the watchdog; ``None``: there is no watchdog."""
     ready: ReadyPlan | None = None
-    """The sign by which the guest says that it is ready; ``None``: it is as soon as it runs with every thread in its place."""
+    """The sign with which the guest reports that it is ready; ``None``: ready as soon as it runs with every thread in its place."""
 
 
 def plan_guest(
     guest: GuestSpec, identity: Identity, networks: Sequence[NetworkPlan], facts: HostFacts, problems: Problems
 ) -> GuestPlan:
-    """Decide about the devices of *guest*."""
+    """Plan the devices that serve *guest*."""
     vsock = None
     if guest.vsock is not None:
         if not facts.vhost_vsock:
@@ -82,7 +82,7 @@ def _ready(sign: ReadySign | None, networks: Sequence[NetworkPlan]) -> ReadyPlan
         return sign
     from runner.plan.network_plan import BridgedPlan  # here, because some guests have no network
 
-    # With mode "bridge" the guest has the pod's own address, at which this program reaches only itself.
+    # With mode "bridge" the guest has the pod's own address, which leads this program only to itself.
     private = (each.guest.ip for each in networks if isinstance(each, BridgedPlan) and each.pod is None)
     address = next(private, None)
     return None if address is None else GuestPort(address, sign.port)

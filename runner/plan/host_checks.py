@@ -42,7 +42,7 @@ def qos_of_oom_score_adj(value: int) -> str:
 
 
 def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | None:
-    """Return why the CPUs that a process of *pod* may use are not exclusive; ``None`` if nothing shows that.
+    """Return the reason why the CPUs that a process of *pod* may use are not exclusive; ``None`` if nothing indicates that.
 
     The kubelet gives exclusive CPUs to Guaranteed pods alone, and never every *online* CPU of the node: its static
     policy does not start without a reservation (``policy_static.go``, ``NewStaticPolicy``). A DRA driver gives them to a
@@ -60,26 +60,26 @@ def shared_cpus(pod: PodQos | None, allowed: CpuSet, online: CpuSet) -> str | No
 
 
 def too_little_time(cpu_time: float | None, vcpus: int) -> str | None:
-    """Return why *vcpus* vCPUs cannot run all the time; *cpu_time* is the limit as a number of CPUs, ``None`` without one."""
+    """Return the reason why *vcpus* vCPUs cannot run all the time; *cpu_time* is the limit in CPUs, ``None`` without one."""
     if cpu_time is None or cpu_time >= vcpus:
         return None
     return f"cpu.max gives {vcpus} vCPUs the time of {cpu_time:g} CPUs, and stops them when it is used up"
 
 
 def emulated(kvm: Kvm) -> str | None:
-    """Return why the guest would be emulated; ``None`` if KVM runs it."""
+    """Return the reason why the guest would be emulated; ``None`` if KVM runs it."""
     if kvm.error is None:
         return None
     return f"no KVM ({kvm.error}): the guest is emulated in software (TCG), many times slower"
 
 
 def kvm_unusable(kvm: Kvm) -> str | None:
-    """Return why KVM cannot create a virtual machine although it answers; ``None`` if it can."""
+    """Return the reason why KVM cannot create a virtual machine although it answers; ``None`` if it can."""
     return None if kvm.trial is None else f"/dev/kvm answers, but makes no virtual machine: {kvm.trial}"
 
 
 def runs_no_guest(kvm: Kvm) -> str | None:
-    """Return why a guest whose accelerator is to be tried is emulated; ``None`` if KVM has run the trial guest."""
+    """Return the reason why a guest with accelerator ``tried`` is emulated; ``None`` if KVM has run the trial guest."""
     reason = kvm.trial or kvm.guest
     if reason is None:
         return None
@@ -91,7 +91,7 @@ KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel =
 
 
 DENIED = "Permission denied"
-"""The reason, EACCES, why a device node is not opened whose owner and mode forbid it; a device filter's is EPERM."""
+"""The reason, EACCES, if the owner and mode of a device node forbid opening it; that of a device filter is EPERM."""
 LET_IN = (
     'let every user open it, on the node, by a rule of udev with MODE="0666": in a user namespace (hostUsers: false) its owner '
     "and group are nobody's, and the container's device filter still says who may"
@@ -107,19 +107,19 @@ _KVM_REMEDIES = {DENIED: LET_IN, "No such device": _NOT_SERVED, "No such device 
 
 
 def kvm_remedy(kvm: Kvm) -> str:
-    """Return what helps where ``/dev/kvm`` is there and cannot be opened; empty if that is nothing but the device itself."""
+    """Return the remedy if ``/dev/kvm`` exists and cannot be opened; empty if it is only to provide the device."""
     return _KVM_REMEDIES.get((kvm.error or "").rpartition(": ")[2], "")
 
 
 def root_for_kvm(kvm: Kvm) -> str | None:
-    """Return why QEMU has to run as root to open ``/dev/kvm``; ``None`` if it has not. Before 8.1 it takes no descriptor."""
+    """Return the reason why QEMU has to run as root to open ``/dev/kvm``; ``None`` if not. Before 8.1 it accepts no descriptor."""
     if kvm.admits_everyone or kvm.admits_group:
         return None
     return f"QEMU runs as root, because /dev/kvm (mode {kvm.mode & 0o777:o}) lets no group in"
 
 
 def too_old(version: str) -> str | None:
-    """Return why QEMU *version* (``7.2.22``, as in QMP's greeting and ``--version``) cannot be used; ``None`` if it can."""
+    """Return the reason why QEMU *version* (``7.2.22``, as in QMP's greeting and ``--version``) cannot be used; ``None`` if it can."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= QEMU_OLDEST:
@@ -140,7 +140,7 @@ KEPT_MEMORY_STATE = (
     "a kubelet with the static Memory Manager then starts only without its old memory_manager_state: drain the node, stop "
     "the kubelet, and remove that file"
 )
-"""What follows when the number of huge pages changes: the kubelet refuses a state file with another number
+"""The consequence of another number of huge pages: the kubelet refuses a state file with the former number
 (``pkg/kubelet/cm/memorymanager/policy_static.go``, ``validateState``)."""
 
 MEMLOCK = (
@@ -171,7 +171,7 @@ def bytes_to_lock(spec: InstanceSpec, vcpus: int, size: int, bars: int = 0) -> i
 
 
 def too_little_lockable(limit: int | None, needed: int) -> str | None:
-    """Return why *needed* bytes cannot be locked under *limit* (``RLIMIT_MEMLOCK``, hard); ``None`` if they can."""
+    """Return the reason why *needed* bytes cannot be locked under *limit* (``RLIMIT_MEMLOCK``, hard); ``None`` if they can."""
     if limit is None or limit >= needed:
         return None
     return f"{needed >> 20} MiB may have to be locked, and RLIMIT_MEMLOCK is {limit >> 10} KiB"

@@ -1,4 +1,4 @@
-"""The identity of an instance, from which everything is derived that must be unique."""
+"""The identity of an instance, the source of all derived values that must be unique."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from runner.spec.instance import InstanceSpec
 
 @frozen
 class Identity:
-    """A text that no other instance has, the same over restarts of one pod and over renewals."""
+    """A text that no other instance has, and that is the same after restarts of the pod and after renewals."""
 
     value: str = ""
     origin: str = ""
-    """What it is made of, as words of a message."""
+    """Its source, as words of a message."""
     repeated: bool = False
     """Whether another container of this machine may have the same text: one with the same state directory and name."""
 
 
 def identify(spec: InstanceSpec, facts: HostFacts) -> Identity:
-    """Return the identity of the instance: the UUID that the spec gives it, else that of its pod or place.
+    """Return the identity of the instance: the UUID in its spec, or else that of its pod or state directory.
 
-    Never its name alone, which the pods of one manifest share. A container's id is another one after each `docker run`.
+    Its name alone does not suffice, because the pods of one manifest share it. A container's id changes with each `docker run`.
     """
     name = spec.instance.name
     if spec.instance.uuid is not None:
@@ -32,5 +32,5 @@ def identify(spec: InstanceSpec, facts: HostFacts) -> Identity:
     return Identity(
         f"{facts.machine_id}/{facts.state_directory}/{name}",
         f"{machine}the state directory, without a pod",
-        repeated=not facts.machines_network,  # the directories of the machine itself are each another one
+        repeated=not facts.machines_network,  # directories of the machine itself are unique
     )

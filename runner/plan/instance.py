@@ -1,7 +1,7 @@
 """The plan of an instance: every decision of a start, made before anything is touched.
 
-The plan is frozen and complete: the code that carries it out decides nothing. :func:`plan_instance` reports everything
-that cannot be done at once, each with its path in the document.
+The plan is frozen and complete: the code that carries it out decides nothing. :func:`plan_instance` reports all problems at once, each with
+its path in the document.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ConsolePlan:
     stdout: bool
     log: PurePosixPath
     log_size: int
-    """Bytes after which the log is renamed and a new one is begun."""
+    """Size in bytes at which the log is renamed and a new one begun."""
 
 
 @frozen
@@ -108,10 +108,10 @@ class InstancePlan:
     machine: MachinePlan
     shutdown: ShutdownPlan
     start_timeout: float
-    """Seconds preallocation may take, and those QEMU may take to greet."""
+    """Seconds that preallocation may take, and again QEMU's greeting."""
     remarks: tuple[Judgement, ...]
     identity: Identity = Identity()
-    """What the MAC addresses, the IPv6 subnet and the vsock identifier are derived from that the spec does not give."""
+    """The source of MAC addresses, IPv6 subnets and the vsock identifier that the spec leaves open."""
 
     @property
     def networks(self) -> tuple[NetworkPlan, ...]:
@@ -125,9 +125,9 @@ class InstancePlan:
 
 
 def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> InstancePlan:
-    """Decide everything about the start of *spec* on the host of *facts*.
+    """Plan the start of *spec* on the host of *facts*.
 
-    Raises :exc:`~runner.base.errors.SpecError` with every reason why it cannot be done there.
+    Raises :exc:`~runner.base.errors.SpecError` with every reason why the host cannot run it.
     """
     problems = Problems()
     backend = choose_backend(spec.cpu, facts, problems)
@@ -273,9 +273,9 @@ def _passthrough(
 def _with_devices(
     placement: Placement, overhead: int, passthrough: PassthroughPlan, facts: HostFacts, problems: Problems
 ) -> Placement:
-    """Return *placement* with what the controller receives: the bytes of *overhead*, and the devices that it keeps powered.
+    """Return *placement* with the data for the controller: the bytes of *overhead*, and the devices to keep powered.
 
-    Without one, remark what may lose its power.
+    Without a controller, remark the devices that may lose their power.
     """
     if isinstance(placement, ControllerPlacement):
         devices = tuple(device.address for device in passthrough.devices)
@@ -290,7 +290,7 @@ def _with_devices(
 
 
 def _with_topology_file(machine: MachinePlan, problems: Problems) -> MachinePlan:
-    """Return *machine* with the NCCL topology of its devices in its cloud-init seed; remark where there is no seed."""
+    """Return *machine* with the NCCL topology of its devices in its cloud-init seed; remark if there is no seed."""
     if len(machine.passthrough.devices) <= 1:
         return machine
     from runner.plan.cloud_init import Secret  # here, because few guests have such devices
@@ -316,7 +316,7 @@ def _seed(
         return None
     from runner.plan.cloud_init import plan_seed  # here, because most instances need none of it
 
-    # To cloud-init another id is another machine, whose keys and users it makes anew.
+    # To cloud-init another id means another machine, whose keys and users it creates anew.
     identity = spec.instance.uuid or facts.pod_uid or spec.instance.name
     if identity == facts.pod_uid and spec.cloud_init.meta_data is None and any(disk.writes for disk in spec.disk):
         problems.remark(
@@ -331,8 +331,8 @@ def _seed(
 def share_grace(grace: float, poweroff_status: int, devices: int = 0) -> ShutdownPlan:
     """Divide *grace* seconds among the steps of a power-down: the guest gets all but a tenth (at most 3 s).
 
-    The kernel resets each of its PCI *devices* when QEMU ends, and then all of them are waited for: 2 s for each and 5 s
-    for all are taken from the guest's time, up to half of the grace.
+    The kernel resets each of its PCI *devices* when QEMU ends, and the instance waits for them: 2 s for each and 5 s for all are taken from
+    the guest's time, up to half of the grace.
     """
     forced, back = min(3.0, grace / 10), 0.0
     if devices:

@@ -48,11 +48,11 @@ EVERY_QEMUS_MODELS = frozenset({"host", "max"})
 """CPU models for which QEMU need not be asked; ``host`` needs KVM."""
 
 EMULATED_CPU = "max,erms=off,fsrm=off,la57=off"
-"""The model of a CPU that QEMU emulates: all that it can, but what makes that slower.
+"""The model of a CPU that QEMU emulates: all features except those that slow it down.
 
-Kernels and C libraries copy and clear by ``rep movsb`` and ``rep stosb`` where a CPU has them fast (ERMS, FSRM); TCG executes them
-byte by byte. A fifth level of page tables (LA57), which 128 TiB do not need, is one access more at each miss of the TLB. A Debian
-booted in 7 % less CPU time.
+Kernels and C libraries copy and clear by ``rep movsb`` and ``rep stosb`` where a CPU has them fast (ERMS, FSRM); TCG executes them byte by
+byte. A fifth level of page tables (LA57), which 128 TiB do not need, costs one more access at each miss of the TLB. A Debian booted in 7 %
+less CPU time.
 """
 
 QEMU_USERS = ("qemu", "libvirt-qemu", "nobody")
@@ -61,11 +61,11 @@ DHCP_USERS = ("dnsmasq", "nobody")
 ROOT_BUS_SLOTS = 30
 """Slots for devices, of 32: q35 itself takes the first and the last one."""
 SLOTS_OF_EVERY_GUEST = 2
-"""pvpanic and the source of random numbers."""
+"""Those of pvpanic and the source of random numbers."""
 
 
 UNPACKED = [each for each in FORMATS if each.name in {"gzip", "bzip2", "lzma", "xz", "lzop", "lz4 -l", "zstd"}]
-"""The formats of initial RAM disks that Linux unpacks besides cpio (``lib/decompress.c``)."""
+"""The formats of initial RAM disks, besides cpio, that Linux unpacks (``lib/decompress.c``)."""
 
 
 @frozen
@@ -83,12 +83,12 @@ class VcpuHotplugPlan:
     most: int
     """The greatest number of vCPUs."""
     alike: bool
-    """Whether the guest is shown one L3 cache, so that no vCPU may be pinned to a CPU with another."""
+    """Whether the guest is shown one L3 cache, so that no vCPU may be pinned to a CPU with a different one."""
 
 
 @frozen
 class MachinePlan:
-    """Everything that QEMU's command line is made from."""
+    """The complete input of QEMU's command line."""
 
     program: PurePosixPath
     name: str
@@ -110,7 +110,7 @@ class MachinePlan:
     firmware: FilePlan | None
     firmware_vars: VariablesPlan | None
     secure_boot: bool
-    """Whether the firmware runs in System Management Mode, where alone its variables can be written."""
+    """Whether the firmware runs in System Management Mode, the only mode in which its variables can be written."""
     disks: tuple[DiskPlan, ...]
     slots: int
     """Root ports for disks that are attached later."""
@@ -124,13 +124,13 @@ class MachinePlan:
     on_reboot: RebootAction
     passthrough: PassthroughPlan
     machine_type: str = attrs.field(default="q35")
-    """Also the versioned name of another QEMU's, such as ``pc-q35-10.1``, which the guest keeps when QEMU is updated."""
+    """Possibly the versioned name from another QEMU, such as ``pc-q35-10.1``, which the guest keeps when QEMU is updated."""
     updatable: bool = attrs.field(default=False)
-    """Whether another QEMU can take its place while the guest runs: all of the guest's memory is shared then."""
+    """Whether another QEMU can replace it while the guest runs: then all of the guest's memory is shared."""
     bios_console: bool = attrs.field(default=False)
-    """Whether SeaBIOS uses the serial console; the guest has a VGA then that is no screen, which boot loaders draw on."""
+    """Whether SeaBIOS uses the serial console; the guest then has a VGA without a screen, which boot loaders draw on."""
     remapping: bool = attrs.field(default=False)
-    """Whether interrupts are remapped by an IOMMU, as vCPUs with APIC IDs beyond 254 need them (only under KVM)."""
+    """Whether an IOMMU remaps interrupts, which vCPUs with APIC IDs beyond 254 need (only under KVM)."""
     vcpu_hotplug: VcpuHotplugPlan | None = attrs.field(default=None)
     """``None``: the number of vCPUs cannot change while the guest runs."""
 
@@ -186,7 +186,7 @@ def model_name(model: str) -> str:
 
 
 def parse_cpu_models(output: str) -> frozenset[str]:
-    """Parse the names of CPU models in the *output* of ``-cpu help``, which QEMU before 9 puts after ``x86``."""
+    """Parse the names of CPU models in the *output* of ``-cpu help``; QEMU before 9 prefixes them with ``x86``."""
     listed, _, _ = output.partition("Recognized CPUID flags")
     words = (line.removeprefix("x86 ").split() for line in listed.splitlines()[1:])
     return frozenset(each[0] for each in words if each)
@@ -214,7 +214,7 @@ def refuse_unknown_cpu_model(asked: str | None, accel: Accel, facts: HostFacts, 
 def choose_cpu_model(
     asked: str | None, accel: Accel, topology: GuestTopology, facts: HostFacts, *, exclusive: bool
 ) -> str:
-    """Return QEMU's CPU model: the one *asked* for, or the one that shows the guest most of the host's CPU.
+    """Return QEMU's CPU model: the one *asked* for, or the one that shows the guest the most features of the host's CPU.
 
     A guest with *exclusive* CPUs is told so (KVM_HINTS_REALTIME in CPUID 0x40000001, Documentation/virt/kvm/x86/cpuid.rst):
     it then spins for a lock instead of having its vCPU halted. A hint that *asked* contains is kept.
@@ -230,7 +230,7 @@ def choose_cpu_model(
 
 
 def choose_idle(asked: IdleChoice, accel: Accel, problems: Problems) -> IdleChoice:
-    """Decide who idles the CPUs; under TCG it is always the host."""
+    """Decide whether the guest or the host idles the CPUs; under TCG it is always the host."""
     if asked == "guest" and accel != "kvm":
         problems.remark("cpu.idle", 'cpu.idle = "guest" has no effect without KVM', "leave it out")
         return "host"
@@ -240,7 +240,7 @@ def choose_idle(asked: IdleChoice, accel: Accel, problems: Problems) -> IdleChoi
 def require_program(
     path: PurePosixPath | None, name: str, facts: HostFacts, problems: Problems, error: str | None = None
 ) -> PurePosixPath | None:
-    """Return *path*; refuse the document where the program was not found, or cannot be used because of *error*."""
+    """Return *path*; refuse the document if the program was not found, or is unusable because of *error*."""
     if path is None:
         problems.refuse("", f"cannot find the program {name!r} in PATH", install(name, facts.os_release))
     elif error is not None:
@@ -255,7 +255,7 @@ def plan_file(
     facts: HostFacts,
     problems: Problems,
 ) -> FilePlan | None:
-    """Decide how QEMU, which runs as *user*, reads the file at *path* that the key *use* of ``[boot]`` names."""
+    """Plan how QEMU, running as *user*, reads the file at *path* that the key *use* of ``[boot]`` names."""
     if path is None:
         return None
     where, fact = f"boot.{use}", facts.files.get(path, MISSING)
@@ -271,7 +271,7 @@ def plan_file(
 
 
 def _unfit(use: Literal["kernel", "initrd", "firmware"], path: PurePosixPath, fact: FileFact) -> tuple[str, str] | None:
-    """Return why a file cannot be what its key says, with the remedy; ``None`` if it can, or its format is not known."""
+    """Return the reason, and the remedy, why a file does not fit its key; ``None`` if it fits, or its format is unknown."""
     name, format_ = repr(str(path)), fact.format
     kind = "" if format_ is None else format_.kind
     held, command = ("", "") if format_ is None else unusable(format_, str(path))
@@ -310,7 +310,7 @@ def _is_copied(fact: FileFact, user: User) -> bool:
 
 
 def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
-    """Yield why not everything of *machine* that :mod:`runner.plan.argv.qemu` puts on the root bus has a slot there."""
+    """Yield a problem if the devices that :mod:`runner.plan.argv.qemu` puts on the root bus of *machine* exceed its slots."""
     guest, numa_nodes, bridges = machine.guest, len(machine.topology.numa_nodes), machine.passthrough.bridges
     takers = {
         "disks": len(machine.disks),

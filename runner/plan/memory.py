@@ -32,7 +32,7 @@ VCPU = 4 * MIB
 DEVICE = 2 * MIB
 """A disk or a network interface with its queues: 0.8 MiB (measured). Disks that are attached later count, too."""
 ALL_DEVICES = 16
-"""Number of devices assumed for a resource of which the spec takes all; most machines have no more."""
+"""Number of devices assumed if the spec takes all devices of a resource; most machines have no more."""
 SCREEN = 24 * MIB
 """A screen: 16 MiB of video memory (QEMU's ``VGA``), and the VNC server's copies of the screen for its viewers."""
 BIOS_SCREEN = 8 * MIB
@@ -40,9 +40,9 @@ BIOS_SCREEN = 8 * MIB
 DAEMON = 8 * MIB
 """A dnsmasq (3 MiB) or a virtiofsd (5 MiB and its cache of names; measured)."""
 PASST = 32 * MIB
-"""A passt: 14 to 21 MiB before any packet (measured, versions of 2023 to 2026); its buffers grow with what passes."""
+"""A passt: 14 to 21 MiB before any packet (measured, versions of 2023 to 2026); its buffers grow with the traffic."""
 FORWARDED_PORT = 4608
-"""Bytes of the kernel's for a port at which passt listens: 4136 to 4261 for TCP, 2960 for UDP (measured in a cgroup, Linux 6.18)."""
+"""Bytes of kernel memory for a port on which passt listens: 4136 to 4261 for TCP, 2960 for UDP (measured in a cgroup, Linux 6.18)."""
 TRANSLATED = 128 * MIB
 """The buffer for translated code where QEMU emulates the CPU (``-accel tcg,tb-size=``)."""
 PAGE_TABLES = 512
@@ -53,18 +53,18 @@ LOCKED, LOCKED_THREAD = 48 * MIB, 8 * MIB
 
 @frozen
 class RamPlan:
-    """The source of the guest's RAM; :class:`~runner.placement.guest_topology.GuestTopology` says from which NUMA nodes."""
+    """The source of the guest's RAM; :class:`~runner.placement.guest_topology.GuestTopology` has its NUMA nodes."""
 
     page_size: int | None
     """Bytes of a huge page; ``None`` for ordinary pages."""
     preallocate: bool
-    """Whether every page is touched before QEMU leaves the pod's cgroup, which stays charged for it."""
+    """Whether every page is touched before QEMU leaves the pod's cgroup, which stays charged for the pages."""
     locked: bool
     """Whether QEMU locks all of its memory."""
     shared: bool
     """Whether other processes, such as virtiofsd, can map it."""
     overhead: int
-    """Upper bound of the bytes needed in addition to it; see :func:`memory_overhead`."""
+    """Upper bound of the bytes needed besides the RAM; see :func:`memory_overhead`."""
     preallocator: tuple[str, ...]
     """The first words of the argv of the program that touches shared pages; QEMU itself touches pages that are not shared."""
 
@@ -72,9 +72,8 @@ class RamPlan:
 def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["kvm", "tcg"], copied: int = 0) -> int:
     """Return the overhead in bytes of an instance with *size* bytes of RAM: QEMU, page tables, this program, its daemons.
 
-    Files of *copied* bytes are copied into memory for QEMU, whose user may not read them.
-    It is an upper bound that grows with what is asked for, as KubeVirt's ``GetMemoryOverhead``. What a virtiofsd keeps
-    for a guest that opens very many files is not counted.
+    Files of *copied* bytes are copied into memory for QEMU, whose user may not read them. It is an upper bound that grows with the spec, as
+    KubeVirt's ``GetMemoryOverhead``. The memory of a virtiofsd for a guest that opens very many files is not counted.
     """
     memory = spec.memory
     passed = sum(device.count or (ALL_DEVICES if device.resource else 1) for device in spec.device)
@@ -90,7 +89,7 @@ def memory_overhead(spec: InstanceSpec, vcpus: int, size: int, accel: Literal["k
         sum(PASST - DAEMON + each.listened_at * FORWARDED_PORT for each in spec.network if each.mode == "passt"),
         TRANSLATED if accel == "tcg" else 0,
         LOCKED + locked_threads(spec, vcpus) * LOCKED_THREAD if memory.lock else 0,
-        tables * (2 + len(spec.share)),  # of QEMU and of KVM; virtiofsd maps it, too
+        tables * (2 + len(spec.share)),  # for QEMU and KVM; each virtiofsd maps the RAM, too
     ]
     # Whole MiB, because messages give all sizes in MiB.
     return -(-sum(parts) // MIB) * MIB
@@ -105,12 +104,12 @@ def plan_ram(
     *,
     controller: bool,
 ) -> RamPlan:
-    """Plan *size* bytes of RAM; *overhead* returns that of so many bytes, *controller*: the back end is ``controller``."""
+    """Plan *size* bytes of RAM; *overhead* returns the overhead for a size, *controller* is true for the back end ``controller``."""
     memory = spec.memory
     problems.found += contradictions(spec, controller=controller)
     problems.found += too_little_memory(memory.page_size, size, overhead, facts.memory, facts.limits)
-    # The pod is charged only for pages that are touched while QEMU is in its cgroup; missing huge pages must fail the
-    # start; mlockall(2) and VFIO touch all pages at once, which must be on their NUMA nodes by then.
+    # Preallocate, because the pod is charged only for pages that are touched while QEMU is in its cgroup; missing huge pages must fail the
+    # start; and mlockall(2) and VFIO touch all pages at once, which must be on their NUMA nodes by then.
     needed = controller or memory.hugepages is not None or memory.lock or bool(spec.device)
     return RamPlan(
         page_size=memory.page_size,
@@ -150,13 +149,13 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
 def too_little_memory(
     page: int | None, size: int, overhead: Callable[[int], int], available: int, limits: MemoryLimits
 ) -> Iterator[Problem]:
-    """Yield why *size* bytes of RAM in pages of *page* bytes, and the *overhead* of so many bytes, do not fit.
+    """Yield a problem if *size* bytes of RAM in pages of *page* bytes, and the *overhead* for that size, do not fit.
 
-    *available* is what this pod may use of the machine's memory, *limits* are those of its cgroups.
+    *available* is the part of the machine's memory that this pod may use, *limits* are those of its cgroups.
     """
     if page is None:
         if size + overhead(size) > available:
-            # The overhead grows with the RAM, so that of all that is available is a little more than is needed.
+            # The overhead grows with the RAM, so the overhead for all available memory is an upper bound.
             fits = available - overhead(min(size, available))
             yield Problem(
                 "memory.size",
@@ -183,7 +182,7 @@ def too_little_memory(
 
 
 def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None, facts: HostFacts) -> Iterator[Problem]:
-    """Yield why there are too few of the huge pages that *memory* asks for, for *size* bytes of RAM.
+    """Yield a problem if there are too few of the huge pages that *memory* requests, for *size* bytes of RAM.
 
     They must be free on the NUMA nodes that *topology* binds the RAM to, or, if unbound, on any that this process may use.
     Without a topology only the size is checked.
@@ -231,7 +230,7 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
 
 
 def parts_of_pages(page: int, size: int) -> Iterator[Problem]:
-    """Yield why *size* bytes of RAM cannot consist of huge pages of *page* bytes."""
+    """Yield a problem if *size* bytes of RAM cannot consist of huge pages of *page* bytes."""
     if size % page:
         yield Problem(
             "memory.size",
@@ -252,7 +251,7 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
 
 
 def not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root: bool) -> Iterator[Problem]:
-    """Yield why QEMU, which is *root* or not, cannot lock *needed* bytes."""
+    """Yield a problem if QEMU, which is *root* or not, cannot lock *needed* bytes."""
     reason = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
     if reason is not None:
         what = ["QEMU's memory with all of its addresses (memory.lock)"] if spec.memory.lock else []
@@ -262,7 +261,7 @@ def not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root:
 
 
 def too_large_files(topology: GuestTopology | None, limits: MemoryLimits) -> Iterator[Problem]:
-    """Yield why the RAM of a NUMA node of *topology*, which is one file to the kernel, cannot be made."""
+    """Yield a problem if the RAM of a NUMA node of *topology*, a single file to the kernel, exceeds the limit of a file."""
     largest = 0 if topology is None else max(each.memory for each in topology.numa_nodes)
     if limits.file_size is not None and largest > limits.file_size:
         yield Problem(

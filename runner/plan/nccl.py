@@ -1,7 +1,7 @@
-"""The topology file by which NCCL and RCCL in the guest know the host's switches and links (NCCL's ``src/graph/xml.cc``).
+"""The topology file that describes the host's switches and links to NCCL and RCCL in the guest (NCCL's ``src/graph/xml.cc``).
 
-Without it they read the guest's sysfs, where a switch's ports show 2.5 GT/s x1: QEMU's have no other link. A file names
-devices by their addresses in the guest; what it leaves out (GPUs, NICs, NVLink) they find themselves.
+Without it they read the guest's sysfs, where QEMU's switch ports always show 2.5 GT/s x1. The file names devices by their addresses in the
+guest; the libraries find everything else (GPUs, NICs, NVLink) themselves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from runner.plan.passthrough_plan import DevicePlan, LinkSpeed, PassthroughPlan
 
 AMD = "1002"
 PATH = "/etc/nccl-topology.xml"
-"""Where the guest's file is."""
+"""The path of the file in the guest."""
 FW_CFG = "opt/org.instance-runner/nccl-topology.xml"
-"""The name by which a guest without cloud-init finds it in QEMU's firmware configuration (``docs/specs/fw_cfg.rst``)."""
+"""Its name in QEMU's firmware configuration, for a guest without cloud-init (``docs/specs/fw_cfg.rst``)."""
 
 
 def nccl_topology(machine: MachinePlan) -> str:
-    """Return the file for the devices of *machine*; empty if it has no two of them that NCCL uses.
+    """Return the file for the devices of *machine*; empty if NCCL uses fewer than two of them.
 
     RCCL, which AMD's GPUs need, reads only version 2 of the format, and NCCL only version 1.
     """
@@ -37,10 +37,10 @@ def nccl_topology(machine: MachinePlan) -> str:
 
 
 def vendor_data(topology: str) -> bytes:
-    """Return the vendor-data by which cloud-init puts *topology* where NCCL finds it.
+    """Return the vendor-data with which cloud-init writes *topology* to the path that NCCL reads.
 
-    A boothook runs at each boot, so that a guest that starts again with other devices does not keep the file of the first
-    ones; the user's own user-data and a line of the user's own in the configuration stay as they are.
+    A boothook runs at each boot, so that a guest that starts again with other devices gets a new file; the user's own user-data, and the
+    user's own line in NCCL's configuration, are kept.
     """
     return f"""#cloud-boothook
 #!/bin/sh
@@ -55,7 +55,7 @@ def _is_used(device: DevicePlan) -> bool:
 
 
 def _cpus(topology: GuestTopology, passthrough: PassthroughPlan, used: list[DevicePlan]) -> Iterator[str]:
-    """Yield an element for each NUMA node of the guest that has devices; Linux calls the only one 0, and no one -1."""
+    """Yield an element for each NUMA node of the guest with devices; for Linux a single node is 0, no node is -1."""
     nodes = topology.numa_nodes
     several = len(nodes) > 1
     numbers = sorted({_node(device, several=several) for device in used})

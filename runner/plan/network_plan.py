@@ -41,15 +41,15 @@ class BridgedPlan(Nic):
     guest: IPv4Interface
     gateway: IPv4Address | None
     routes: tuple[Route, ...]
-    """The guest's routes (RFC 3442); empty if its netmask and gateway are enough."""
+    """The guest's routes (RFC 3442); empty if its netmask and gateway suffice."""
     nameservers: tuple[IPv4Address, ...]
     search: tuple[str, ...]
     pod: Interface | None
-    """The interface whose address the guest takes over, as it was before (mode ``bridge``); ``None`` with ``private``."""
+    """The interface whose address the guest takes over, with its former configuration (mode ``bridge``); ``None`` with ``private``."""
     ipv6: Ipv6Plan | None
     vhost: bool
     dns_options: tuple[str, ...] = ()
-    """What the pod's resolver is told besides, which DHCP cannot say."""
+    """Options of the pod's resolver that DHCP cannot convey."""
 
 
 @frozen
@@ -62,7 +62,7 @@ class MacvtapPlan(Nic):
 
 
 EVERY = "all"
-"""In :attr:`PasstPlan.ports`: all ports that are free and not ephemeral. This program listens at its own before passt starts."""
+"""In :attr:`PasstPlan.ports`: all free ports that are not ephemeral. This program listens on its own before passt starts."""
 
 
 @frozen
@@ -71,7 +71,7 @@ class PasstPlan(Nic):
 
     program: PurePosixPath
     ports: tuple[str, ...] = ()
-    """TCP ports of the pod that lead to the guest, as passt takes them."""
+    """TCP ports of the pod that are forwarded to the guest, in passt's form."""
     udp_ports: tuple[str, ...] = ()
 
 

@@ -45,7 +45,7 @@ PASST_MTU = 65520
 """Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
 
 PASST_FILES = 128
-"""Files that passt has open besides one for each port: 40 to 72 (measured)."""
+"""Files that passt opens in addition to one for each port: 40 to 72 (measured)."""
 
 IPV6_LEAST_MTU = 1280
 """Bytes; on a link with a smaller MTU the kernel has no IPv6 (``IPV6_MIN_MTU``, ``net/ipv6/addrconf.c``)."""
@@ -66,7 +66,7 @@ OWN_ADDRESSES_ALONE = {
     "ipvlan": "passes packets to its own IP addresses alone",
     "ipvtap": "passes packets to its own IP addresses alone",
 }
-"""Kinds of links behind which a bridge's other ports receive nothing (``drivers/net/macvlan.c``, ``ipvlan_core.c``)."""
+"""Kinds of links over which a bridge's other ports receive nothing (``drivers/net/macvlan.c``, ``ipvlan_core.c``)."""
 
 
 def derived_mac(identity: Identity, index: int) -> str:
@@ -138,7 +138,7 @@ class _NetworkPlanner:
         return network.mac or derived_mac(self._identity, index)
 
     def _mac_among_others(self, index: int, network: NetworkSpec) -> str:
-        """Return the MAC address of a guest on a link with others, and remark one that another guest there may have."""
+        """Return the MAC address of a guest on a shared link, and remark one that another guest there may also have."""
         if network.mac is None and self._identity.repeated:
             self._problems.remark(
                 f"network[{index}].mac",
@@ -170,7 +170,7 @@ class _NetworkPlanner:
         )
 
     def _judge_overlap(self, index: int, subnet: IPv4Network) -> None:
-        """Refuse a subnet in which the machine has addresses, maybe its gateway's; remark one in which a container has."""
+        """Refuse a subnet that contains addresses of the machine, such as its gateway's; remark one that contains a container's."""
         for name, addresses in self._facts.addresses.items():
             for address in addresses:
                 if not address.network.overlaps(subnet):
@@ -200,7 +200,7 @@ class _NetworkPlanner:
         return error is not None
 
     def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
-        """Return the interface that *network* is on, if it exists; refuse an MTU that it does not have."""
+        """Return the interface that *network* is on, if it exists; refuse an MTU greater than the interface's."""
         name = network.interface or "eth0"
         found = self._facts.interfaces.get(name)
         if found is None:
@@ -252,7 +252,7 @@ class _NetworkPlanner:
         resolver = guest_resolver(self._facts.resolver, pod, ipv6=network.ipv6, problems=self._problems)
         gateways = (route.gateway for route in given if route.destination.prefixlen == 0)
         gateway = next((each for each in gateways if isinstance(each, IPv4Address)), None)
-        # Mask and gateway are enough unless the gateway is off the link or there are other routes (RFC 3442).
+        # Mask and gateway suffice unless the gateway is off the link or there are other routes (RFC 3442).
         on_link = [route.gateway is not None and route.gateway in guest.network for route in given]
         plain = all(on_link) and all(route.destination.prefixlen == 0 for route in given)
         routes = () if plain else given
@@ -278,7 +278,7 @@ class _NetworkPlanner:
         )
 
     def _pods_mtu(self, where: str, network: NetworkSpec, pod: Interface) -> int:
-        """Return the guest's MTU: no more than the pod's routes take, which a CNI plugin with a tunnel lowers instead of the link's."""
+        """Return the guest's MTU: at most that of the pod's routes, which a CNI plugin with a tunnel lowers instead of the link's."""
         routes = pod.routes + (pod.routes6 if network.ipv6 else ())
         least = min((pod.mtu, *(route.mtu for route in routes if route.mtu)))
         if network.mtu is not None and network.mtu > least:
@@ -291,7 +291,7 @@ class _NetworkPlanner:
         return network.mtu or least
 
     def _remark_kept(self, where: str, pod: Interface, given: Sequence[Route]) -> None:
-        """Remark what the guest does not get of *pod*; it is restored at the end. ARP for IPv4 neighbours is answered."""
+        """Remark the properties of *pod* that the guest does not get; they are restored at the end. ARP for IPv4 neighbours is answered."""
         if pod.virtual_function:
             self._problems.remark(
                 where,
@@ -331,7 +331,7 @@ class _NetworkPlanner:
         remark_long_reply(sizes, self._problems)
 
     def _out_of_the_machines_network(self) -> str:
-        """Return how this process comes into a network namespace of its own, by the way in which it was started."""
+        """Return the remedy for running in the machine's network namespace, by the way in which this process was started."""
         if self._facts.pod is not None:
             return "give the pod a network of its own (without hostNetwork: true)"
         return (
@@ -365,7 +365,7 @@ class _NetworkPlanner:
 
     def _macvtap(self, index: int, network: NetworkSpec) -> MacvtapPlan | None:
         over = self._interface(index, network)
-        if self._facts.user_namespace:  # mknod(2) asks the machine's first one for CAP_MKNOD (fs/namei.c)
+        if self._facts.user_namespace:  # mknod(2) needs CAP_MKNOD in the machine's first user namespace (fs/namei.c)
             self._problems.refuse(
                 f"network[{index}].mode",
                 "a macvtap takes a device node of its own, and in a user namespace none can be made",
@@ -465,7 +465,7 @@ class _NetworkPlanner:
 
 
 def _no_port(pod: Interface) -> str | None:
-    """Return why a bridge cannot connect a guest through *pod*; ``None`` if it can."""
+    """Return the reason why a bridge cannot connect a guest through *pod*; ``None`` if it can."""
     if pod.kind in {"macvlan", "macvtap"}:
         return _alone(pod)
     bridge = "is a bridge, and a bridge cannot belong to another" if pod.kind == "bridge" else None
@@ -473,9 +473,9 @@ def _no_port(pod: Interface) -> str | None:
 
 
 def _no_base(link: Interface) -> str | None:
-    """Return why no guest with a MAC address of its own can be over *link*; ``None`` if one can.
+    """Return the reason why a guest with its own MAC address cannot use a link over *link*; ``None`` if it can.
 
-    A macvtap over a macvlan is one over the link below that (``macvlan_common_newlink``).
+    A macvtap over a macvlan is in effect over the link below it (``macvlan_common_newlink``).
     """
     if link.kind in {"ipvlan", "ipvtap"}:
         return _alone(link)
@@ -489,12 +489,12 @@ def _alone(link: Interface) -> str:
 
 
 def _is_ethernet(mac: str) -> bool:
-    """Tell whether *mac* is an address of Ethernet: that of a netkit of Cilium is zeroes, one of IP over InfiniBand has 20 bytes."""
+    """Tell whether *mac* is an Ethernet address: that of a Cilium netkit is all zeroes, that of IP over InfiniBand has 20 bytes."""
     return len(mac) == len("00:00:00:00:00:00") and mac != "00:00:00:00:00:00"
 
 
 def _found(pod: Interface) -> str:
-    """Return the addresses of *pod*, of which no guest can take one over, as words of a message."""
+    """Return the addresses of *pod* as words of a message that says why no guest can take one over."""
     if pod.peers:
         return f"found a point-to-point address whose other end is {', '.join(map(str, pod.peers))}"
     if not pod.addresses and pod.addresses6:
@@ -503,7 +503,7 @@ def _found(pod: Interface) -> str:
 
 
 def _kind(found: DescriptorFact | None) -> Literal["tap", "macvtap", "socket"]:
-    """Return the kind of a claimed descriptor; a tap where none is inherited yet."""
+    """Return the kind of a claimed descriptor; a tap if none is inherited yet."""
     match None if found is None else found.kind:
         case "macvtap":
             return "macvtap"

@@ -14,7 +14,7 @@ PortKind = Literal["root", "upstream", "downstream"]
 ROOT_BUS = "pcie.0"
 """The guest's bus for all devices that are behind no other host bridge."""
 FIRST_BRIDGE, LAST_BUS = 64, 256
-"""PCI bus numbers: those from the first are the other host bridges', those below it the root bus's."""
+"""PCI bus numbers: the first begins the range of the other host bridges, below it are the root bus's."""
 WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 """The values of a root port's ``x-width``."""
 
@@ -43,12 +43,12 @@ class PciHostBridge:
 
 @frozen
 class PciPort:
-    """A root port of the guest or a port of a switch; each but an upstream port has what is behind it alone."""
+    """A root port of the guest or a port of a switch; only an upstream port has more than one port or device behind it."""
 
     name: str
     kind: PortKind
     bus: str
-    """The host bridge or port that it is behind."""
+    """The host bridge or port that it is connected to."""
     slot: int | None
     """Its device number on that bus; ``None``: QEMU chooses one on the root bus."""
     chassis: int
@@ -56,13 +56,13 @@ class PciPort:
     speed: str = ""
     """QEMU's ``x-speed``; empty where nothing is known, and for the ports of a switch, which have none."""
     link: LinkSpeed | None = None
-    """The link that the host has in this place."""
+    """The corresponding link on the host."""
     host: str = ""
-    """The host's port; empty for one that only the guest has."""
+    """The corresponding port of the host; empty for one that exists only in the guest."""
     host_name: str = ""
     """``vendor:device`` of the host's port, and those of its subsystem, separated by a blank."""
     address: str = ""
-    """Its PCI address in the guest, as firmware numbers the buses."""
+    """Its PCI address in the guest, from the firmware's numbering of buses."""
 
 
 @frozen
@@ -83,7 +83,7 @@ class DevicePlan:
     lent_to: int | None
     """The user id that owns *group_node* while QEMU opens it (QEMU takes no descriptor for it); ``None``: no change."""
     bus: str
-    """The guest's bus that its root port is on."""
+    """The bus of the guest that its root port is on."""
     host_numa_node: int
     """-1 where the firmware does not report it."""
     guest_numa_node: int | None
@@ -93,7 +93,7 @@ class DevicePlan:
     properties: tuple[tuple[str, object], ...]
     rom: bool
     port: str = attrs.field(default="")
-    """The guest's port that it is behind; empty: one of its own on *bus* (what a runner carries over that knew no others)."""
+    """The guest's port that it is behind; empty for a root port of its own on *bus* (in states of earlier versions)."""
     function: int = attrs.field(default=0)
     multifunction: bool = attrs.field(default=False)
     """Whether further functions are behind the same port."""
@@ -101,12 +101,12 @@ class DevicePlan:
     link: LinkSpeed | None = attrs.field(default=None)
     """Its link on the host."""
     guest_address: str = attrs.field(default="")
-    """Its PCI address in the guest, as firmware numbers the buses."""
+    """Its PCI address in the guest, from the firmware's numbering of buses."""
 
 
 @frozen
 class PassthroughPlan:
-    """All PCI devices that are passed through, and what they share."""
+    """All PCI devices that are passed through, and their shared resources."""
 
     devices: tuple[DevicePlan, ...] = ()
     iommufd: PurePosixPath | None = None

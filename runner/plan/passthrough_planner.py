@@ -42,7 +42,7 @@ iommufd maps only RAM (QEMU's ``backends/iommufd.c``, before Linux 6.19)."""
 PORT_GRAIN = 1 << 20
 """Bytes; the window of a PCI bridge is a multiple of it."""
 OTHERS = 256 * MIB
-"""Bytes of the window for the machine's other devices: 16 KiB for a virtio device, 2 MiB for a port that takes disks later."""
+"""Bytes of the window for the machine's other devices: 16 KiB for a virtio device, 2 MiB for a port for disks attached later."""
 EMULATED_BITS = 40
 """Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
 LEGACY_BITS, PSE36_BITS = 32, 36
@@ -82,9 +82,9 @@ class Asked:
     address: str
     device: DeviceSpec
     numa_node: int | None = None
-    """The host's NUMA node that a resource claim's driver says; ``None`` if it says none."""
+    """The NUMA node of the host that a resource claim's driver names; ``None`` if it names none."""
     pcie_root: str | None = None
-    """The host bridge that it says; ``None`` if it says none."""
+    """The host bridge that the driver names; ``None`` if it names none."""
 
 
 class _NoDevicesError(Exception):
@@ -97,18 +97,18 @@ class _NoDevicesError(Exception):
 
 _Said = tuple[int | None, str | None]
 _Given = dict[str, _Said]
-"""By PCI address the devices that the container was given, with the NUMA node and the host bridge that are said with it."""
+"""PCI address of each device given to the container → the NUMA node and host bridge named with it."""
 
 
 def given_addresses(
     devices: Sequence[DeviceSpec], environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
 ) -> tuple[str, ...]:
-    """Return the addresses of all devices of which some are chosen by :func:`asked_devices`."""
+    """Return the addresses of all devices from which :func:`asked_devices` chooses."""
     found: dict[str, None] = {}
     for device in devices:
         try:
             found |= dict.fromkeys([device.address] if device.address else _given(device, environment, claims))
-        except _NoDevicesError:  # asked_devices says why
+        except _NoDevicesError:  # asked_devices reports the reason
             continue
     return tuple(found)
 
@@ -119,7 +119,7 @@ def asked_devices(
     claims: Mapping[str, tuple[ClaimFile, ...]],
     facts: Mapping[str, PciFact] = MappingProxyType({}),
 ) -> tuple[list[Asked], list[Problem]]:
-    """Return the devices that the spec asks for, and the problems with those tables whose devices are not known.
+    """Return the devices that the spec requests, and the problems of tables whose devices are unknown.
 
     *environment*, *claims* and *facts* are those of :class:`~runner.facts.pci.VfioFacts`.
     """
@@ -142,7 +142,7 @@ def asked_devices(
 
 
 def _given(device: DeviceSpec, environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]) -> _Given:
-    """Return the devices that the container was given for what *device* names; it has no address of its own."""
+    """Return the container's devices under the name in *device*, which has no address of its own."""
     if device.claim is not None:
         return _of_claim(device.claim, device.request, claims.get(device.claim, ()))
     if device.variable is not None:
@@ -151,7 +151,7 @@ def _given(device: DeviceSpec, environment: Mapping[str, str], claims: Mapping[s
 
 
 def _share(device: DeviceSpec, given: _Given, taken: Collection[str], facts: Mapping[str, PciFact]) -> _Given:
-    """Return those of *given* that *device* gets, which are not *taken*; companions come with what they accompany."""
+    """Return the devices of *given* for *device*, without those *taken*; companions are included with their devices."""
     left: dict[str, list[str]] = {}
     for address in given:
         if address not in taken:
@@ -167,7 +167,7 @@ def _share(device: DeviceSpec, given: _Given, taken: Collection[str], facts: Map
 
 
 def _accompanied(address: str, given: Collection[str], facts: Mapping[str, PciFact]) -> str:
-    """Return the address of the device that the one at *address* accompanies, as a GPU's audio function does; else *address*.
+    """Return the address of the device that the one at *address* belongs to, as a GPU's audio function does; otherwise *address*.
 
     Some device plugins list every function of an IOMMU group. A companion shares slot and group with a function before it
     and is of another class: two ports of a NIC are two devices.
@@ -212,7 +212,7 @@ def _checked(addresses: Iterable[str]) -> _Given:
 
 
 def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _Given:
-    """Return the devices of *claim* by the *files* of its drivers: of one *request* of it, or of all."""
+    """Return the devices of *claim*, of one *request* or of all, from the *files* of its drivers."""
     if not files:
         raise _NoDevicesError(
             f"the container has no file about the devices of a claim {claim!r}",
@@ -300,9 +300,9 @@ class _DevicePlanner:
         return PassthroughPlan(devices, iommufd, self._window(tree, accel), tree.bridges, tree.ports)
 
     def _fact(self, asked: Asked) -> PciFact | None:
-        """Return the device that is *asked* for; its NUMA node is the driver's where the firmware does not report one.
+        """Return the facts about the requested device; the driver's NUMA node is used if the firmware reports none.
 
-        So is its root complex, where sysfs does not show it.
+        The same holds for its root complex, if sysfs does not show it.
         """
         fact = self._vfio.devices.get(asked.address)
         if fact is not None and not fact.root and asked.pcie_root is not None:
@@ -366,7 +366,7 @@ class _DevicePlanner:
         )
 
     def _guest_numa_node(self, fact: PciFact) -> int | None:
-        """Return the guest's NUMA node that is the device's on the host; ``None`` if there is none or the guest has only one."""
+        """Return the guest's NUMA node for the device's node on the host; ``None`` if there is none or the guest has only one."""
         numa_nodes = self._topology.numa_nodes
         several = len(self._facts.hardware.numa_nodes) > 1
         if fact.numa_node < 0:
@@ -419,9 +419,9 @@ class _DevicePlanner:
 
 
 def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[tuple[str, str]]:
-    """Return why no backend can pass the device at *address* through, each reason with its remedy.
+    """Return the reasons why no backend can pass the device at *address* through, each with its remedy.
 
-    *passed* are the addresses of all devices that are to be passed through.
+    *passed* are the addresses of all devices to pass through.
     """
     if fact is None:
         return [(f"there is no PCI device {address} here", "`lspci -D` lists them")]
@@ -461,7 +461,7 @@ def _node_error(node: DeviceNode | None, what: str) -> str | None:
 
 
 def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts, qemu_version: str) -> str | None:
-    """Return why *backend* cannot pass the device through; ``None`` if it can."""
+    """Return the reason why *backend* cannot pass the device through; ``None`` if it can."""
     match backend:
         case "legacy":
             return legacy_error(fact, vfio)
@@ -472,14 +472,14 @@ def backend_error(backend: VfioBackend, fact: PciFact, vfio: VfioFacts, qemu_ver
 
 
 def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
-    """Return why the device cannot be passed through by its IOMMU group; ``None`` if it can."""
+    """Return the reason why the device cannot be passed through by its IOMMU group; ``None`` if it can."""
     return _node_error(vfio.container, "/dev/vfio/vfio") or _node_error(
         fact.group_node, "nodes of IOMMU groups (CONFIG_VFIO_GROUP)"
     )
 
 
 def iommufd_error(fact: PciFact, vfio: VfioFacts, qemu_version: str) -> str | None:
-    """Return why the device cannot be passed through by iommufd; ``None`` if it can."""
+    """Return the reason why the device cannot be passed through by iommufd; ``None`` if it can."""
     version = parse_version(qemu_version)
     if version is None or version < IOMMUFD_SINCE:
         return f"QEMU {qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
@@ -539,7 +539,7 @@ def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
 
 
 def guest_address_bits(accel: Accel, model: str | None, host: int) -> int:
-    """Return the number of bits of a physical address in the guest; 0 if it is not known. *host* is that of the host.
+    """Return the number of bits of a physical address in the guest; 0 if unknown. *host* is the number on the host.
 
     QEMU's rules are those of ``target/i386/host-cpu.c`` (only under KVM) and ``x86_cpu_realizefn``: ``host-phys-bits``,
     which the models ``host`` and ``max`` have, comes before ``phys-bits``, and ``host-phys-bits-limit`` counts only with it.
@@ -574,7 +574,7 @@ def _is_on(value: str | None, *, otherwise: bool) -> bool:
 
 
 def _number(value: str | None) -> int:
-    """Return the number in *value*, also in hexadecimal; 0 for none, and for what QEMU refuses itself."""
+    """Return the number in *value*, also in hexadecimal; 0 for none, and for values that QEMU refuses itself."""
     try:
         return int(value or "0", 0)
     except ValueError:

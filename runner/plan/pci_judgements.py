@@ -1,4 +1,4 @@
-"""Judgements about devices that can be passed through and their way to the root complex: what the guest will lack."""
+"""Judgements about passed-through devices and their paths to the root complex: the guest's disadvantages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def device_remarks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
 
 
 def power_remarks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
-    """Yield what may lose its power where no controller of the node sees to it."""
+    """Yield remarks about devices that may lose their power, if no controller of the node prevents it."""
     cold = [fact.address for fact in facts if fact.d3cold and is_gpu(fact.device_class)]
     if cold:
         yield _remark(
@@ -56,7 +56,7 @@ def _resets(facts: Sequence[PciFact]) -> Iterator[Judgement]:
 
 
 def _own_link(fact: PciFact) -> Iterator[Judgement]:
-    """Yield what is wrong with the link of *fact* for good: a GPU that is idle lowers only its speed."""
+    """Yield permanent faults of the link of *fact*: an idle GPU lowers only its speed."""
     link, above = fact.link, fact.bridges[-1].link if fact.bridges else None
     if link is None or not link.best_width:
         return
@@ -85,7 +85,7 @@ def _known(speed: str) -> float:
 
 
 def _accompanies(fact: PciFact) -> bool:
-    """Tell whether it is a further function, such as a GPU's audio, whose link is that of the first one."""
+    """Tell whether it is a further function, such as a GPU's audio, whose link belongs to the first function."""
     return not fact.address.endswith(".0") and not fact.physical_function
 
 
@@ -106,7 +106,7 @@ def _idle(facts: Sequence[PciFact]) -> Iterator[Judgement]:
 
 
 def _uplinks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
-    """Yield switches whose own link has fewer lanes, or is slower, than both of its ends can do."""
+    """Yield switches whose own link has fewer lanes, or is slower, than both of its ends support."""
     seen: set[str] = set()
     for fact in facts:
         for index in range(1, len(fact.bridges)):
@@ -129,10 +129,10 @@ def _link(link: PciLink) -> str:
 
 
 def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Judgement]:
-    """Yield what sends traffic between devices behind one switch to the root complex, and NICs that cannot avoid it.
+    """Yield causes that send traffic between devices behind one switch through the root complex, and NICs that cannot avoid it.
 
     The kernel puts devices behind one switch into groups of their own only if its ports redirect (``REQ_ACS_FLAGS`` in
-    ``drivers/iommu/iommu.c``); so groups say it where the ports' own registers cannot be read.
+    ``drivers/iommu/iommu.c``); so groups show it if the ports' own registers cannot be read.
     """
     ports: list[str] = []
     untranslated: list[str] = []
@@ -160,7 +160,7 @@ def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Judgement]:
 
 
 def _redirecting(one: PciFact, other: PciFact) -> Iterator[str]:
-    """Yield the ports between two devices behind one switch that redirect what goes from one to the other."""
+    """Yield the ports between two devices behind one switch that redirect the traffic between them."""
     common = sum(first.address == second.address for first, second in zip(one.bridges, other.bridges, strict=False))
     if not any(map(one.begins_switch, range(common))) or one.slot == other.slot:
         return
@@ -189,7 +189,7 @@ def _companions(facts: Sequence[PciFact]) -> Iterator[Judgement]:
 
 
 def _nvlink(facts: Sequence[PciFact]) -> Iterator[Judgement]:
-    """Yield that NVLink does not work by itself where NVSwitches of the host stay behind."""
+    """Yield a judgement that NVLink does not work by itself if NVSwitches stay with the host."""
     passed = {fact.address for fact in facts}
     gpus = [fact for fact in facts if fact.nvswitches]
     missing = [address for address in (gpus[0].nvswitches if gpus else ()) if address not in passed]

@@ -1,8 +1,8 @@
-"""The guest's PCI Express tree for the devices that are passed through, after the host's.
+"""The guest's PCI Express tree for the passed-through devices, modelled on the host's.
 
-NCCL, UCX and ``nvidia-smi topo`` judge by this tree which NIC is next to which GPU. So two devices that share a switch on
-the host share one in the guest, and those of one root complex are behind one host bridge, on its NUMA node. What no two
-devices share is left out: it changes the relation of none.
+NCCL, UCX and ``nvidia-smi topo`` judge by this tree which NIC is next to which GPU. So two devices that share a switch on the host share
+one in the guest, and those of one root complex are behind one host bridge, on its NUMA node. Parts that no two devices share are left out,
+because they change no relation.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from runner.spec.instance import DeviceTopology
 SLOTS = 32
 """Device numbers on a bus."""
 LAST_CHASSIS = 127
-"""Chassis numbers of these ports are 1 to this one; those after it are the ports' for disks (``plan/argv/qemu.py``)."""
+"""Chassis numbers of these ports are 1 to this one; higher ones are for the ports of disks (``plan/argv/qemu.py``)."""
 
 SPEEDS = {2.5: "2_5", 5.0: "5", 8.0: "8", 16.0: "16", 32.0: "32", 64.0: "64"}
 """Transfers per second in thousands of millions → the value of ``x-speed`` of a root port."""
 FASTER_SINCE, SLOWER_FASTEST = (9, 1), 16.0
-"""QEMU before this version refuses speeds above this one."""
+"""QEMU before the first version refuses speeds above the second value."""
 
 
 @frozen
 class Placed:
-    """A device that is to be placed: *numa_node* is the guest's, ``None`` if it sees none."""
+    """A device to be placed: *numa_node* is the guest's, ``None`` if it sees none."""
 
     fact: PciFact
     numa_node: int | None
@@ -60,7 +60,7 @@ class GuestTree:
 
 
 class _Slot:
-    """Functions of one device that share a slot, the way to it on the host, and the link that it ends in."""
+    """Functions of one device that share a slot, the path to it on the host, and its link."""
 
     def __init__(self, devices: Sequence[Placed]) -> None:
         self.devices = devices
@@ -68,17 +68,17 @@ class _Slot:
         self.bridges = first.fact.bridges if first.topology == "host" else ()
 
     def way(self) -> tuple[str, ...]:
-        """Return the addresses on the way to it, by which those are sorted whose way is known."""
+        """Return the addresses on the path to it, the sort key of slots whose path is known."""
         return (*(bridge.address for bridge in self.bridges), self.devices[0].fact.address) if self.bridges else ()
 
 
 class _Switch:
-    """A switch of the host, or a bus that several devices share, which are shown as behind a switch."""
+    """A switch of the host, or a bus shared by several devices, which is shown as a switch."""
 
     def __init__(self, port: PciBridge, way: Sequence[PciBridge]) -> None:
         self.port, self.way = port, way
         self.items: dict[str, _Switch | _Slot] = {}
-        """What is below it, in the host's order."""
+        """The switches and slots below it, in the host's order."""
 
     def below(self, port: PciBridge, way: Sequence[PciBridge]) -> _Switch:
         """Return the switch below this one that begins with *port*."""
@@ -89,7 +89,7 @@ class _Switch:
 
 
 def guest_tree(devices: Iterable[Placed], numa_nodes: int, qemu_version: str, problems: Problems) -> GuestTree:
-    """Return the tree for *devices* of a guest with *numa_nodes*; refuse what has no room in it."""
+    """Return the tree for *devices* of a guest with *numa_nodes*; refuse devices that do not fit into it."""
     groups: dict[tuple[str, int | None], list[_Slot]] = {}
     for slot in _slots(devices):
         groups.setdefault(_group(slot.devices[0]), []).append(slot)
@@ -130,7 +130,7 @@ _ON_ROOT_BUS = ("", -1)
 
 
 def _group(placed: Placed) -> tuple[str, int | None]:
-    """Return the root complex and the guest's NUMA node that *placed* shares with those behind the same host bridge."""
+    """Return the root complex and the guest's NUMA node of *placed*, which all devices behind one host bridge share."""
     match placed.topology:
         case "host" if placed.fact.root:
             return (placed.fact.root, placed.numa_node)
@@ -141,13 +141,13 @@ def _group(placed: Placed) -> tuple[str, int | None]:
 
 
 def _order(group: tuple[tuple[str, int | None], object]) -> tuple[str, int]:
-    """Return the key by which host bridges are in the order of the host's."""
+    """Return the key that sorts host bridges in the host's order."""
     (root, numa_node), _ = group
     return (root, -1 if numa_node is None else numa_node)
 
 
 def _slots(devices: Iterable[Placed]) -> Iterator[_Slot]:
-    """Yield the functions of each device together: a virtual function is a device of its own."""
+    """Yield the functions of each device together; a virtual function counts as a device of its own."""
     slots: dict[str, list[Placed]] = {}
     for each in devices:
         fact = each.fact
@@ -157,7 +157,7 @@ def _slots(devices: Iterable[Placed]) -> Iterator[_Slot]:
 
 @frozen
 class _Bus:
-    """A bus on which ports are: *bridge* is the host bridge above it."""
+    """A bus with ports: *bridge* is the host bridge above it."""
 
     bridge: str
     name: str
@@ -210,7 +210,7 @@ class _Builder:
         )
         if isinstance(item, _Slot):
             functions = [int(each.fact.address[-1]) for each in item.devices]
-            if functions[0] != 0:  # the guest looks for others only where it finds the first
+            if functions[0] != 0:  # the guest looks for other functions only where it finds function 0
                 functions = list(range(len(functions)))
             for function, each in zip(functions, item.devices, strict=True):
                 address = f"0000:{own:02x}:00.{function}"
@@ -238,7 +238,7 @@ class _Builder:
 
 
 def _add(top: _Switch, slot: _Slot) -> None:
-    """Add *slot* below *top*, under each switch on its way on the host."""
+    """Add *slot* below *top*, under each switch on its path on the host."""
     way, at = slot.bridges, top
     for index, bridge in enumerate(way):
         if index == 0 or slot.devices[0].fact.begins_switch(index):
@@ -247,17 +247,17 @@ def _add(top: _Switch, slot: _Slot) -> None:
 
 
 def _essence(item: _Switch | _Slot) -> _Switch | _Slot:
-    """Return what of *item* the devices below it share: a switch with one way through it is not shown, but its devices."""
+    """Return the part of *item* that its devices share: a switch with a single path through it is replaced by its content."""
     while isinstance(item, _Switch) and len(item.items) == 1:
         item = next(iter(item.items.values()))
     return item
 
 
 def _slowest(way: Sequence[PciBridge], end: PciLink | None) -> LinkSpeed | None:
-    """Return the slowest speed and the least width on the *way* to what has the link *end*; ``None`` if nothing is known."""
+    """Return the lowest speed and width on the path *way* that ends in the link *end*; ``None`` if unknown."""
     links = [link for link in (*(bridge.link for bridge in way), end) if link is not None]
     speeds = [link.best_speed for link in links if gigatransfers(link.best_speed)]
-    # Only the speed of an idle link is lowered.
+    # An idle link lowers only its speed, not its width.
     widths = [width for link in links for width in (link.width, link.best_width) if width]
     return LinkSpeed(min(speeds, key=gigatransfers), min(widths)) if speeds and widths else None
 

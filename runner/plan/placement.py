@@ -27,7 +27,7 @@ _MASK_REMEDY = "see CPUAffinity= in the systemd unit or system.conf of what star
 
 
 def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backend:
-    """Return the placement back end: the one asked for, or the best that works."""
+    """Return the placement back end: the one in the spec, or the best one that works."""
     errors: dict[Backend, tuple[str | None, str]] = {
         "controller": (facts.controller_error, facts.controller_remedy),
         "delegated": (facts.delegation_error, ""),
@@ -68,7 +68,7 @@ def choose_backend(cpu: CpuSpec, facts: HostFacts, problems: Problems) -> Backen
 def plan_placement(
     cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems, *, growing: bool = False
 ) -> Placement | None:
-    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if that is not possible. *growing*: others may be plugged later."""
+    """Decide the CPU of each of *vcpus* vCPUs; ``None`` if impossible. *growing* is true if more may be plugged later."""
     _refuse_shared_cpus(cpu, vcpus, backend, facts, problems)
     allowed = usable_cpus(backend, facts)
     masked = _remark_mask(backend, facts, problems)
@@ -125,8 +125,8 @@ def _placement(
 
 
 def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostFacts, problems: Problems) -> None:
-    """Refuse a pod that does not have its CPUs to itself all the time, unless the spec asks for less."""
-    # The controller takes the vCPUs out of the pod's cgroup, and so from under its cpu.max.
+    """Refuse a pod that does not have its CPUs to itself all the time, unless the spec accepts that."""
+    # The controller moves the vCPUs out of the pod's cgroup, where its cpu.max does not apply.
     short = None if backend == "controller" else too_little_time(facts.cpu_time, vcpus)
     shared = shared_cpus(facts.pod, facts.allowed_cpus, facts.hardware.online)
     for reason, remedy in ((shared, OWN_CPUS), (short, CPU_TIME)):
@@ -139,7 +139,7 @@ def _refuse_shared_cpus(cpu: CpuSpec, vcpus: int, backend: Backend, facts: HostF
 
 
 def _remark_mask(backend: Backend, facts: HostFacts, problems: Problems) -> str:
-    """Remark what becomes of a CPU mask that is narrower than the cpuset; return it for refusals, empty if it does not count.
+    """Remark the effect of a CPU mask narrower than the cpuset; return the mask for refusals, empty if it has no effect.
 
     Since Linux 6.2 a process keeps its mask in every cpuset (``user_cpus_ptr``), and not every container runtime resets
     that of its own unit.
@@ -174,7 +174,7 @@ def _choose_pins(
 def plan_topology(
     spec: InstanceSpec, pins: tuple[int, ...], memory: int, facts: HostFacts, problems: Problems, *, siblings: bool
 ) -> GuestTopology | None:
-    """Decide the topology that the guest sees; *siblings*: its CPU model can report siblings.
+    """Decide the topology that the guest sees; *siblings* is true if its CPU model can report siblings.
 
     Without KVM, QEMU's model ``max`` reports an AMD CPU without siblings.
     """
@@ -209,8 +209,8 @@ def plan_vcpu_hotplug(
 ) -> VcpuHotplugPlan | None:
     """Decide whether vCPUs can be plugged into a guest that starts with *vcpus* and sees *topology*.
 
-    A vCPU that is plugged is one more core. The guest has been shown at its start how many threads its cores have, which of
-    them share a cache, and on which of its NUMA nodes they are, and which CPUs the pod will get is not known then.
+    Each plugged vCPU is one more core. The guest is shown at its start how many threads its cores have, which of them share a cache, and
+    their NUMA nodes, at a time when the pod's later CPUs are not known.
     """
     most = spec.hotplug.cpus
     if most is None:

@@ -24,12 +24,12 @@ class Problems:
         self.found.append(Problem(path, message, remedy))
 
     def explained(self, environment: EnvironmentSpec) -> Iterator[Problem]:
-        """Yield the problems found; one whose value has a ``${NAME}`` says that the document declares no variables."""
+        """Yield the problems found; for a value with ``${NAME}``, add that the document declares no variables."""
         for problem in self.found:
             names = () if environment.allow else tuple(re.findall(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", problem.message))
             remedy = "; ".join(filter(None, (declaring(names) if names else "", problem.remedy)))
             yield attrs.evolve(problem, remedy=remedy)
 
     def remark(self, path: str, found: str, remedy: str = "") -> None:
-        """Add a disadvantage that the value at *path*, or what is planned for it, has."""
+        """Add a disadvantage of the value at *path*, or of the plan for it."""
         self.remarks.append(Judgement(path, Level.WARNING, found, "", remedy))

@@ -1,6 +1,6 @@
 """The limits that QEMU checks at its start, by version and accelerator: one table, so that a plan refuses first.
 
-Sources are QEMU's ``hw/i386``; ``tests/machine/test_qemu_limits.py`` starts this machine's QEMU at each border.
+Sources are QEMU's ``hw/i386``; ``tests/machine/test_qemu_limits.py`` starts this machine's QEMU at each limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLASH_SECTOR, MOST_FLASH = 4096, 8 << 20
 """Bytes of a firmware: it is a multiple of the first, and with its variables not more than the second (``pc_sysfw.c``)."""
 
 MOST_VCPUS: tuple[tuple[Version, int], ...] = (((9, 0), 4096), ((8, 1), 1024), ((0,), 288))
-"""The vCPUs of machine q35 by the first version of QEMU that has as many (``pc_q35.c``: ``max_cpus``)."""
+"""The most vCPUs of machine q35, by the first version of QEMU with that limit (``pc_q35.c``: ``max_cpus``)."""
 LAST_XAPIC_ID = 254
 """The last APIC ID without x2APIC; an interrupt for a vCPU beyond it needs interrupt remapping."""
 X2APIC_EMULATED_SINCE: Version = (9, 0)
@@ -42,13 +42,13 @@ RAM disk may be (``pc_machine_class_init``: ``acpi_data_size``)."""
 HYPERTRANSPORT = 1012 * GIB
 """The first address that devices of an AMD machine cannot reach; QEMU moves all RAM above 4 GiB to 1 TiB for it (``pc.c``)."""
 _AMD_MODELS = re.compile(r"max\b|qemu64\b|EPYC|Opteron|phenom\b|athlon\b")
-"""The models that are AMD's where QEMU emulates them; under KVM each has the vendor of the host."""
+"""The models that are AMD's when emulated; under KVM each has the host's vendor."""
 ALWAYS_FITS = 28 * GIB
 """Bytes of RAM that any CPU with addresses above 4 GiB has room for: the least, PSE-36, has 36 bits."""
 
 
 def parse_version(text: str) -> Version | None:
-    """Parse a version of QEMU, such as ``7.2.22``; ``None`` if it is not known."""
+    """Parse a version of QEMU, such as ``7.2.22``; ``None`` if unknown."""
     numbers = re.match(r"([0-9]+)\.([0-9]+)", text, re.ASCII)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
@@ -69,7 +69,7 @@ def needs_remapping(topology: GuestTopology, most: int | None) -> bool:
 def refuse_too_many_vcpus(
     spec: InstanceSpec, topology: GuestTopology, accel: Literal["kvm", "tcg"], facts: HostFacts, problems: Problems
 ) -> None:
-    """Refuse more vCPUs than this QEMU's machine, its accelerator or the kernel's KVM has."""
+    """Refuse more vCPUs than this QEMU's machine, its accelerator or the kernel's KVM supports."""
     growing = spec.hotplug.cpus or 0
     wanted, key = max((topology.vcpus, "cpu.count"), (growing, "hotplug.cpus"))
     version, limits = parse_version(facts.qemu_version), [(wanted, "", "")]
@@ -109,7 +109,7 @@ def refuse_too_much_memory(
 ) -> None:
     """Refuse *size* bytes of RAM if they and the usual window above them do not fit into *bits* of the CPU's addresses.
 
-    QEMU 7.1 and later compare both (``pc_memory_init``). A greater window is judged with the devices that need it.
+    QEMU 7.1 and later compare both (``pc_memory_init``). A larger window is checked with the devices that need it.
     """
     model = spec.cpu.model
     amd = facts.cpu_vendor == "AuthenticAMD" if accel == "kvm" else _AMD_MODELS.match(model or "max") is not None

@@ -36,7 +36,7 @@ def _plain(_instance: type, _attribute: object, value: object) -> object:
 
 
 def plan_lines(plan: InstancePlan) -> Iterator[str]:
-    """Yield a description of what will be done, in its order, for an operator."""
+    """Yield a description of all steps, in their order, for an operator."""
     machine, placement = plan.machine, plan.placement
     yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
     yield f"  1 anchors    two of '{' '.join(plan.anchor)}' stay in the pod's cgroup"
@@ -135,7 +135,7 @@ def _devices(passthrough: PassthroughPlan) -> Iterator[str]:
 
 
 def _tree(passthrough: PassthroughPlan) -> Iterator[str]:
-    """Yield the guest's PCI tree with the host's beside it: guest's address, what it is, ``=``, the host's."""
+    """Yield the guest's PCI tree beside the host's: the guest's address, the kind of device, ``=``, the host's address."""
     if not passthrough.ports:
         return
     yield "               PCI tree of the guest = of the host (a bridge that no two devices share is not shown):"
@@ -178,12 +178,12 @@ def _ram(machine: MachinePlan) -> str:
 
 
 def _derived(identity: Identity, number: int, network: NetworkPlan) -> str:
-    """Return what the MAC address is derived from, with a space before it; empty for one that was given or taken over."""
+    """Return the source of a derived MAC address, with a space before it; empty for one that was given or taken over."""
     return f" from {identity.origin}" if network.mac == derived_mac(identity, number) else ""
 
 
 def _names(network: BridgedPlan) -> str:
-    """Return where the guest looks up names, and which options of the pod's resolver it is not told."""
+    """Return the guest's name servers, and the options of the pod's resolver that it does not get."""
     servers = ", ".join(map(str, network.nameservers)) or "none"
     left = f" (without {' '.join(network.dns_options)}, which DHCP cannot say)" if network.dns_options else ""
     return f"DNS {servers} {' '.join(network.search)}".rstrip() + left

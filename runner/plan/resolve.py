@@ -23,8 +23,8 @@ from runner.spec.rules import format_size
 def usable_cpus(backend: Backend, facts: HostFacts) -> CpuSet:
     """Return the CPUs that an instance placed by *backend* may use.
 
-    The mask with which this process was started is lifted where cgroups say who may run where. Where nothing but masks
-    does, it is an operator's word, such as ``CPUAffinity=`` of the instance's own unit.
+    The mask with which this process was started is removed if cgroups separate threads. If only masks do, it is respected as an operator's
+    setting, such as ``CPUAffinity=`` of the instance's own unit.
     """
     return facts.allowed_cpus - facts.masked_cpus if backend == "affinity" else facts.allowed_cpus
 
@@ -56,12 +56,12 @@ def _numa_nodes(pins: Collection[int], hardware: Hardware) -> int:
 def _size_by_limits(
     memory: MemorySpec, overhead: Callable[[int], int], limits: MemoryLimits, numa_nodes: int, problems: Problems
 ) -> int:
-    """Return the bytes that *limits* leave; after a problem, the least that a guest can have, so that it is the only one."""
+    """Return the bytes that *limits* leave; after a problem, the smallest possible size, so that no further problem follows."""
     page = memory.page_size
     if page is None:
         limit, name, resource = limits.memory, "memory.max", "limits.memory"
         source = ""
-        # The overhead grows with the RAM, so that of the whole limit is a little more than is needed.
+        # The overhead grows with the RAM, so the overhead for the whole limit is an upper bound.
         taken = 0 if limit is None else overhead(limit)
     else:
         limit = limits.huge.get(page, HugeFact()).limit

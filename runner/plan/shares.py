@@ -1,4 +1,4 @@
-"""Directories shared by virtiofs: what is started for each, and why it cannot be."""
+"""Directories shared by virtiofs: the daemon of each, and the reasons for refusing one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class SharePlan:
     path: PurePosixPath
     read_only: bool
     mounted_read_only: bool = attrs.field(default=False)
-    """Whether nothing can be written there, whatever virtiofsd allows."""
+    """Whether nothing can be written to it, whatever virtiofsd allows."""
     updatable: bool = attrs.field(default=False)
-    """Whether another virtiofsd can take its place while the guest runs."""
+    """Whether another virtiofsd can replace this one while the guest runs."""
 
 
 def plan_shares(spec: InstanceSpec, user: User, facts: HostFacts, problems: Problems) -> Iterator[SharePlan]:
     """Yield the plan of each share for which there is a virtiofsd.
 
-    Refuse paths of *spec* that lead elsewhere as the guest, or QEMU's *user*, will.
+    Refuse paths of *spec* that the guest, or QEMU's *user*, could redirect.
     """
     _refuse_links_of(user, spec, facts, problems)
     for index, share in enumerate(spec.share):
@@ -75,9 +75,9 @@ def _require_directory(where: str, path: PurePosixPath, facts: HostFacts, proble
 def refuse_our_files_inside(
     share: ShareSpec, spec: InstanceSpec, problems: Problems, facts: HostFacts | None = None
 ) -> None:
-    """Refuse files in a writable *share* that this process opens: the guest could put a link to any file in their place.
+    """Refuse files in a writable *share* that this process opens: the guest could replace them by links to any file.
 
-    Without *facts*, as far as the paths themselves show it.
+    Without *facts*, judge by the paths alone.
     """
     if share.read_only:
         return
@@ -101,7 +101,7 @@ def refuse_our_files_inside(
 
 
 def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems: Problems) -> None:
-    """Refuse paths that lead through links of QEMU's *user*: who has broken out of the guest has put them there, before its restart."""
+    """Refuse paths through links of QEMU's *user*, which an attacker who broke out of an earlier guest may have made."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
     for where, path in (*our_paths(spec, facts.state_directory), *shares):
         if user.user_id in facts.links.get(path, ()) and user.user_id != 0:
@@ -116,7 +116,7 @@ def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems:
 def our_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iterator[tuple[str, PurePosixPath]]:
     """Yield the path of each file of *spec* that this process opens, or that QEMU executes as firmware, by its key.
 
-    A share is none: virtiofsd opens it, and the guest may change what is in it.
+    A share is not included: virtiofsd opens it, and the guest may change its content.
     """
     named: list[tuple[str, object]] = [
         ("console.log", spec.console.log),

@@ -37,23 +37,23 @@ _MOST_FDS = 16
 """Descriptors that may come with one response."""
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
 _BUSY = {errno.EAGAIN, errno.ECONNRESET, errno.EPIPE}
-"""The first is a full queue of connections: the server is there, and cannot accept yet. The others are a connection that
-had to make room for another one, or whose server has just ended."""
+"""EAGAIN: the queue of connections is full; the server runs, and cannot accept yet. The others: the connection was closed in favour of
+another one, or the server has just ended."""
 CONNECTED_WITHIN = 2.0
 """Seconds for a place in the queue of connections."""
 _ATTEMPTS_APART = (0.001, 0.005)
-"""Seconds between two attempts, at random, so that runners that start together do not make them together."""
+"""Seconds between two attempts, random, so that runners that start together do not collide again."""
 _METHOD_NOT_FOUND, _INVALID_PARAMS = -32601, -32602
 PROTOCOL = 3
 """1: without ``sealCgroup`` and ``unsealCgroup``; 2: one float for all instances, and no domain for each."""
 REPORT_SOCKET = "reports.sock"
 """The name of the socket for reports, beside that of the controller."""
 BUSY = -32005
-"""The error code of a server that has as many connections or requests as it may have."""
+"""The error code of a server that has reached its limit of connections or requests."""
 
 
 class ControllerError(HostError):
-    """The controller refused; *code* is its JSON-RPC error code, *data* what came with it."""
+    """The controller refused; *code* is its JSON-RPC error code, *data* further values."""
 
     def __init__(self, sentence: str, code: int, data: Mapping[str, object] | None = None) -> None:
         super().__init__(sentence)
@@ -62,9 +62,9 @@ class ControllerError(HostError):
 
 
 class CpusHeldError(ControllerError):
-    """Another instance still runs on the CPUs, which are this one's now: wait for its end at most *within* seconds.
+    """Another instance still runs on the CPUs that are assigned to this one: wait for its end, at most *within* seconds.
 
-    *cgroup_events* is that of its cgroup (:func:`runner.kernel.cgroup_events.emptied`).
+    *cgroup_events* is a descriptor of its cgroup's file (:func:`runner.kernel.cgroup_events.emptied`).
     """
 
     def __init__(self, refusal: ControllerError, within: float, cgroup_events: Descriptor) -> None:
@@ -74,21 +74,21 @@ class CpusHeldError(ControllerError):
 
 
 class ControllerAbsentError(HostError):
-    """No process answers at the controller's socket, or it is busy; it may come back."""
+    """No process answers at the controller's socket, or it is busy; a later attempt may succeed."""
 
 
 class ControllerBusyError(ControllerAbsentError):
-    """The controller is there, and has more to do than it takes at once; it may answer within milliseconds."""
+    """The controller has reached its limit of requests; it may answer within milliseconds."""
 
 
 @frozen
 class MemoryNeed:
-    """The instance's memory, as the controller receives it."""
+    """The instance's memory, as reported to the controller."""
 
     overhead: int = 0
-    """Bytes that it needs besides the guest's; 0 if that is unknown."""
+    """Bytes that it needs besides the guest's memory; 0 if unknown."""
     charged: bool = False
-    """Whether the guest's is charged to the pod, so that what the pod's limit leaves is the instance's."""
+    """Whether the guest's memory is charged to the pod, so that the instance gets the rest of the pod's limit."""
 
 
 @frozen
@@ -100,13 +100,13 @@ class Registration:
     float_cgroup: PurePosixPath
     """The cgroup of all other threads."""
     cpus: CpuSet
-    """The CPUs of the instance's cgroup as the controller has read them back."""
+    """The CPUs of the instance's cgroup, as read back by the controller."""
     cgroup_fds: CgroupFds
     protocol: int | None = None
-    """The controller's protocol; ``None`` if the controller is one by the article's words."""
+    """The controller's protocol version; ``None`` if the controller implements only the article's protocol."""
 
     def below_tree(self, cgroup: PurePosixPath) -> str:
-        """Return the path of one of both with the name of the cgroup above it: ``instance-<pod uid>/float``."""
+        """Return the last two components of the path of one of both cgroups: ``instance-<pod uid>/float``."""
         return "/".join(cgroup.parts[-2:])
 
 
@@ -120,10 +120,9 @@ async def register(
 ) -> Registration:
     """Register the instance of the pod *pod_uid* on *cpus*; *held* closes the descriptors, also when this raises.
 
-    *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths; if it names the
-    vCPUs' cgroup alone, float is its sibling. May take 12 s, for which the controller waits for the
-    kubelet. Raises :class:`CpusHeldError`, :class:`ControllerError`, :class:`ControllerAbsentError`, or
-    :exc:`~runner.base.errors.HostError` for a response that is not understood.
+    *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths; if it names only the
+    vCPUs' cgroup, float is its sibling. May take 12 s, in which the controller waits for the kubelet. Raises :class:`CpusHeldError`,
+    :class:`ControllerError`, :class:`ControllerAbsentError`, or :exc:`~runner.base.errors.HostError` for a response that is not understood.
     """
     received = _ReceivedFds(held)
     params: dict[str, object] = {"uuid": pod_uid, "cpuset": str(cpus)}
@@ -134,7 +133,7 @@ async def register(
         except ControllerError as error:
             if error.code != _INVALID_PARAMS:
                 raise
-            result = await _call(path, "registerCgroup", params, received)  # of one that knows the article's alone
+            result = await _call(path, "registerCgroup", params, received)  # with the article's methods only
     except ControllerError as error:
         match error.data.get("within"), received.descriptors:
             case int() | float() as within, [cgroup_events]:
@@ -151,7 +150,7 @@ async def register(
     match received.descriptors:
         case [float_procs, instance_threads, pod_procs, float_threads, *more] if len(more) <= 1:
             cgroup_fds = CgroupFds(float_procs, instance_threads, pod_procs, float_threads, *more)
-        # None at all, or the two of a controller that trusts every peer and does not know the container's cgroup.
+        # None at all, or two, from a controller that trusts every peer and does not know the container's cgroup.
         case [] | [_, _]:
             cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, held)
         case several:
@@ -185,7 +184,7 @@ async def deregister(path: PurePosixPath, pod_uid: str) -> None:
 
 
 async def seal(path: PurePosixPath, pod_uid: str) -> str:
-    """Ask the controller to make the instance's cgroup an isolated partition; return the reason if it does not, else an empty string.
+    """Ask the controller to make the instance's cgroup an isolated partition; return the reason if it fails, otherwise an empty string.
 
     Raises like :func:`register`.
     """
@@ -206,7 +205,7 @@ async def unseal(path: PurePosixPath, pod_uid: str) -> None:
 
 
 async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) -> tuple[str, ...]:
-    """Ask for *tuning* of the registered instance, and return what of it cannot be had, and why.
+    """Request *tuning* for the registered instance, and return the parts of it that are not available, with reasons.
 
     Raises like :func:`register`.
     """
@@ -246,7 +245,7 @@ class _ReceivedFds:
 
 
 async def ask(server: str, path: PurePosixPath, method: str, params: Mapping[str, object]) -> object:
-    """Call *method* of the server *server*, such as ``"the instance"``, at *path* and return its result.
+    """Call *method* of the server at *path*, and return its result; *server* names it in errors, such as ``"the instance"``.
 
     Raises like :func:`register`.
     """
@@ -268,13 +267,13 @@ async def _call(
 
 @frozen
 class ControllerConnection:
-    """A connection to a *server*, for one call after the other."""
+    """A connection to a *server*, for successive calls."""
 
     _connection: trio.socket.SocketType
     _server: str
 
     async def call(self, method: str, params: Mapping[str, object], received: _ReceivedFds | None = None) -> object:
-        """Return the result of *method*; descriptors that come with it go to *received*; without it the kernel closes them.
+        """Return the result of *method*; descriptors sent with it go to *received*, or are closed by the kernel without it.
 
         Raises :class:`ControllerError`, :class:`ControllerBusyError`, :exc:`~runner.base.errors.HostError` for a response
         that is not understood, and ``OSError``.
@@ -288,7 +287,7 @@ class ControllerConnection:
 
 @asynccontextmanager
 async def connected(path: PurePosixPath, server: str = "the controller") -> AsyncIterator[ControllerConnection]:
-    """Hold a connection to *server* at *path*; an ``OSError`` of the block is one of this connection.
+    """Hold a connection to *server* at *path*; an ``OSError`` of the block counts as one of this connection.
 
     Raises :class:`ControllerAbsentError`, or :exc:`~runner.base.errors.HostError`.
     """
@@ -314,10 +313,10 @@ def _explained(path: PurePosixPath, server: str) -> Iterator[None]:
 
 
 async def _connect(connection: socket.socket, address: str) -> None:
-    """Connect *connection*, which does not block; wait :data:`CONNECTED_WITHIN` for a place in the server's queue.
+    """Connect the non-blocking *connection*; wait :data:`CONNECTED_WITHIN` for a place in the server's queue.
 
-    A full queue is EAGAIN at once (``unix_stream_connect`` of ``net/unix/af_unix.c``), and no event reports a place. One that
-    another process fills without end has one every few attempts, for microseconds.
+    A full queue causes EAGAIN at once (``unix_stream_connect`` of ``net/unix/af_unix.c``), and no event reports a free place. Even if
+    another process fills the queue endlessly, a place is free every few attempts, for microseconds.
     """
     deadline = trio.current_time() + CONNECTED_WITHIN
     while True:

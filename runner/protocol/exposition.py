@@ -17,7 +17,7 @@ from runner.protocol.instance_metrics import FAMILIES, PREFIX, REPORTED, Report,
 
 
 class _Collected(Collector):
-    """Metrics that were read at once; the library's registry is for programs that count as they go."""
+    """A fixed set of metrics; the library's own registry is for programs that count continuously."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
@@ -38,7 +38,7 @@ def counter(name: str, text: str, samples: Samples, labels: Sequence[str] = ()) 
 
 
 def instance_metrics(samples: Iterable[tuple[str, Samples]]) -> Iterator[Metric]:
-    """Yield the metrics of an instance that have these *samples*, by the name of their family."""
+    """Yield the metrics of an instance from its *samples*, by family name."""
     for name, values in samples:
         family = FAMILIES[name]
         write = counter if family.is_counter else gauge
@@ -52,7 +52,7 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -
 
 
 def reported_metrics(reports: Mapping[str, Report]) -> Iterator[Metric]:
-    """Yield the metrics of all instances that have reported: *reports* by the uid of the pod."""
+    """Yield the metrics of all instances that have sent reports; *reports* are by the uid of the pod."""
     for family in FAMILIES.values():
         samples = [
             ((pod_uid, *labels), value)
@@ -71,6 +71,6 @@ def text_of(metrics: Iterable[Metric]) -> str:
 
 
 def metrics_response(metrics: Iterable[Metric] | str) -> HttpResponse:
-    """Return the response that has *metrics*, or their text."""
+    """Return the response with *metrics*, or with their text."""
     text = metrics if isinstance(metrics, str) else text_of(metrics)
     return HttpResponse(http.HTTPStatus.OK, text, CONTENT_TYPE_PLAIN_0_0_4)

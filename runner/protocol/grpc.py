@@ -1,8 +1,8 @@
 """One call of gRPC to a server on this machine: one request, one response, on h2 over a Unix socket.
 
-The framing is that of https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md: a message is a byte that says whether
-it is compressed, four with its length, and itself; the status comes in the trailers. h2 knows HTTP/2; the connection, its
-bounds and that framing are here. Nothing but one call travels on a connection, which ends with it.
+The framing is that of https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md: a message has a byte for its compression, four bytes
+for its length, and its content; the status is in the trailers. h2 implements HTTP/2; this module adds the connection, its limits and that
+framing. Each connection carries a single call.
 
 Imported only where the caller needs it: it brings h2.
 """
@@ -36,11 +36,11 @@ from runner.kernel.sockets import reachable
 from runner.kernel.waiting import persistently
 
 LARGEST_RESPONSE = 4 << 20
-"""Bytes of a message: a hundred times what the kubelet says of 100 pods."""
+"""Bytes of a message: a hundred times the kubelet's answer about 100 pods."""
 _CHUNK = 1 << 16
 _HEAD = struct.Struct(">?I")
 _LONGEST_REASON = 300
-"""Characters of the server's own words in an error."""
+"""Characters of the server's own message in an error."""
 _STREAM = 1
 """The number of a client's first stream."""
 _HTTP_OK, _GRPC_OK = b"200", b"0"
@@ -49,8 +49,8 @@ _HTTP_OK, _GRPC_OK = b"200", b"0"
 async def call(path: PurePath, method: str, request: bytes) -> bytes:
     """Call *method*, such as ``/v1.PodResourcesLister/List``, of the server at the socket *path*, and return its response.
 
-    Both are encoded messages. The caller bounds the time. Raises :class:`HostError` if no server answers, if it refuses, and
-    for an answer that is no gRPC or longer than :data:`LARGEST_RESPONSE`.
+    Both are encoded messages. The caller bounds the time. Raises :class:`HostError` if no server answers, if it refuses, or if its answer
+    is not gRPC or longer than :data:`LARGEST_RESPONSE`.
     """
     exchange = _Exchange(method)
     try:
@@ -100,7 +100,7 @@ class _Exchange:
         return self._http.data_to_send()
 
     def receive(self, received: bytes) -> bytes:
-        """Take what the server has sent; return the bytes to send next. Raises :class:`HostError`."""
+        """Process bytes from the server; return the bytes to send next. Raises :class:`HostError`."""
         try:
             for event in self._http.receive_data(received):
                 self._take(event)
@@ -129,7 +129,7 @@ class _Exchange:
                 self._headers[name] = value
 
     def response(self) -> bytes:
-        """Return the response, when the server has :attr:`ended`. Raises :class:`HostError`."""
+        """Return the response, once the server has :attr:`ended`. Raises :class:`HostError`."""
         if (status := self._headers.get(b":status")) != _HTTP_OK:
             self.fail(f"it answered with the HTTP status {_shown(status or b'')}")
         if (code := self._headers.get(b"grpc-status")) != _GRPC_OK:

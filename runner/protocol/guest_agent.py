@@ -22,9 +22,9 @@ from runner.kernel.waiting import persistently
 
 LONGEST_LINE = 1 << 16
 _DELIMITER = b"\xff"
-"""No UTF-8 text has this byte: what came before it was the answer to another client (``guest-sync-delimited``)."""
+"""A byte that no UTF-8 text contains: bytes before it belong to the answer to another client (``guest-sync-delimited``)."""
 _NUMBERS = itertools.count(1)
-"""One for each call of this process: what answered an earlier conversation may still be there to be read."""
+"""A number for each call of this process: answers to an earlier conversation may still be unread."""
 _HUNG_UP = "cannot talk to the guest agent: QEMU hung up"
 
 
@@ -33,7 +33,7 @@ class AgentError(HostError):
 
 
 class GuestAgent:
-    """The conversation with an agent that may be there; one task at a time has it."""
+    """The conversation with an agent that may be absent; used by one task at a time."""
 
     def __init__(self, ours: socket.socket) -> None:
         ours.setblocking(False)
@@ -72,7 +72,7 @@ class GuestAgent:
             raise AgentError(_HUNG_UP) from error
 
     async def _reply(self) -> dict[str, Any]:
-        """Return the next message, empty if the next line is none."""
+        """Return the next message, empty if the next line is not one."""
         line = await self._until(b"\n")
         try:
             reply = json.loads(line)
@@ -81,7 +81,7 @@ class GuestAgent:
         return reply if isinstance(reply, dict) else {}
 
     async def _until(self, end: bytes) -> bytes:
-        """Return what comes before *end*."""
+        """Return the bytes before *end*."""
         try:
             line = await receive_line(self._receive, self._lines, end)
         except OverlongError:

@@ -33,15 +33,14 @@ log = logging.getLogger(__name__)
 _LONGEST_HEAD = 8 * 1024
 """Bytes of a request before its body."""
 _MOST_LINES = 64
-"""Lines of them: h11 takes 2 microseconds for each, and there may be thousands."""
+"""Header lines of a request: h11 takes 2 microseconds for each, and there may be thousands."""
 _CHUNK = 4 * 1024
 _CONNECTION_WITHIN = 5.0
 """Seconds a connection may last."""
 _CONNECTIONS = 64
-"""Connections at a time; one more takes the place of the oldest of the address that has most, so that slow ones cannot keep a
-probe out."""
+"""Connections at a time; a further one replaces the oldest of the address with the most, so that slow clients cannot keep a probe out."""
 _WAITING, _WAITING_OF_EACH = 256, 16
-"""Connections that wait for their address' turn, and those of one address."""
+"""Connections that wait for their address's turn in all, and of one address."""
 _BACKLOG = 4096
 """Connections in the kernel's queue, ``net.core.somaxconn`` at most."""
 
@@ -66,14 +65,14 @@ def unavailable(reason: str) -> HttpResponse:
 
 
 def not_found(known: Sequence[str]) -> HttpResponse:
-    """Return the response for a path that is none of *known*."""
+    """Return the response for a path that is not one of *known*."""
     return HttpResponse(http.HTTPStatus.NOT_FOUND, f"{', '.join(known)}\n")
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """Parse ``ADDRESS:PORT``; an empty address means every address of this machine.
 
-    It takes no host name, because resolving one takes a thread. Raises ``ValueError``.
+    Host names are not accepted, because resolving one needs a thread. Raises ``ValueError``.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004  # the highest port
@@ -103,21 +102,21 @@ def open_http_listeners(host: str, port: int) -> list[Socket]:
 
 
 def adopted_http_listeners(numbers: Iterable[int]) -> list[Socket]:
-    """Listen by the descriptors *numbers*, which came through exec. Raises ``OSError``."""
+    """Listen on the descriptors *numbers*, inherited through exec. Raises ``OSError``."""
     return [socket.socket(fileno=number) for number in numbers]
 
 
 _ABSOLUTE = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
-"""The beginning of a target in the absolute form, up to its path."""
+"""The beginning of a request target in the absolute form, up to its path."""
 
 Respond = Callable[[str], Awaitable[HttpResponse]]
-"""Returns the response for a path, within the seconds that a connection may last."""
+"""Returns the response for a path, within the time limit of a connection."""
 
 
 async def serve_http(listeners: Sequence[Socket], respond: Respond) -> None:
     """Answer every request on *listeners* with the response of *respond*, until cancelled; they stay open.
 
-    If *respond* fails, the answer is 500. The log has the traceback of every fault: no request ends this program.
+    If *respond* fails, the answer is 500 and the traceback is logged: no request ends this program.
     """
     server = _HttpServer(respond)
     async with trio.open_nursery() as nursery:
@@ -129,7 +128,7 @@ async def serve_http(listeners: Sequence[Socket], respond: Respond) -> None:
 class _HttpServer:
     respond: Respond
     _open: dict[Hashable, list[trio.CancelScope]] = attrs.field(factory=dict)
-    """By address, the oldest first."""
+    """Open connections by address, the oldest first."""
 
     async def accept(self, listener: Socket) -> None:
         await serve_connections(listener, self._serve, lambda: _address, waiting=(_WAITING, _WAITING_OF_EACH))
@@ -162,7 +161,7 @@ class _HttpServer:
 def _address(connection: trio.socket.SocketType) -> Hashable:
     """Return the address of the client, without its port. Raises ``OSError`` if it has hung up."""
     name: tuple[str, int] | str = connection.getpeername()
-    return name[0] if isinstance(name, tuple) else name  # one of a Unix socket has none
+    return name[0] if isinstance(name, tuple) else name  # the name of a Unix socket has no port
 
 
 async def _converse(client: trio.socket.SocketType, respond: Respond) -> None:
@@ -181,9 +180,10 @@ async def _converse(client: trio.socket.SocketType, respond: Respond) -> None:
 
 
 async def _read_request(client: trio.socket.SocketType, connection: h11.Connection) -> object:
-    """Return the request, or what came in its place. Raises :exc:`h11.RemoteProtocolError` for one that is refused.
+    """Return the request, or the event received in its place. Raises :exc:`h11.RemoteProtocolError` for a refused one.
 
-    Of one with too many lines the rest is read, and not parsed: what is unread resets the connection, and the answer is lost.
+    The rest of a request with too many lines is read without being parsed, because unread data would reset the connection, and the answer
+    would be lost.
     """
     received = b""
     while (event := connection.next_event()) is h11.NEED_DATA:

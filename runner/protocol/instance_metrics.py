@@ -1,8 +1,8 @@
-"""The metrics of an instance: one table for its own endpoint, for its reports to the controller, and for the controller's.
+"""The metrics of an instance: one table for its own endpoint, its reports to the controller, and the controller's endpoint.
 
-A report has numbers by the names and label values of this table alone. Labels that count parts, such as vCPUs, are summed, so that a
-report has 4 KiB at most, however large the machine is. The few labels that are texts of the instance's own bear ``reported_``
-before their names in the controller's metrics: it cannot check them.
+A report has only numbers, under names and label values of this table. Labels that count parts, such as vCPUs, are summed, so that a report
+has 4 KiB at most, however large the machine is. The few labels that are texts of the instance's own bear ``reported_`` before their names
+in the controller's metrics: it cannot check them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from runner.base.values import frozen
 PREFIX = "instance_runner_"
 
 LONGEST_NAME = 253
-"""Characters of the longest name that Kubernetes gives (``DNS1123SubdomainMaxLength``)."""
+"""Characters of the longest name in Kubernetes (``DNS1123SubdomainMaxLength``)."""
 LONGEST_VERSION = 64
 REPORTED = "reported_"
-"""Stands before the name of a label in the controller's metrics whose value the instance has chosen."""
+"""The prefix, in the controller's metrics, of the names of labels whose value the instance has chosen."""
 
 PHASES = ("starting", "running", "stopping")
 RENEWAL_OUTCOMES = ("renewed", "fell_back", "resumed")
@@ -35,7 +35,7 @@ UNREADY = (
     "no_address",
     "awaits_sign",
 )
-"""Why a guest is not ready, first what the others follow from."""
+"""The reasons why a guest is not ready; causes come before their consequences."""
 
 
 @frozen
@@ -57,7 +57,7 @@ class Label:
         return not self.values and not self.text
 
     def accepts(self, value: object) -> bool:
-        """Tell whether *value* is one of this label's in a report."""
+        """Tell whether *value* is valid for this label in a report."""
         if self.text:
             return isinstance(value, str) and len(value) <= self.longest and value.isascii() and value.isprintable()
         return value in self.values
@@ -68,7 +68,7 @@ class Family:
     """A family of metrics."""
 
     name: str
-    """Without :data:`PREFIX`; that of a counter ends in ``_total``."""
+    """Its name without :data:`PREFIX`; that of a counter ends in ``_total``."""
     help: str
     labels: tuple[Label, ...] = ()
 
@@ -79,20 +79,20 @@ class Family:
 
     @property
     def reported_labels(self) -> tuple[Label, ...]:
-        """Return the labels that are left in a report."""
+        """Return the labels that remain in a report."""
         return tuple(each for each in self.labels if not each.is_part)
 
 
 _TOO_LARGE = 1e300
-"""Where the numbers of a report end: a whole number that no ``float`` holds can be compared with one, and not made one."""
+"""The exclusive limit of numbers in a report: a whole number too large for a ``float`` can be compared with it, but not converted."""
 
 Samples = Iterable[tuple[Sequence[object], float]]
-"""The values of a family's labels, in their order, and its value there."""
+"""(the values of a family's labels, in their order; the sample's value)."""
 Report = Mapping[str, Mapping[tuple[str, ...], float]]
-"""Family → values of the labels that a report has → its value there."""
+"""Family → values of the report's labels → number."""
 
 ReportedValue = float | Mapping[str, float] | Mapping[str, str] | None
-"""A family of a report for people and programs: its number, numbers by the value of its label, or the values of its labels by name."""
+"""A family of a report for people and programs: its number, its numbers by label value, or the values of its labels by name."""
 
 _VCPU = (Label("vcpu"), Label("cpu"))
 _NETWORK = (Label("network"),)
@@ -177,10 +177,10 @@ FAMILIES: Mapping[str, Family] = {each.name: each for each in _TABLE}
 
 
 def reported(samples: Iterable[tuple[str, Samples]]) -> dict[str, list[list[str | float]]]:
-    """Return what a report says of *samples*, as JSON: for each family a list of label values and the number.
+    """Return the report for *samples* as JSON: for each family a list of label values and the number.
 
-    Parts are summed up, and numbers have three places, so that a report has less than 4 KiB; texts are shortened to what
-    :meth:`Label.accepts` takes.
+    Parts are summed up, and numbers have three decimals, so that a report has less than 4 KiB; texts are shortened to the length that
+    :meth:`Label.accepts` allows.
     """
     found: dict[str, list[list[str | float]]] = {}
     for name, values in samples:
@@ -203,7 +203,7 @@ def _short(text: str, longest: int) -> str:
 
 
 def parse_report(document: object) -> Report:
-    """Parse what :func:`reported` returns. Raises ``ValueError`` for anything else.
+    """Parse the result of :func:`reported`. Raises ``ValueError`` for anything else.
 
     Families that this program does not know are left out: the instance's may be newer.
     """
@@ -229,7 +229,7 @@ def _parsed(family: Family, values: object) -> Iterator[tuple[tuple[str, ...], f
 
 
 def as_json(report: Report) -> dict[str, ReportedValue]:
-    """Return *report* for people and programs: what is zero for a value of a label is left out."""
+    """Return *report* for people and programs, without label values whose number is zero."""
     found: dict[str, ReportedValue] = {}
     for name, samples in report.items():
         labels = FAMILIES[name].reported_labels

@@ -1,7 +1,7 @@
 """JSON-RPC 2.0 (https://www.jsonrpc.org/specification) over a stream of lines: framing, checking, answering.
 
-A message is one line. Because people type them, one that is *printed over several lines* is taken too: a line that
-holds nothing but ``{`` or ``[`` opens it, the matching bracket alone at the beginning of a line closes it.
+A message is one line. Because people type them, a message *printed over several lines* is accepted too: a line that holds nothing but ``{``
+or ``[`` opens it, the matching bracket alone at the beginning of a line closes it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SERVER_ERROR = -32000
 """The first of the codes for errors that a server defines (-32000 to -32099)."""
 
 LONGEST_BATCH = 64
-"""More requests in one batch are refused together: answers are larger than the shortest requests."""
+"""Most requests in one batch; larger batches are refused as a whole, because answers are larger than the shortest requests."""
 
 _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 
 class RpcError(Exception):
-    """A request that is answered with an error of *code*, *message* and *data*, with which *control_files* travel."""
+    """The error that answers a request: *code*, *message* and *data*, with *control_files* whose descriptors are sent along."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RpcError(Exception):
 
 @frozen
 class RpcResult:
-    """The result of a method: a JSON value, and control files whose open descriptors travel with it, in order."""
+    """The result of a method: a JSON value, and control files whose open descriptors are sent with it, in order."""
 
     value: object
     control_files: tuple[tuple[Cgroup, str], ...] = ()
@@ -64,11 +64,11 @@ class Reply:
 
     @property
     def refuses(self) -> bool:
-        """Return whether it is an error, sent with control files."""
+        """Return whether it is an error with control files."""
         return bool(self.control_files) and "error" in json.loads(self.line)
 
     def replaced(self, error: RpcError) -> bytes:
-        """Return the line that answers the same request with *error* instead; there is one, for a batch has no descriptors."""
+        """Return the line that answers the same request with *error*; a batch has no descriptors, so there is one request."""
         return _line(_failure(json.loads(self.line)["id"], error))
 
 
@@ -86,12 +86,12 @@ class MessageFramer:
         self._limit = limit
         self._framer = LineFramer(limit)
         self._opened = bytearray()
-        """The lines of a message printed over several lines, so far."""
+        """The lines so far of a message printed over several lines."""
         self._closing = b""
 
     @property
     def unfinished(self) -> bool:
-        """Tell whether a message printed over several lines has been opened and not closed."""
+        """Tell whether a message printed over several lines has been begun and not completed."""
         return bool(self._closing)
 
     @property
@@ -100,7 +100,7 @@ class MessageFramer:
         return self._framer.has_line
 
     def feed(self, data: bytes) -> None:
-        """Take *data*, which the client has sent."""
+        """Append *data*, received from the client."""
         self._framer.feed(data)
 
     def step(self) -> Iterator[bytes]:
@@ -114,7 +114,7 @@ class MessageFramer:
             raise OverlongError
 
     def flush(self) -> Iterator[bytes]:
-        """Yield what there is of an unfinished message: the client will send no more of it."""
+        """Yield the incomplete rest as a message: the client will send no more."""
         rest = bytes(self._opened) + self._framer.take_rest()
         self._close()
         if rest.strip():
@@ -125,7 +125,7 @@ class MessageFramer:
             raise OverlongError
         bare = line.rstrip()
         if self._closing and len(bare) > 1 and bare[:1] in _BRACKETS:
-            # A whole message at the beginning of a line: what was opened before it will never be closed.
+            # A whole message at the beginning of a line: the message begun before it will never be completed.
             yield self._close()
         if self._closing:
             self._opened += line
@@ -149,7 +149,7 @@ async def answer(message: bytes, call: Call) -> Reply | None:
 
     Requests of a batch are done one after another, and their results come without descriptors.
     """
-    await trio.lowlevel.checkpoint()  # a client that sends without end takes turns with the others
+    await trio.lowlevel.checkpoint()  # so that a client that sends endlessly does not block the others
     try:
         document = parse_message(message)
     except ValueError as error:
@@ -181,7 +181,7 @@ async def _respond(request: object, call: Call) -> _Response | None:
         identifier = None
     try:
         method, params = _checked(request)
-    except RpcError as error:  # answered even without an id: what is no valid request is no notification either
+    except RpcError as error:  # answered even without an id: an invalid request is no notification either
         return _failure(identifier, error), ()
     response: _Response
     try:
@@ -217,7 +217,7 @@ def _failure(identifier: object, error: RpcError) -> dict[str, object]:
 
 
 def format_error(error: RpcError) -> bytes:
-    """Return the response line for *error* that belongs to no request in particular."""
+    """Return the response line for *error* that belongs to no particular request."""
     return _line(_failure(None, error))
 
 

@@ -3,8 +3,8 @@
 The message of a record is an :class:`~runner.base.events.Event`, which ends in its fields, ``QEMU is up pid=7 version=10.0.2``. In
 text it is written as it stands; in JSON the name of the event and its fields are written apart.
 
-Messages hold words of guests, pods and other programs. A message is one line, in which every character that is not printable
-is escaped: none can forge a line or control the terminal of its reader. Only a traceback has lines of its own.
+Messages hold words of guests, pods and other programs. A message is one line, in which every character that is not printable is escaped: so
+no message can forge a line or control its reader's terminal. Only a traceback has lines of its own.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def _line(moment: float, **values: object) -> bytes:
 
 
 def json_of_dropped(size: int) -> bytes:
-    """Return the message for a reader that has missed *size* bytes, as a line of JSON."""
+    """Return the message about *size* dropped bytes as a line of JSON."""
     return json_line(logging.LogRecord(__name__, logging.WARNING, "", 0, SharedEvent.OUTPUT_DROPPED, (size,), None))
 
 
 def open_output(fd: int, style: str) -> NonBlockingWriter:
-    """Return a writer to *fd* whose message about dropped bytes is in *style*, one of :data:`~runner.base.arguments.LOG_FORMATS`."""
+    """Return a writer to *fd* whose message about dropped bytes has the format *style* (:data:`~runner.base.arguments.LOG_FORMATS`)."""
     return NonBlockingWriter(fd, json_of_dropped if style == "json" else dropped_message)
 
 
@@ -120,7 +120,7 @@ class LogHandler(logging.Handler):
 
 
 class DroppingWriter(Protocol):
-    """A writer that drops what it has no room for, such as :class:`~runner.kernel.nonblocking_writer.NonBlockingWriter`."""
+    """A writer that drops data for which it has no room, such as :class:`~runner.kernel.nonblocking_writer.NonBlockingWriter`."""
 
     @property
     def dropping(self) -> bool:
@@ -146,8 +146,8 @@ class JsonConsole:
     def write(self, data: bytes) -> None:
         """Write the lines that *data* completes; empty *data* ends the output.
 
-        Empty lines in a row are one object with their number, ``"lines": 3``: 80 bytes of JSON for one byte of the guest's
-        would be an amplifier. While the writer drops, nothing is formatted.
+        Consecutive empty lines become one object with their number, ``"lines": 3``, because 80 bytes of JSON for each byte of the guest
+        would be an amplification. While the writer drops data, nothing is formatted.
         """
         self._lines.feed(data)
         if self._writer.dropping:
@@ -168,11 +168,11 @@ class JsonConsole:
 
     @property
     def unfinished(self) -> bytes:
-        """Return what was not written yet because it is no whole line."""
+        """Return the bytes of an incomplete line, which were not written yet."""
         return self._lines.held
 
     def take_over(self, unfinished: bytes) -> None:
-        """Continue the line that the runner before exec had begun."""
+        """Continue the incomplete line of the previous program."""
         self._lines.feed(unfinished)
 
     def _write_empty(self, moment: float, count: int) -> None:

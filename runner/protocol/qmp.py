@@ -1,9 +1,9 @@
 """The QEMU Machine Protocol (QMP) over an inherited socket.
 
-``qemu.qmp`` checks the messages. Its client is asyncio: bridged to trio it hangs in ``disconnect()`` while a command is stuck,
-and its reader is a task, which may be cancelled already when a release needs a reply. So the conversation is ours, and it has
-one rule: *the task that waits, reads*. There is no reader task and nothing to start or stop. A task that waits for a reply
-keeps the events that arrive meanwhile for the task that asks for them next, and the other way round.
+``qemu.qmp`` checks the messages. Its client is asyncio: bridged to trio it hangs in ``disconnect()`` while a command is stuck, and its
+reader is a task, which may be cancelled already when a release needs a reply. So this module implements the client itself, with one rule:
+*the task that waits, reads*. There is no reader task and nothing to start or stop. A task that waits for a reply keeps the events that
+arrive meanwhile for the task that asks for them next, and the other way round.
 
 Errors, by the side that is at fault::
 
@@ -13,7 +13,7 @@ Errors, by the side that is at fault::
      ├─ SilentError             QEMU: it is stopped, or its main loop hangs; the conversation goes on if it answers later
      └─ ExecuteError            the command: QEMU understood it and refused it; the conversation goes on
 
-Each carries what was ``sent`` and what was ``received``, as far as there is either.
+Each has the request as ``sent`` and QEMU's data as ``received``, if there are any.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ LONGEST_LINE = 4 << 20
 A longer reply fails its command alone: operators may ask for others."""
 
 LONGEST_EVENT = 4 << 10
-"""Bytes of the longest event that is taken in; QEMU's own have less than 1 KiB. Of a longer one only that it came is known."""
+"""Bytes of the longest event that is kept; QEMU's own have less than 1 KiB. Of a longer one only its arrival is noted."""
 KEPT_EVENTS = 1000
-"""Events kept until a task asks for them; a guest can make QEMU send them without end."""
+"""Events kept until a task asks for them; a guest can make QEMU send them endlessly."""
 LONGEST_WORDS = 1000
-"""Characters of QEMU's words in a reply, an error or a message of this program's: a log drops a line that is too long."""
+"""Characters of QEMU's own text in a reply, an error or a message of this program: a log drops a line that is too long."""
 
 _HUNG_UP = "cannot talk to QEMU: it hung up"
 
 _REPLY = re.compile(rb'\s*\{\s*"(?:return|error|id)"')
 _EVENT = re.compile(rb'\s*\{\s*"(?:timestamp|event)"')
-"""How a reply begins, and an event."""
+"""The beginnings of a reply and of an event."""
 
 
 class QmpError(HostError):
@@ -74,7 +74,7 @@ class QmpError(HostError):
         self.sent = sent
         """The request, if the error belongs to one."""
         self.received = received
-        """What QEMU sent: a message, or the bytes that are none."""
+        """The data that QEMU sent: a message, or bytes that are not one."""
 
 
 class ExecInterruptedError(QmpError):
@@ -82,7 +82,7 @@ class ExecInterruptedError(QmpError):
 
 
 class BadReplyError(QmpError):
-    """QEMU sent what is not QMP, or a reply without what the command promises."""
+    """QEMU sent data that are not QMP, or a reply without a value that the command promises."""
 
 
 class SilentError(QmpError):
@@ -106,7 +106,7 @@ class ExecuteError(QmpError):
 
 @frozen
 class QmpEvent:
-    """A message that QEMU sends without a request (``qapi/*.json``), with those of its *data* that are no objects or arrays."""
+    """A message that QEMU sends unasked (``qapi/*.json``), with the scalar values of its *data*."""
 
     name: str
     data: Mapping[str, object]
@@ -121,14 +121,14 @@ class VcpuThread:
 
 
 class MonitorRecord(NamedTuple):
-    """A conversation with QEMU between two commands."""
+    """The state of a conversation with QEMU between two commands."""
 
     greeting: str
-    """QEMU's, as JSON."""
+    """QEMU's greeting, as JSON."""
     next_number: int
-    """The number of the next command: replies to commands that no task waits for any more have other numbers."""
+    """The number of the next command; replies to abandoned commands have earlier numbers."""
     unfinished: bytes = b""
-    """What was read and is not a whole line yet."""
+    """Bytes of an incomplete line that were read."""
     skipping: bool = False
     unanswered: tuple[str, ...] = ()
     events: tuple[tuple[str, str], ...] = ()
@@ -174,12 +174,12 @@ class Monitor:
         self._event_copies: list[Callable[[Message], None]] = []
         self._expected: dict[str, Message | None] = {}
         self._unanswered: deque[str] = deque()
-        """The numbers of the commands that were sent, also of those that no task waits for, in the order of their replies."""
+        """The numbers of the commands without a reply, including abandoned ones, in the order of their replies."""
         self._owed_since = 0.0
-        """When QEMU has begun to owe the next reply, if it owes one."""
+        """The time since which QEMU has owed the next reply, if it owes one."""
         self._replies = 0
         self._skipping = False
-        """Whether what comes next belongs to an overlong line."""
+        """Whether the next bytes belong to an overlong line."""
         self._events: deque[QmpEvent] = deque(maxlen=KEPT_EVENTS)
         self._numbers = itertools.count(1)
         self._sending = trio.Lock()
@@ -189,7 +189,7 @@ class Monitor:
 
     @property
     def busy(self) -> bool:
-        """Return whether a command is being sent, or its reply is waited for."""
+        """Return whether a command is being sent, or a task waits for its reply."""
         return bool(self._expected) or self._sending.locked()
 
     def fileno(self) -> int:
@@ -197,7 +197,7 @@ class Monitor:
         return self._socket.fileno()
 
     def record(self) -> MonitorRecord:
-        """Return what another program needs to continue the conversation."""
+        """Return the state that another program needs to continue the conversation."""
         next_number = next(self._numbers)
         self._numbers = itertools.count(next_number)
         return MonitorRecord(
@@ -210,7 +210,7 @@ class Monitor:
         )
 
     def go_on(self, found: MonitorRecord) -> Monitor:
-        """Continue the conversation of another program, which is past its greeting; return this monitor."""
+        """Continue the conversation of the previous program, which is past its greeting; return this monitor."""
         self._greeting = Message(json.loads(found.greeting))
         self._numbers = itertools.count(found.next_number)
         self._lines.feed(found.unfinished)
@@ -241,11 +241,10 @@ class Monitor:
         fds: Sequence[int] = (),
         wanted: trio.CancelScope | None = None,
     ) -> object:
-        """Execute *command* and return what it returns; the descriptors *fds* go with it and stay the caller's.
+        """Execute *command* and return its result; the descriptors *fds* are sent along and stay the caller's.
 
-        Once *wanted* is cancelled the reply is not waited for any longer; the command has been sent whole by then, so that
-        the conversation goes on. Raises :exc:`ExecuteError` when QEMU refuses it, another :exc:`QmpError` when the
-        conversation, or the wait, is over.
+        Once *wanted* is cancelled, the wait for the reply ends; the command has then been sent completely, so that the conversation can
+        continue. Raises :exc:`ExecuteError` when QEMU refuses it, another :exc:`QmpError` when the conversation, or the wait, is over.
         """
         number = str(next(self._numbers))
         request: dict[str, object] = {"execute": command, "id": number}
@@ -281,10 +280,10 @@ class Monitor:
         *,
         fds: Sequence[int] = (),
     ) -> T:
-        """Execute *command* as :meth:`execute` does, and return what *parse* makes of what it returns.
+        """Execute *command* as :meth:`execute` does, and return *parse* of its result.
 
-        QEMU may be the guest's: *parse* takes nothing for granted, by :func:`whole_number` and :func:`words`. Where it fails for
-        what it got, :exc:`BadReplyError` is raised, and the conversation goes on.
+        QEMU may be under the guest's control, so *parse* validates everything, with :func:`whole_number` and :func:`words`. If it fails,
+        :exc:`BadReplyError` is raised, and the conversation continues.
         """
         reply = await self.execute(command, arguments, fds=fds)
         try:
@@ -299,15 +298,15 @@ class Monitor:
         return trio.current_time() - self._owed_since if self._unanswered else 0.0
 
     async def silent(self, seconds: float) -> SilentError:
-        """Wait until QEMU has owed a reply for so many *seconds*, and return the error that says so."""
+        """Wait until QEMU has owed a reply for *seconds*, and return the error for that."""
         while (left := seconds - self.owed_for) > 0:  # noqa: ASYNC110 - it may owe another one by then
             await trio.sleep(left)
         return SilentError(self.owed_for)
 
     async def answers(self) -> str:
-        """Wait until QEMU answers, and return the guest's ``RunState``; empty where the answer was to another command.
+        """Wait until QEMU answers, and return the guest's ``RunState``; empty if the answer was to another command.
 
-        QEMU executes commands in their order: while it owes a reply, there is nothing to be asked. The caller bounds the time.
+        QEMU executes commands in order, so while it owes a reply no further command is sent. The caller sets a time limit.
         """
         if not self._unanswered:
             return await self.run_state()
@@ -320,7 +319,7 @@ class Monitor:
         return await self.query("query-status", lambda reply: words(reply["status"]))
 
     async def within(self, seconds: float, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what *ask* returns, which waits for QEMU. Raises :exc:`SilentError` after so many *seconds*.
+        """Return the result of *ask*, which waits for QEMU. Raises :exc:`SilentError` after *seconds*.
 
         Example::
 
@@ -331,7 +330,7 @@ class Monitor:
         raise SilentError(max(self.owed_for, seconds))
 
     async def event(self) -> QmpEvent:
-        """Return the oldest event that no task has received yet, as soon as there is one."""
+        """Return the oldest event that no task has received yet; wait until there is one."""
         await self._until(lambda: bool(self._events))
         return self._events.popleft()
 
@@ -350,7 +349,7 @@ class Monitor:
     @contextmanager
     def event_copies(self, take: Callable[[Message], None]) -> Iterator[None]:
         """Call *take*, which must not raise, with a copy of each event that arrives while the block runs."""
-        copies = self._event_copies  # which another conversation may continue
+        copies = self._event_copies  # another conversation may continue it
         copies.append(take)
         try:
             yield
@@ -358,7 +357,7 @@ class Monitor:
             copies.remove(take)
 
     def continue_event_copies(self, before: Monitor) -> None:
-        """Call whatever receives copies of the events of *before* with those of this conversation, instead."""
+        """Send copies of this conversation's events to the receivers of copies from *before*."""
         self._event_copies, before._event_copies = before._event_copies, self._event_copies
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
@@ -402,7 +401,7 @@ class Monitor:
                 raise
 
     async def _until(self, happened: Callable[[], bool]) -> None:
-        """Read until *happened* is true; while another task reads, wait for what it reads."""
+        """Read until *happened* is true; while another task reads, wait for its result."""
         while not happened():
             if self._failure is not None:
                 raise self._failure
@@ -417,9 +416,9 @@ class Monitor:
                 self._news.unpark_all()
 
     async def _read(self) -> None:
-        """Take in the next whole lines, as many as one step may handle; read when there is none.
+        """Process the next complete lines, as many as one step may handle; read if there are none.
 
-        What ends the conversation is remembered, not raised: the lines before it may hold what another task waits for.
+        An error that ends the conversation is remembered, not raised, because earlier lines may hold a reply that another task waits for.
         """
         if self._lines.has_line:
             await trio.lowlevel.checkpoint()
@@ -433,7 +432,7 @@ class Monitor:
             self._take_in_overlong(self._lines.take_rest())
 
     def _take_in_overlong(self, data: bytes) -> None:
-        """Fail the command whose reply is longer than may be held, and drop that line.
+        """Fail the command whose reply is too long to be held, and drop that line.
 
         QEMU executes commands, and replies, in their order ("Issuing Commands" of ``docs/interop/qmp-spec.rst``).
         """
@@ -446,7 +445,7 @@ class Monitor:
         self._skip(data)
 
     def _skip(self, data: bytes) -> None:
-        """Drop what belongs to the overlong line; the rest is taken in."""
+        """Drop the bytes of the overlong line; process the rest."""
         _, end, rest = data.partition(b"\n")
         self._skipping = not end
         self._lines.feed(rest)
@@ -472,7 +471,7 @@ class Monitor:
             return
         try:
             message = Message(line)
-        except (ProtocolError, ValueError, RecursionError):  # what Python's parser raises is not always wrapped
+        except (ProtocolError, ValueError, RecursionError):  # errors of Python's parser are not always wrapped
             self._fail(BadReplyError(f"cannot understand QEMU: it sent {line[:80]!r}", received=line))
             return
         self._take_in_message(message)

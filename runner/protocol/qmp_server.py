@@ -29,18 +29,19 @@ with without_init("qemu.qmp"):
     from qemu.qmp.message import Message
 
 LONGEST_REQUEST = 64 * 1024
-"""Bytes of one message of the client's."""
+"""Bytes of one message from the client."""
 
 DEEPEST_REQUEST = 100
 """Objects and arrays inside one another in a message; Python's parser and QEMU's give up at about 1000."""
 
 KEPT_EVENTS = 1000
-"""Events kept for a client that does not read; the newest are dropped."""
+"""Events kept for a client that does not read; further ones are dropped."""
 
 Execute = Callable[[str, "Mapping[str, object] | None", trio.CancelScope], Awaitable[object]]
-"""Executes a command and returns what it returns; raises :exc:`~runner.base.errors.RunnerError` to refuse it.
+"""Executes a command and returns its result; raises :exc:`~runner.base.errors.RunnerError` to refuse it.
 
-Once the scope is cancelled the client has gone, and what the command returns is not wanted any more."""
+The scope is cancelled when the client has gone, so that the result is no longer needed.
+"""
 
 EventCopies = Callable[[Callable[[Message], None]], AbstractContextManager[None]]
 """Calls a function with a copy of each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.event_copies`."""
@@ -51,7 +52,7 @@ _SPACE = b" \t\r\n"
 
 
 class BadRequestError(Exception):
-    """The client has sent what is no QMP message; what follows it cannot be found."""
+    """The client has sent data that are no QMP message; the begin of the next message cannot be found."""
 
 
 class _CommandError(Exception):
@@ -63,14 +64,14 @@ class _CommandError(Exception):
 
 
 class ObjectFramer:
-    """Cuts a stream of bytes into JSON objects, whatever stands between them; holds at most *longest* bytes."""
+    """Cuts a stream of bytes into JSON objects, ignoring anything between them; holds at most *longest* bytes."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._buffer = b""
 
     def feed(self, data: bytes) -> None:
-        """Take *data*, which the client has sent."""
+        """Append *data*, received from the client."""
         self._buffer += data
 
     def next_object(self) -> bytes | None:
@@ -107,7 +108,7 @@ class QmpSession:
     _wanted: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
     async def serve(self) -> None:
-        """Serve the client until it hangs up, or has sent what is no QMP."""
+        """Serve the client until it hangs up, or has sent data that are not QMP."""
         with suppress(OSError):
             await self._send({"QMP": {"version": self._version, "capabilities": []}})
         async with trio.open_nursery() as nursery:
@@ -121,7 +122,7 @@ class QmpSession:
             nursery.cancel_scope.cancel()
 
     async def _notice_the_end(self) -> None:
-        """Give up waiting for QEMU's reply once the client has hung up; it would keep the client's place for as long."""
+        """Stop waiting for QEMU's reply once the client has hung up, because the wait would keep the client's place occupied."""
         with suppress(OSError):
             await hung_up(self._connection)
             self._gone = True
@@ -155,11 +156,11 @@ class QmpSession:
             self._negotiated.set()
             return {}
         self._wanted = trio.CancelScope()
-        if self._gone:  # what it has sent before is executed all the same
+        if self._gone:  # commands sent before are still executed
             self._wanted.cancel()
         try:
             return await self._execute(command, arguments, self._wanted)
-        except ExecuteError as error:  # as QEMU has put it
+        except ExecuteError as error:  # in QEMU's own words
             raise _CommandError(error.description, error.kind) from error
         except RunnerError as error:
             raise _CommandError(explain(error)) from error
@@ -182,7 +183,7 @@ class QmpSession:
 
 
 async def turn_away(connection: trio.socket.SocketType, reason: str) -> None:
-    """Send an error with *reason* in place of a greeting. Raises ``OSError`` when the client has hung up."""
+    """Send an error with *reason* instead of a greeting. Raises ``OSError`` when the client has hung up."""
     await _send(connection, _error(reason))
 
 
@@ -194,7 +195,7 @@ _OUT_OF_TURN = (
     "Expecting capabilities negotiation with 'qmp_capabilities'",
     "Capabilities negotiation is already complete, command ignored",
 )
-"""What QEMU answers to a command before the negotiation, and to another negotiation (``monitor/qmp.c``)."""
+"""QEMU's errors for a command before the negotiation, and for a second negotiation (``monitor/qmp.c``)."""
 
 
 def _parsed(text: bytes) -> Message:
@@ -205,7 +206,7 @@ def _parsed(text: bytes) -> Message:
 
 
 def _is_json(value: object) -> bool:
-    """Tell whether QEMU's parser takes *value*: it answers NaN, Infinity and half a surrogate pair by an error without an id."""
+    """Tell whether QEMU's parser accepts *value*: NaN, Infinity and lone surrogates cause an error without an id."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

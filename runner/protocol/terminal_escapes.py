@@ -1,7 +1,8 @@
-"""A small reader of a console's bytes as a terminal reads them: ECMA-48, what xterm has added, and UTF-8.
+"""A small parser of a console's bytes as terminals interpret them: ECMA-48, xterm's additions, and UTF-8.
 
-Three questions are asked of it: what a line shows, what of earlier output a terminal only draws, and which modes a session has left
-switched on. A terminal answers to some sequences, and no list has all of them: of earlier output only what is known to draw is kept.
+It answers three questions: the text that a line shows, the parts of earlier output that a terminal only draws, and the modes that a session
+has left switched on. A terminal replies to some sequences, and no list of these is complete, so only sequences known to draw are kept of
+earlier output.
 """
 
 from __future__ import annotations
@@ -13,48 +14,49 @@ from collections.abc import Iterator
 import attrs
 
 LONGEST = 1 << 12
-"""Characters of a sequence; a longer one is passed over to its end."""
+"""Characters of a sequence; a longer one is skipped to its end."""
 
 _EIGHT_BITS = {0x80 + code - 0x40: f"\x1b{chr(code)}" for code in range(0x40, 0x60)}
-"""The control characters from U+0080 on, each of which is a sequence of two (ECMA-48, 5.3): xterm and others take them in UTF-8, too.
-A byte of this value that is not UTF-8 is none to a terminal of today."""
+"""The control characters from U+0080 on, each equivalent to a sequence of two characters (ECMA-48, 5.3): xterm and others accept them in
+UTF-8, too. A single byte of this value, which is not UTF-8, has no such meaning to today's terminals."""
 _STRAY = {0xDC00 + code: "\ufffd" for code in range(0x80, 0xA0)}
-"""Such a byte, which is shown as this: with one before it that a sequence parted from it, it would be UTF-8 where that is left out."""
+"""The replacement shown for such a byte: kept as it is, it could form valid UTF-8 with a preceding byte once a sequence between them is
+removed."""
 
 _INSIDE = "\x00-\x17\x19\x1c-\x1f"
-"""Control characters that a terminal obeys within a sequence, which goes on behind them; CAN, SUB and ESC end it."""
+"""Control characters that a terminal executes within a sequence, which then continues; CAN, SUB and ESC end it."""
 _TOKEN = re.compile(
     rf"\x1b\[[ -?{_INSIDE}\x7f]*[@-~]"  # CSI
     r"|\x1b\][^\x07\x18\x1a\x1b]*(?:\x07|\x1b\\)"  # OSC
     r"|\x1b[PX^_k][^\x18\x1a\x1b]*\x1b\\"  # DCS, SOS, PM, APC, and the title of screen
     r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"  # the others
-    rf"|\x1b(?:\[[ -?{_INSIDE}\x7f]*|[]PX^_][^\x18\x1a\x1b]*|[ -/]*)"  # one that is broken off: no ESC is text
+    rf"|\x1b(?:\[[ -?{_INSIDE}\x7f]*|[]PX^_][^\x18\x1a\x1b]*|[ -/]*)"  # an incomplete one: ESC is never text
     r"|[\x00-\x1a\x1c-\x1f\x7f]"
 )
 _BEGUN = re.compile(rf"\x1b(?:\[[ -?{_INSIDE}\x7f]*|\][^\x07\x18\x1a\x1b]*\x1b?|[PX^_][^\x18\x1a\x1b]*\x1b?|[ -/]*)\Z")
-"""A sequence that the output ends in the middle of."""
+"""An incomplete sequence at the end of the output."""
 _CONTROL = re.compile(r"\x1b\[([<=>?]?)([0-9:;]*)([ -/]*)([@-~])")
-"""CSI: what makes it private, its numbers, its intermediate bytes and its final one."""
+"""CSI: the prefix of a private one, its numbers, its intermediate bytes and its final one."""
 
 
 @attrs.define
 class TerminalOutput:
-    """Cuts output, which comes in pieces, into text, control characters and whole sequences with seven bits."""
+    """Cuts output, which arrives in pieces, into text, control characters and complete seven-bit sequences."""
 
     _decoder: codecs.IncrementalDecoder = attrs.field(
         factory=lambda: codecs.getincrementaldecoder("utf-8")("surrogateescape")
     )
     begun: str = ""
-    """A sequence that has no end yet."""
+    """An incomplete sequence."""
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yield what *data* completes."""
+        """Yield the units that *data* completes."""
         text = self._decoder.decode(data)
         text = self.begun + (text if text.isascii() else text.translate(_EIGHT_BITS | _STRAY))
         found = _BEGUN.search(text)
         begun = "" if found is None else found.group()
         text = text.removesuffix(begun)
-        # of a longer one its last character, too: it may begin the terminator
+        # for a longer one also its last character, which may begin the terminator
         self.begun = begun if len(begun) <= LONGEST else begun[:LONGEST] + begun[-1]
         at = 0
         for each in _TOKEN.finditer(text):
@@ -67,7 +69,7 @@ class TerminalOutput:
 
 
 def _obeyed(unit: str) -> Iterator[str]:
-    """Yield what a terminal obeys of *unit*: the control characters in it, and itself if it has an end; nothing of one too long."""
+    """Yield the parts of *unit* that a terminal executes: control characters in it, and itself if complete and not too long."""
     if len(unit) > LONGEST:
         return
     if unit.startswith("\x1b["):
@@ -88,10 +90,10 @@ _SHIFTS = {"C": 1, "a": 1, "D": -1}
 
 
 def shown_lines(line: bytes) -> list[str]:
-    """Return what a terminal shows of *line*, an output without line ends; more than one where the cursor is put elsewhere meanwhile.
+    """Return the text that a terminal shows for *line*, output without line ends; several lines if the cursor is moved elsewhere.
 
-    What follows a carriage return, a backspace or a move to the left takes the place of what was there, character by character. A
-    line begins where the cursor was put.
+    Text after a carriage return, a backspace or a move to the left overwrites the former text, character by character. A line begins at the
+    position of the cursor.
     """
     shown = _ShownLines()
     output = TerminalOutput()
@@ -104,7 +106,7 @@ def shown_lines(line: bytes) -> list[str]:
 class _ShownLines:
     lines: list[list[str]] = attrs.field(factory=lambda: [[]])
     at: int = 0
-    """The column, of the last line."""
+    """The column in the last line."""
 
     def take(self, unit: str) -> None:
         match unit[0]:
@@ -144,7 +146,7 @@ class _ShownLines:
             self._edit(final, number)
 
     def _moved(self, final: str, number: int) -> bool:
-        """Move the cursor as the sequence says, and return whether it does."""
+        """Move the cursor if the sequence does so, and return whether it does."""
         if final in _LINE_CHANGES or (final == "J" and number):
             self._next()
         elif final in _SHIFTS:
@@ -156,7 +158,7 @@ class _ShownLines:
         return True
 
     def _edit(self, final: str, number: int) -> None:
-        """Erase, remove or insert what the sequence says."""
+        """Erase, remove or insert characters as the sequence does."""
         line, at, many = self.lines[-1], self.at, max(number, 1)
         match final:
             case "P":
@@ -188,23 +190,23 @@ _DRAWS = {
     ("", "'"): "}~",
     ("", "*"): "x",
 }
-"""What makes a sequence private, and its intermediate bytes → the final bytes with which it is only obeyed."""
+"""Prefix of a private sequence, and its intermediate bytes → the final bytes of sequences that cause no reply."""
 _DRAWN_TITLES = re.compile(r"\x1b\[2[23](?:;[0-9]*)*t")
 _DRAWN_STRINGS = re.compile(
     r"\x1b\](?:[0-2478]|1[0-9]|104|11[0-9]|133|3008)(?![0-9])(?!(?:[^\x1b]*[;=])?\?(?:[;\x07\x1b]))"
     r"[^\x00-\x1f\x7f]*(?:\x07|\x1b\\)"
 )
-"""OSC: titles, links, colours, and the marks of shells and systemd, where they are no questions. A terminal passes over control
-characters within, which would part a question mark from what makes it one."""
+"""OSC: titles, links, colours, and the marks of shells and systemd, unless they are queries. A terminal ignores control characters within,
+which could separate a question mark from the rest of a query."""
 _DRAWN_OTHERS = re.compile(r"\x1b(?:[()*+./-][ -/]*[0-~]|#[0-9]|%[@G]|[6-9=>DEHMNOclmno|}~])")
 
 
 _ENQ = "\x05"
-"""Answered where it comes, also in a sequence that has no end yet."""
+"""A terminal replies to it anywhere, even in an incomplete sequence."""
 
 
 def _draws(unit: str) -> bool:
-    """Tell whether a terminal only draws or notes what *unit* says, and says nothing itself."""
+    """Tell whether a terminal only draws or notes *unit*, and sends no reply."""
     if unit[0] != "\x1b":
         return unit != _ENQ
     if (found := _CONTROL.fullmatch(unit)) is not None:
@@ -214,9 +216,10 @@ def _draws(unit: str) -> bool:
 
 
 def without_questions(data: bytes, output: TerminalOutput | None = None) -> bytes:
-    """Return what a terminal only draws of *data*, earlier output: its answers would be typed into whatever reads them now.
+    """Return the parts of *data*, earlier output, that a terminal only draws: its replies would be typed into the present reader.
 
-    *output* has what the pieces before have begun; without one, *data* is all there is, and its end stays as it is.
+    *output* has the incomplete sequence of earlier pieces; without one, *data* is the whole output, and an incomplete sequence at its end
+    is kept.
     """
     whole = output is None
     output = output or TerminalOutput()
@@ -225,26 +228,26 @@ def without_questions(data: bytes, output: TerminalOutput | None = None) -> byte
 
 
 LONGEST_MODE = 4
-"""Digits of a private mode: the highest that is known is 9001. A guest could fill the memory with the numbers of longer ones."""
+"""Digits of a private mode: the highest known one is 9001. A guest could fill the memory with longer numbers."""
 RESETS = {"\x1b[4h": "\x1b[4l", "\x1b[2h": "\x1b[2l", "\x1b[20h": "\x1b[20l", "\x1b[12l": "\x1b[12h"}
-"""Modes of ECMA-48 that spoil a shell's line: what inserts, locks the keyboard, adds line feeds, or shows nothing typed."""
+"""Modes of ECMA-48 that disturb a shell: inserting, a locked keyboard, added line feeds, or no echo."""
 USUALLY_ON = {"7", "8", "25", "1034", "1035"}
-"""Modes that a terminal begins with: wrapping, the keys' repetition, the cursor, and how Meta and NumLock are sent."""
+"""Modes that are on in a new terminal: wrapping, key repeat, the cursor, and the encoding of Meta and NumLock."""
 _COLOURS = re.compile(r"\x1b\](4|1[0-9]);")
 
 
 @attrs.define
 class TerminalModes:
-    """The modes of a terminal that the output which was fed has changed."""
+    """The terminal modes that the fed output has changed."""
 
     _output: TerminalOutput = attrs.field(factory=TerminalOutput)
     _on: set[str] = attrs.field(factory=set)
     _off: set[str] = attrs.field(factory=set)
     _other: set[str] = attrs.field(factory=set)
-    """What undoes the others."""
+    """Sequences that undo the other changes."""
 
     def feed(self, data: bytes) -> None:
-        """Take in a piece of the output, which may end within a sequence."""
+        """Process a piece of the output, which may end within a sequence."""
         for unit in self._output.feed(data):
             if unit == "\x0e":
                 self._other.add("\x0f")  # the other set of characters, of lines
@@ -286,7 +289,7 @@ class TerminalModes:
             self._other.add(f"\x1b]1{int(colour[1]):02d}\x07")  # OSC 104, 110 to 119
 
     def reset(self) -> bytes:
-        """Return what switches back all that is not as a shell expects it, the alternate screen last."""
+        """Return the sequences that restore everything that a shell expects otherwise, the alternate screen last."""
         screens = {"47", "1047", "1049"}
         off = sorted(self._on - USUALLY_ON - screens) + sorted(self._on & screens)
         return "".join(

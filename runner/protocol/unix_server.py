@@ -1,9 +1,8 @@
-"""The one JSON-RPC server on a Unix socket: how much a client may take, and for how long.
+"""The JSON-RPC server on Unix sockets: the limits and timeouts of its clients.
 
-A conversation is a sequence of messages, answered one after another in order. A client that sends nothing for a while is hung
-up on, so it opens a connection when it has a request and does not keep it. A client that hangs up while its request is worked
-on does not stop the work. A client that sends descriptors along is hung up on, and they are never received
-(:mod:`runner.kernel.fd_passing`).
+A conversation is a sequence of messages, answered one after another in order. The connection of a client that sends nothing for a while is
+closed, so clients open a connection for a request and do not keep it. A client that hangs up while its request is processed does not stop
+the processing. A client that sends descriptors along is hung up on, and they are never received (:mod:`runner.kernel.fd_passing`).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 _CHUNK = 16 * 1024
 
 UNSENT = "host"
-"""The reason in the error that a client gets whose request was done, but whose descriptors could not be sent."""
+"""The reason in the error for a request that was carried out, but whose descriptors could not be sent."""
 
 Identify = Callable[[], Peer]
 """Returns the process that connected. Raises :exc:`~runner.kernel.peers.PeerError` once it has ended."""
@@ -59,25 +58,26 @@ Identify = Callable[[], Peer]
 
 @frozen
 class SocketLimits:
-    """The share of a server that its clients may take."""
+    """The limits of a server's clients."""
 
     message: int = 16 * 1024
-    """Bytes of one message, which takes up to 2 ms to be parsed."""
+    """Bytes of one message, which takes up to 2 ms to parse."""
     connections: int = 64
-    """Open connections. Beyond, one takes the place of the oldest idle one of the peer that has most and an idle one, if that is
-    fairer, or if it is its peer's first: a pod may have as many containers, each a peer with one connection."""
+    """Open connections. A further one replaces the oldest idle connection of the peer with the most, among those with an idle one, if that
+    is fairer or if it is its peer's first: a pod may have as many containers, each a peer with one connection."""
     newcomers: int = 192
-    """Open connections beyond those, of peers that have no other: what is worked on is not hung up on, and may take minutes."""
+    """Open connections beyond those, for peers without another one: a connection whose request is processed is never closed, and may take
+    minutes."""
     connections_per_peer: int = 16
-    """Open connections of one peer. As many more may wait to be admitted; beyond, they are closed without an answer."""
+    """Open connections of one peer. As many more may wait to be admitted; further ones are closed without an answer."""
     in_flight: int = 5
-    """Requests of one peer that are being worked on."""
+    """Requests of one peer that are processed at a time."""
     first_byte: float = 5.0
     """Seconds from the connection to the first byte of its first message."""
     idle: float = 30.0
-    """Seconds from the answer to one message to the end of the next, and to send an answer."""
+    """Seconds from the answer to one message to the end of the next, and for sending an answer."""
     unfinished: float = 1.0
-    """Seconds for the rest of a message that is printed over several lines, and for a refused client to go."""
+    """Seconds for the rest of a message printed over several lines, and for a refused client to hang up."""
 
 
 class RpcService(Protocol):
@@ -85,16 +85,16 @@ class RpcService(Protocol):
 
     @property
     def peers(self) -> Peers:
-        """Return where peers are looked up."""
+        """Return the lookup of peers."""
 
     def admit(self, identify: Identify) -> int:
-        """Return the key by which the peer's connections and requests are counted. Raises :exc:`RpcError` to refuse it."""
+        """Return the key under which the peer's connections and requests are counted. Raises :exc:`RpcError` to refuse it."""
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
-        """Do what the peer asks for. Raises :exc:`RpcError`."""
+        """Carry out the peer's request. Raises :exc:`RpcError`."""
 
     def busy(self, reason: str) -> RpcError:
-        """Return the error for a peer that is over a limit."""
+        """Return the error for a peer that exceeds a limit."""
 
 
 @attrs.define(eq=False)
@@ -105,7 +105,7 @@ class _Client:
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     working: bool = False
     turn: trio.Lock = attrs.field(factory=trio.Lock)
-    """The same for all of its peer: one message of each is parsed in a turn of the event loop."""
+    """Shared by all connections of the peer: one message of each peer is parsed in a turn of the event loop."""
 
 
 def _idle(client: _Client) -> bool:
@@ -120,10 +120,10 @@ class UnixServer:
     limits: SocketLimits
     hang_up: HangUp = close
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
-    """By peer, the oldest first."""
+    """Admitted clients by peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
-    """The scopes of the clients that were refused and have not gone, the first refused first."""
+    """The scopes of refused clients that have not hung up yet, in the order of their refusals."""
     _log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
 
     @property
@@ -133,11 +133,11 @@ class UnixServer:
 
     @property
     def in_flight(self) -> int:
-        """Return the number of requests that are being worked on."""
+        """Return the number of requests that are being processed."""
         return self._in_flight.total()
 
     async def accept(self, listener: Socket) -> None:
-        """Accept connections until cancelled; one that fails takes no other with it."""
+        """Accept connections until cancelled; a failing connection does not affect the others."""
         limits = self.limits
         waiting = limits.connections + limits.newcomers, limits.connections_per_peer
         try:
@@ -160,22 +160,22 @@ class UnixServer:
         except RpcError as error:
             await self._refuse(connection, error)
         except OSError as error:
-            if error.errno not in SHORT:  # of the look at the client; what is short for the connection is waited for
+            if error.errno not in SHORT:  # short while identifying it; a short connection is waited for
                 raise
             await self._refuse(connection, self._short(error))
         except HostError as error:
             self._log_limit.log(log.warning, SharedEvent.CONNECTION_ENDED, explain(error), peer=key)
 
     def _short(self, error: OSError) -> RpcError:
-        """Return the error for a client that cannot be served at the moment, as this process has no descriptor or memory left."""
+        """Return the error for a client that cannot be served now, because this process lacks descriptors or memory."""
         shortages.note(error)
         return self.service.busy(f"{error.strerror}, which others have")
 
     async def _refuse(self, connection: trio.socket.SocketType, error: RpcError) -> None:
-        """Send *error* and wait for the client to send or go: hung up on at once, it might fail to send and never read.
+        """Send *error* and wait until the client has sent its data or hung up; otherwise its sending could fail, and it would not read.
 
-        As many are waited for as may be connected; one more takes the place of the first of them, so that a peer that
-        connects without end keeps no other one out.
+        As many such clients may wait as may be connected; a further one replaces the first of them, so that a peer that connects endlessly
+        keeps no other out.
         """
         if len(self._refused) >= self.limits.connections:
             self._refused.pop(0).cancel()
@@ -219,7 +219,7 @@ class UnixServer:
     async def _answer_all(self, client: _Client, framer: MessageFramer, data: bytes) -> bool:
         """Answer every message that *data* completes; return whether there was one. Raises :exc:`OverlongError`.
 
-        Without data nothing more comes: then what there is of a message is all of it.
+        Empty data mark the end: then an incomplete message is taken as complete.
         """
         answered = False
         framer.feed(data)
@@ -251,18 +251,18 @@ class UnixServer:
             return
         try:
             await self._send(client.connection, reply)
-        except HostError as error:  # of a descriptor: nothing was sent yet
+        except HostError as error:  # an error of a descriptor: nothing was sent yet
             self._log_limit.log(log.warning, SharedEvent.DESCRIPTORS_UNSENT, explain(error), peer=client.key)
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
             if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
-                # It said to wait for the end of what is in a group, and that has come.
+                # The reply said to wait for the processes in a group, which have already ended.
                 refusal = RpcError(BUSY, f"cannot answer: {explain(error)}; ask again", {"reason": "busy"})
             await self._send(client.connection, Reply(reply.replaced(refusal)))
 
     async def _send(self, connection: trio.socket.SocketType, reply: Reply) -> None:
         """Send *reply*, its descriptors with the first byte.
 
-        Raises ``OSError`` also if the client does not read, and :exc:`HostError` if there are no descriptors to be had.
+        Raises ``OSError`` also if the client does not read, and :exc:`HostError` if no descriptors are available.
         """
         with contextlib.ExitStack() as stack:
             fds = []
@@ -276,7 +276,7 @@ class UnixServer:
 
     @contextlib.contextmanager
     def _admitted(self, client: _Client) -> Iterator[None]:
-        """Count *client* among the open connections. Raises :exc:`RpcError` if there is no place for it."""
+        """Count *client* among the open connections. Raises :exc:`RpcError` if the limit is reached."""
         count = len(self._clients.get(client.key, ()))
         most = self.limits.connections if count else self.limits.connections + self.limits.newcomers
         full = self.connections >= self.limits.connections and not self._hang_up_on_the_greediest(count)
@@ -293,9 +293,9 @@ class UnixServer:
                 self._forget(client)
 
     def _hang_up_on_the_greediest(self, count: int) -> bool:
-        """Make room for a peer that has *count* connections, if one with an idle one has more even when it loses that.
+        """Make room for a peer with *count* connections, by closing an idle one of a peer that still has more without it.
 
-        For a peer that has none there is room also if no other has more than one: what is idle can be asked again.
+        For a peer without connections, an idle one is closed even if no other peer has more than one, because its client can connect again.
         """
         most = max((each for each in self._clients.values() if any(map(_idle, each))), key=len, default=[])
         if not most or (count and len(most) <= count + 1):
@@ -312,7 +312,7 @@ class UnixServer:
 
     @contextlib.contextmanager
     def _working(self, client: _Client) -> Iterator[None]:
-        """Count a request. Raises :exc:`RpcError` if the peer has as many as it may have."""
+        """Count a request. Raises :exc:`RpcError` if the peer has reached its limit."""
         if self._in_flight[client.key] >= self.limits.in_flight:
             raise self.service.busy(f"{self._in_flight[client.key]} requests of yours are being worked on")
         self._in_flight[client.key] += 1

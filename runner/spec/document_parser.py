@@ -10,7 +10,7 @@ from runner.base.errors import Problem, SpecError
 from runner.spec.rules import MIB, format_size, found
 
 LARGEST_DOCUMENT = MIB
-"""Bytes; a ConfigMap holds no more (``MaxSecretSize`` in ``pkg/apis/core/validation``)."""
+"""Bytes; the largest content of a ConfigMap (``MaxSecretSize`` in ``pkg/apis/core/validation``)."""
 
 
 DEEPEST = 16
@@ -18,8 +18,8 @@ DEEPEST = 16
 
 
 MOST_ENTRIES = 1024
-"""Entries of one table or array in a document. Checks compare entries with each other: 30,000 disks took a minute, and QEMU takes
-some hundreds at most."""
+"""Entries of one table or array in a document. Checks compare entries with each other: 30,000 disks took a minute, and QEMU supports some
+hundreds at most."""
 
 
 _TOML_STRING = (
@@ -28,8 +28,8 @@ _TOML_STRING = (
     r'|"(?:\\.|[^"\\\n])*+"?'
     r"|'[^'\n]*+'?|#[^\n]*"
 )
-"""A string or a comment of TOML, in which dots separate nothing. One without an end is taken, too: the parser goes no further, and
-each quotation mark in it would have all that follows looked at again."""
+"""A string or a comment of TOML, in which dots are no separators. An unterminated one matches, too: the parser stops there, and otherwise
+each quotation mark in it would cause another scan of the rest."""
 
 
 _DEEP_KEY = r"(?<![\w-])(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
@@ -76,7 +76,7 @@ def _decoded(source: str, data: bytes) -> str:
 def _has_deep_key(content: str) -> bool:
     """Tell whether the TOML *content* has a dotted key of too many levels.
 
-    Asked before it is parsed: for a key of n parts :mod:`tomllib` takes memory in n² (1.6 GB for 40 KB).
+    Checked before parsing: for a key of n parts :mod:`tomllib` takes memory in n² (1.6 GB for 40 KB).
     """
     bare = re.sub(_TOML_STRING, lambda match: "" if match[0].startswith("#") else '"', content, flags=re.DOTALL)
     return re.search(_DEEP_KEY % DEEPEST, bare, re.ASCII) is not None
@@ -114,7 +114,7 @@ def _parse_toml(source: str, content: str) -> dict[str, object]:
 
 
 def _toml_mistake(sentence: str) -> str:
-    """Return the *sentence* of :mod:`tomllib` with the two most frequent mistakes in the words of TOML, not of its parser."""
+    """Return the *sentence* of :mod:`tomllib`, with the two most frequent mistakes in terms of TOML instead of its parser."""
     declared = re.match(r"Cannot declare \((.*?),?\) twice", sentence)
     if declared is not None:
         table = ".".join(re.findall(r"'([^']*)'", declared[1]))

@@ -510,12 +510,12 @@ class NetworkSpec:
 
     @property
     def forwards(self) -> tuple[PortForward, ...]:
-        """Return the ports of the pod that lead to the guest, or may."""
+        """Return the pod's ports that are, or may be, forwarded to the guest."""
         return (EVERY_PORT,) if self.ports == "all" else self.ports
 
     @property
     def listened_at(self) -> int:
-        """Return at how many ports passt listens, at most."""
+        """Return the largest possible number of ports on which passt listens."""
         return MOST_OF_ALL if self.ports == "all" else sum(each.count for each in self.ports)
 
     def contradictions(self) -> Iterator[Problem]:
@@ -552,7 +552,7 @@ NETWORK_KEYS: dict[str, tuple[NetworkMode, ...]] = {
     "vhost_fd": ("descriptor",),
     "ports": ("passt",),
 }
-"""Key → the modes that can have it."""
+"""Key → the modes in which it is allowed."""
 
 
 @frozen
@@ -910,7 +910,7 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
         for earlier, other in enumerate(subnets[:index]):
             if mine is not None and other is not None and mine.overlaps(other):
                 yield Problem(f"network[{index}].subnet", f"{mine} overlaps {other} of network[{earlier}]")
-                break  # with a thousand equal ones, half a million sentences would say so
+                break  # a thousand equal ones would cause half a million sentences
         address = networks[index].address
         if (
             mine is not None
@@ -924,10 +924,10 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
 
 
 def _repeated_ports(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
-    """Yield the pod's ports that two ports of the guest are to have: one without an address is that of every address."""
+    """Yield the pod's ports that are forwarded twice: one without an address covers every address."""
     given = [(each, index) for index, network in enumerate(networks) for each in network.forwards]
     reached: dict[tuple[str, str | None], tuple[int, int]] = {}
-    """Protocol and address, ``None`` for any → the last port that is given away there so far, and by which network."""
+    """Protocol and address, ``None`` for any → the last port forwarded there so far, and its network."""
     for each, index in sorted(given, key=lambda item: item[0].first):
         addresses = (each.address, "") if each.address else (None,)
         last, other = max(reached.get((each.protocol, address), (0, 0)) for address in addresses)
@@ -940,7 +940,7 @@ def _repeated_ports(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
 
 
 def _repeated_descriptors(disks: tuple[DiskSpec, ...], networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
-    """Yield the descriptors that are named twice."""
+    """Yield the descriptors that are used twice."""
     names = [(disk.fd, f"disk[{index}].fd") for index, disk in enumerate(disks) if disk.fd is not None]
     for index, network in enumerate(networks):
         names += [(name, f"network[{index}].fd") for name in network.fd]
@@ -967,7 +967,7 @@ def _repeated(table_name: str, name: str, values: Iterable[Hashable]) -> Iterato
 
 
 PLACEHOLDER = "unset"
-"""The value of a variable that a document declares and that is not set where it is only checked."""
+"""The value of a declared but unset variable in a document that is only checked."""
 
 
 def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO_ENVIRONMENT) -> InstanceSpec:
@@ -990,10 +990,10 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
 def parse_elsewhere(
     source: str, data: bytes, environment: Mapping[str, str]
 ) -> tuple[InstanceSpec | None, tuple[str, ...]]:
-    """Parse a document where some variables that it declares are not set; return it and their names.
+    """Parse a document of which some declared variables are not set; return it and their names.
 
-    They are taken as :data:`PLACEHOLDER`. Where that is no value for a key, the key is not judged, and there is no spec.
-    Raises :exc:`~runner.base.errors.SpecError` with every other problem.
+    They get the value :data:`PLACEHOLDER`. If that is invalid for a key, the key is not judged, and no spec is returned. Raises
+    :exc:`~runner.base.errors.SpecError` with every other problem.
     """
     unset = tuple(name for name in declared_variables(source, data) if name not in environment)
     try:

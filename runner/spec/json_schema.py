@@ -1,7 +1,7 @@
-"""The JSON Schema of a spec (draft 7, which editors know), made from the schema of attrs classes.
+"""The JSON Schema of a spec (draft 7, which editors support), generated from the attrs classes of the schema.
 
-It refuses unknown keys, wrong values and most contradictions. It cannot express sums, comparisons of several tables, and
-what depends on a host: these only the parser checks.
+It refuses unknown keys, wrong values and most contradictions. It cannot express sums, comparisons of several tables, and conditions on the
+host: only the parser checks these.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ def _with_variables(value: Mapping[str, Any]) -> Schema:
 
 
 def _not(name: str, value: object) -> Schema:
-    """Return a schema for tables whose key *name* has not this *value*."""
+    """Return a schema for tables whose key *name* does not have this *value*."""
     return {"not": given(**{name: value})}
 
 
 def _in(name: str, *words: str) -> Schema:
-    """Return a schema for tables whose key *name*, if it is there, is one of *words*."""
+    """Return a schema for tables whose key *name*, if present, is one of *words*."""
     return {"properties": {name: _with_variables({"enum": [*words]})}}
 
 
 def _needed(name: str, *words: str) -> Schema:
-    """Return a schema for tables with the key *name*, which is one of *words*."""
+    """Return a schema for tables with the key *name*, whose value is one of *words*."""
     return {"required": [name], **_in(name, *words)}
 
 
@@ -177,4 +177,4 @@ CONTRADICTIONS: Mapping[type, list[Schema]] = {
         ),
     ],
 }
-"""The keys of one table that contradict each other: ``contradictions()`` of these classes, and of :mod:`runner.plan.memory`."""
+"""The contradictions between keys of one table: ``contradictions()`` of these classes, and of :mod:`runner.plan.memory`."""

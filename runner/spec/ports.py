@@ -1,4 +1,4 @@
-"""The ports of the pod that lead to the guest (``network[].ports``)."""
+"""The ports of the pod that are forwarded to the guest (``network[].ports``)."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ PATTERN = (
     r"(?::(?P<guest>[0-9]{1,5})(?:-(?P<guest_last>[0-9]{1,5}))?)?"
     rf"(?:/(?P<protocol>{'|'.join(get_args(Protocol))}))?"
 )
-"""``22``, ``8000-8010``, ``80:8080``, ``8000-8010:9000-9010``; with ``127.0.0.1/`` before it at one address, with ``/udp`` for UDP."""
+"""``22``, ``8000-8010``, ``80:8080``, ``8000-8010:9000-9010``; with the prefix ``127.0.0.1/`` on one address, with ``/udp`` for UDP."""
 
 
 @frozen
 class PortForward:
-    """Ports of the pod, from *first* to *last*, which lead to as many of the guest's, from *guest* on."""
+    """Ports of the pod, from *first* to *last*, forwarded to as many of the guest's, from *guest* on."""
 
     first: int
     last: int
     guest: int
     protocol: Protocol = "tcp"
     address: str = ""
-    """The address of the pod at which they are; empty for all of its addresses."""
+    """The address of the pod on which they listen; empty for all of its addresses."""
 
     def __str__(self) -> str:
-        """Return them as passt(1) takes them."""
+        """Return the ports in the form of passt(1)."""
         target = "" if self.guest == self.first else f":{_range(self.guest, self.guest + self.count - 1)}"
         return f"{self.address}{'/' * bool(self.address)}{_range(self.first, self.last)}{target}"
 
     @property
     def count(self) -> int:
-        """Return how many they are."""
+        """Return the number of ports."""
         return self.last - self.first + 1
 
 
 EVERY_PORT = PortForward(1, HIGHEST, 1)
-"""What ``"all"`` may take."""
+"""The ports that ``"all"`` can include."""
 MOST_OF_ALL = (1 << 15) + (1 << 14) - 1
-"""How many it takes at most: all that RFC 6335 does not call ephemeral. passt from 2025 on leaves out ``ip_local_port_range``: 37,303."""
+"""The most ports of ``"all"``: all that RFC 6335 does not call ephemeral. passt from 2025 on omits ``ip_local_port_range``: 37,303."""
 
 
 def _range(first: int, last: int) -> str:
@@ -53,7 +53,7 @@ def _range(first: int, last: int) -> str:
 
 
 def parse_ports(value: object) -> PortForward | None:
-    """Return the ports of one entry of the array, a number or a text like :data:`PATTERN`; ``None`` for anything else."""
+    """Return the ports of one entry of the array, a number or a text of the form :data:`PATTERN`; ``None`` for anything else."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     match = re.fullmatch(PATTERN, text, re.ASCII) if isinstance(text, str) else None
     if match is None:

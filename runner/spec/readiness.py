@@ -1,4 +1,4 @@
-"""The sign by which a guest says that it is ready: ``guest.ready``."""
+"""The sign with which a guest reports that it is ready: ``guest.ready``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AgentSign:
 
 @frozen
 class ConsoleSign:
-    """A line of the console, or the begun one, matches *pattern*, a regular expression of Python's somewhere in it."""
+    """A console line, even an incomplete one, contains a match of *pattern*, a Python regular expression."""
 
     pattern: str
     sign: Literal["console"] = "console"
@@ -36,9 +36,9 @@ class ConsoleSign:
         return f"console:{self.pattern}"
 
     def compiled(self) -> re.Pattern[str]:
-        """Return what is searched for: a ``$`` at the end of the pattern holds wherever the line has ended for a moment.
+        """Return the search pattern, in which a final ``$`` also matches where the line ended for a moment.
 
-        A prompt is often followed by a message of the kernel on the same line, and both may come in one piece.
+        A prompt is often followed by a kernel message on the same line, and both may arrive in one piece.
         """
         return re.compile(re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", self.pattern))
 
@@ -58,7 +58,7 @@ ReadySign = AgentSign | ConsoleSign | PortSign
 
 
 def ready_sign() -> Rule:
-    """Take one of the three signs; a regular expression is compiled, so that a wrong one is refused here."""
+    """Accept one of the three signs; a regular expression is compiled, so that an invalid one is refused here."""
 
     def parse(value: object) -> ReadySign:
         if not isinstance(value, str) or re.fullmatch(_WRITTEN, value) is None or not value.isprintable():

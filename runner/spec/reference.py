@@ -23,7 +23,7 @@ def reference() -> Iterator[tuple[str, str, str, str]]:
 
 
 def tables_of_reference() -> dict[str, str]:
-    """Return the meaning of each table of :func:`reference`, by the name it has there."""
+    """Return the meaning of each table of :func:`reference`, by its name there."""
     return {name: doc for name, _, doc in _tables()}
 
 

@@ -1,4 +1,4 @@
-"""Refusals as data: a program that reads them needs no sentence of ours."""
+"""Refusals as data, so that programs need not parse sentences."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final, TypedDict
 from runner.base.errors import Problem
 
 FORMAT: Final = 1
-"""The number of this format, as ``version``: it grows when a field goes or gets another meaning."""
+"""The number of this format, as ``version``: it grows when a field is removed or changes its meaning."""
 
 
 class ProblemDocument(TypedDict):
     """One reason."""
 
     document: str
-    """The document that it is about, as it was named; empty where none is."""
+    """The name of the document that it is about; empty if it is about none."""
     path: str
-    """Where in it, such as ``disk[0].path``; empty where no value of it is the cause."""
+    """The path in it, such as ``disk[0].path``; empty if no value of it is the cause."""
     found: object
-    """The value there as it is written, ``null`` where there is none."""
+    """The value there as written, ``null`` if there is none."""
     message: str
     remedy: str
-    """What to write or do instead; empty where there is no more to say."""
+    """The text to write or the step to take instead; empty if there is no more to say."""
 
 
 def problem_documents(source: str, problems: Iterable[Problem], written: Mapping[str, object]) -> list[ProblemDocument]:
-    """Return *problems* as plain values; *written* is the document *source*, as far as it could be read."""
+    """Return *problems* as plain values; *written* is the document *source*, as far as it was readable."""
     return [_document(source, problem, written) for problem in problems]
 
 

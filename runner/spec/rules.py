@@ -31,10 +31,10 @@ T = TypeVar("T")
 MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SECONDS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
-"""Units of durations as other programs write them."""
+"""Units of durations in other programs."""
 _SIZE = re.compile(r"([0-9]{1,12})(Ki|Mi|Gi|Ti)B?", re.ASCII)
 _SIZE_ELSEWHERE = r"(?i:([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([KMGT]?)i?B?)"
-"""Pattern of a size as QEMU, Kubernetes or people write it; compiled only for a wrong one."""
+"""Pattern of a size as QEMU, Kubernetes or people write it; compiled only for an invalid one."""
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _MAC = r"(?!00(:00){5})[0-9a-f][02468ace](:[0-9a-f]{2}){5}"
 """Pattern of a unicast MAC address: the lowest bit of the first byte is 0."""
@@ -44,7 +44,7 @@ _ADDRESS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}"
 
 
 class WrongValueError(ValueError):
-    """A value that a rule does not take; *suggestion* is the nearest that it takes, as a document has it, or empty."""
+    """A value that a rule does not accept; *suggestion* is the nearest acceptable one, as written in a document, or empty."""
 
     def __init__(self, message: str, suggestion: str = "") -> None:
         super().__init__(message)
@@ -53,24 +53,24 @@ class WrongValueError(ValueError):
 
 @frozen
 class Rule:
-    """The values that one key can have."""
+    """The values that a key can have."""
 
     allowed: str
     """A description of them for messages and the reference, as a noun phrase."""
     parse: Callable[[object], object]
     """Checks a value and converts it; raises ``ValueError``."""
     json: Mapping[str, Any] = attrs.field(factory=dict)
-    """The same in JSON Schema, as far as that can express it; empty for tables."""
+    """The rule in JSON Schema, as far as that can express it; empty for tables."""
     schema: type | None = None
     """The attrs class of a table, or of each table of an array."""
     many: bool = False
-    """An array of tables (``[[disk]]``)."""
+    """Whether it is an array of tables (``[[disk]]``)."""
 
 
 def key(rule: Rule, *, doc: str, default: object = attrs.NOTHING, elsewhere: Sequence[str] = ()) -> Any:
     """Declare a key of a schema class; without *default* the document must have it.
 
-    *elsewhere* are names that other programs or people give it: they are refused, with this key as what was meant.
+    *elsewhere* are its names in other programs or usage: they are refused, with this key as the suggestion.
     """
     return attrs.field(default=default, metadata={"rule": rule, "doc": doc, "elsewhere": elsewhere})
 
@@ -116,7 +116,7 @@ def _refuse_unprintable(value: str) -> None:
 
 
 def _nearest(value: object, words: Iterable[str]) -> str:
-    """Return the word that *value* is probably meant to be, in quotes; empty if there is none, or it has other digits."""
+    """Return the word that *value* is probably a misspelling of, in quotes; empty if there is none, or its digits differ."""
     if not isinstance(value, str):
         return ""
     import difflib  # here, because only a document with a mistake needs it
@@ -128,15 +128,15 @@ def _nearest(value: object, words: Iterable[str]) -> str:
 
 
 def _meant(value: object, words: Iterable[str], elsewhere: Mapping[str, str] | None) -> str:
-    """Return the word that *value* is in another program, or probably meant to be, in quotes; empty if there is none."""
+    """Return the word that *value* stands for in another program, or is a misspelling of, in quotes; empty if there is none."""
     meant = (elsewhere or {}).get(value.lower()) if isinstance(value, str) else None
     return _nearest(value, words) if meant is None else f'"{meant}"'
 
 
 def _nearest_number(value: object, least: float, most: float, units: Mapping[str, float]) -> str:
-    """Return the number within both bounds that a string probably means, as a document has it; empty if there is none.
+    """Return the number within both bounds that a string probably means, as written in a document; empty if there is none.
 
-    *units* are what may follow the number in the string, and what each counts.
+    *units* maps each possible unit after the number to its factor.
     """
     pattern = rf"\s*([0-9]{{1,9}}(?:\.[0-9]{{1,6}})?)\s*({'|'.join(units)})\s*"
     match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
@@ -150,7 +150,7 @@ def matching(pattern: str) -> Mapping[str, Any]:
 
 
 def text(pattern: str | None = None, allowed: str = "a string of one line without control characters") -> Rule:
-    """Take a string without control characters, which matches *pattern* as a whole if one is given."""
+    """Accept a string without control characters, which matches *pattern* as a whole if one is given."""
 
     def parse(value: object) -> str:
         written = _string(value)
@@ -164,7 +164,7 @@ def text(pattern: str | None = None, allowed: str = "a string of one line withou
 
 
 def integer(least: int, most: int) -> Rule:
-    """Take an integer between two bounds, both included."""
+    """Accept an integer between two bounds, both included."""
 
     def parse(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -176,7 +176,7 @@ def integer(least: int, most: int) -> Rule:
 
 
 def flag() -> Rule:
-    """Take a boolean."""
+    """Accept a boolean."""
 
     def parse(value: object) -> bool:
         meant = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
@@ -186,7 +186,7 @@ def flag() -> Rule:
 
 
 def choice(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
-    """Take one of a few words; *elsewhere* has words of other programs, which are refused, and what they mean here."""
+    """Accept one of a few words; *elsewhere* maps words of other programs, which are refused, to their meaning here."""
 
     def parse(value: object) -> str:
         if isinstance(value, str) and value in words:
@@ -197,7 +197,7 @@ def choice(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
 
 
 def size(least: int) -> Rule:
-    """Take a size in bytes that is a multiple of one MiB, written with a binary unit."""
+    """Accept a size in bytes that is a multiple of one MiB, written with a binary unit."""
 
     def parse(value: object) -> int:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -213,10 +213,10 @@ def size(least: int) -> Rule:
 
 
 def _nearest_size(value: object, least: int) -> str:
-    """Return the size that *value* is probably meant to be, as a document has it; empty if it is no size.
+    """Return the size that *value* probably means, as written in a document; empty if it is no size.
 
-    A number without a unit is in bytes, in MiB if it is smaller than one, and in GiB if these are too few. ``2G`` and ``2GB``
-    mean 2 GiB to QEMU.
+    A number without a unit counts bytes; if that is below one MiB it counts MiB, and if these are too few, GiB. ``2G`` and ``2GB`` mean 2
+    GiB to QEMU.
     """
     written = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     match = re.fullmatch(_SIZE_ELSEWHERE, written, re.ASCII)
@@ -229,7 +229,7 @@ def _nearest_size(value: object, least: int) -> str:
 
 
 def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
-    """Take *word* or a value that *rule* takes; with *first* messages name the word before the rule."""
+    """Accept *word* or a value that *rule* accepts; with *first* messages name the word before the rule."""
 
     def parse(value: object) -> object:
         if value == word:
@@ -245,7 +245,7 @@ def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
 
 
 def seconds(least: float, most: float) -> Rule:
-    """Take a duration in seconds."""
+    """Accept a duration in seconds."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -257,7 +257,7 @@ def seconds(least: float, most: float) -> Rule:
 
 
 def path() -> Rule:
-    """Take an absolute path; relative ones are refused, because PID 1's working directory is arbitrary."""
+    """Accept an absolute path; relative ones are refused, because PID 1's working directory is arbitrary."""
 
     def parse(value: object) -> PurePosixPath:
         if not isinstance(value, str) or not value.startswith("/"):
@@ -269,7 +269,7 @@ def path() -> Rule:
 
 
 def path_or(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
-    """Take an absolute path, or one of a few words; *elsewhere* as in :func:`choice`."""
+    """Accept an absolute path, or one of a few words; *elsewhere* as in :func:`choice`."""
 
     def parse(value: object) -> PurePosixPath | str:
         if isinstance(value, str) and value in words:
@@ -283,7 +283,7 @@ def path_or(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
 
 
 def document() -> Rule:
-    """Take a text of any number of lines, or the path of a file that holds one; a value that begins with a slash is a path."""
+    """Accept a text of any number of lines, or the path of a file with one; a value that begins with a slash is a path."""
 
     def parse(value: object) -> PurePosixPath | str:
         if not isinstance(value, str) or not value or "\0" in value or not _encodable(value):
@@ -294,12 +294,12 @@ def document() -> Rule:
 
 
 def documents() -> Rule:
-    """Take an array of texts or paths, as :func:`document` does."""
+    """Accept an array of texts or paths, as :func:`document` does."""
     return _array(document(), "an array of texts, or of absolute paths of files that hold them")
 
 
 def paths() -> Rule:
-    """Take an array of absolute paths."""
+    """Accept an array of absolute paths."""
     return _array(path(), "an array of absolute paths")
 
 
@@ -319,7 +319,7 @@ def _encodable(value: str) -> bool:
 
 
 def cpu_set() -> Rule:
-    """Take CPU numbers in the kernel's list format."""
+    """Accept CPU numbers in the kernel's list format."""
 
     def parse(value: object) -> CpuSet:
         if not isinstance(value, str) or not value.strip():
@@ -331,7 +331,7 @@ def cpu_set() -> Rule:
 
 
 def mac() -> Rule:
-    """Take a unicast MAC address in lower case."""
+    """Accept a unicast MAC address in lower case."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or re.fullmatch(_MAC, value) is None:
@@ -344,9 +344,9 @@ def mac() -> Rule:
 
 _NO_HOST = "whose addresses are no host's"
 _NO_HOSTS = tuple(map(ipaddress.IPv4Network, ("0.0.0.0/8", "127.0.0.0/8", "224.0.0.0/3")))
-"""The host itself, its loopback, and multicast with what is reserved (RFC 6890, RFC 1112): kernels take no packet from there."""
+"""The host itself, its loopback, and multicast with reserved ranges (RFC 6890, RFC 1112): kernels accept no packet from there."""
 _NO_HOSTS6 = tuple(map(ipaddress.IPv6Network, ("::/8", "fe80::/10", "ff00::/8")))
-"""Reserved, of one link, and multicast (RFC 4291, 2.4): a router advertisement makes no address there."""
+"""Reserved, link-local, and multicast addresses (RFC 4291, 2.4): a router advertisement makes no address there."""
 
 
 def _internet(kind: Callable[[str], T], value: object) -> T:
@@ -359,7 +359,7 @@ def _internet(kind: Callable[[str], T], value: object) -> T:
 
 
 def subnet() -> Rule:
-    """Take an IPv4 subnet with room for a gateway and a guest."""
+    """Accept an IPv4 subnet with room for a gateway and a guest."""
 
     def parse(value: object) -> ipaddress.IPv4Network:
         network = _internet(ipaddress.IPv4Network, value)
@@ -374,7 +374,7 @@ def subnet() -> Rule:
 
 
 def settings(known: Mapping[str, Rule]) -> Rule:
-    """Take a table of a few *known* settings, each with a rule of its own, as ``(name, value)`` pairs in their order."""
+    """Accept a table of a few *known* settings, each with a rule of its own, as ``(name, value)`` pairs in their order."""
 
     def parse(value: object) -> tuple[tuple[str, object], ...]:
         if not isinstance(value, Mapping):
@@ -396,13 +396,13 @@ def settings(known: Mapping[str, Rule]) -> Rule:
 
 
 def address() -> Rule:
-    """Take an IPv4 address."""
+    """Accept an IPv4 address."""
     parse = partial(_internet, ipaddress.IPv4Address)
     return Rule('an IPv4 address, such as "192.168.77.10"', parse, matching(_ADDRESS))
 
 
 def subnet6() -> Rule:
-    """Take an IPv6 subnet of 64 bits: hosts configure themselves only in such subnets."""
+    """Accept an IPv6 subnet of 64 bits: hosts configure themselves only in such subnets."""
 
     def parse(value: object) -> ipaddress.IPv6Network:
         network = _internet(ipaddress.IPv6Network, value)
@@ -416,7 +416,7 @@ def subnet6() -> Rule:
 
 
 def descriptor_names() -> Rule:
-    """Take names of descriptors, separated by commas (:data:`~runner.facts.descriptor.DESCRIPTOR_NAME`)."""
+    """Accept names of descriptors, separated by commas (:data:`~runner.facts.descriptor.DESCRIPTOR_NAME`)."""
 
     def parse(value: object) -> tuple[str, ...]:
         names = tuple(_string(value).split(","))
@@ -429,7 +429,7 @@ def descriptor_names() -> Rule:
 
 
 def variables() -> Rule:
-    """Take names of environment variables, each once."""
+    """Accept names of environment variables, each once."""
 
     def parse(value: object) -> tuple[str, ...]:
         if not isinstance(value, list):
@@ -446,7 +446,7 @@ def variables() -> Rule:
 
 
 def ports() -> Rule:
-    """Take an array of ports that lead to the guest (:mod:`runner.spec.ports`)."""
+    """Accept an array of ports that are forwarded to the guest (:mod:`runner.spec.ports`)."""
 
     def parse(value: object) -> PortForward:
         return parse_ports(value) or _wrong(value)
@@ -457,12 +457,12 @@ def ports() -> Rule:
 
 
 def table(schema: type) -> Rule:
-    """Take a table that follows *schema*."""
+    """Accept a table that follows *schema*."""
     return Rule("a table", _never, schema=schema)
 
 
 def tables(schema: type) -> Rule:
-    """Take an array of tables that follow *schema*."""
+    """Accept an array of tables that follow *schema*."""
     return Rule("an array of tables", _never, schema=schema, many=True)
 
 

@@ -60,7 +60,7 @@ def expanded(value: object, variables: Mapping[str, str], where: str, problems: 
 
 
 def references(value: object, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the path and the name of each ``${NAME}`` in the strings of *value*, whose path is *where*."""
+    """Yield the path and the name of each ``${NAME}`` in the strings of *value*, whose own path is *where*."""
     match value:
         case str():
             yield from ((where, each[1]) for each in re.finditer(_REFERENCE, value) if each[1])
@@ -85,11 +85,11 @@ class EnvironmentSpec:
 
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
-"""The environment for a document that uses none."""
+"""The environment for a document that uses no variables."""
 
 
 def variables_of(problem: Problem, used: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the names in each ``${NAME}`` of the value that *problem* is about; *used* is what :func:`used_variables` returns."""
+    """Return the names in each ``${NAME}`` of the value that *problem* is about; *used* is the result of :func:`used_variables`."""
     from bisect import bisect_left  # here, because only a document with a mistake needs it
 
     path = problem.path
@@ -104,12 +104,12 @@ def variables_of(problem: Problem, used: Sequence[tuple[str, str]]) -> tuple[str
 
 
 def used_variables(written: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return path and name of each ``${NAME}`` in the document as it is *written*, sorted by path."""
+    """Return path and name of each ``${NAME}`` in the unexpanded document *written*, sorted by path."""
     return sorted(references(written, ""), key=lambda each: each[0])
 
 
 def with_variables(problems: Sequence[Problem], written: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield *problems*, each with the variables of its value: it comes from them, or they lack a declaration."""
+    """Yield *problems*, each with the variables of its value: they caused it, or their declaration is missing."""
     used = used_variables(written)
     for problem in problems:
         if not (names := variables_of(problem, used)):
@@ -122,7 +122,7 @@ def with_variables(problems: Sequence[Problem], written: Mapping[str, object]) -
 
 
 def declaring(names: Sequence[str]) -> str:
-    """Return the remedy for a document that uses the variables *names* without declaring any."""
+    """Return the remedy for a document that uses the variables *names* without declaring them."""
     return f"add [environment] allow = {json.dumps(names)}, without which ${{{names[0]}}} has no special meaning"
 
 
@@ -135,7 +135,7 @@ def declared_variables(source: str, data: bytes) -> tuple[str, ...]:
 def with_environment(
     document: dict[str, object], environment: Mapping[str, str], problems: list[Problem]
 ) -> dict[str, object]:
-    """Return *document* with each ``${NAME}`` replaced from *environment*, if it declares any; append to *problems* what is not set."""
+    """Return *document* with each ``${NAME}`` replaced from *environment*, if it declares any; append a problem for each unset one."""
     if "environment" not in document:
         return document
     declared = structure(EnvironmentSpec, document["environment"], "environment", [])

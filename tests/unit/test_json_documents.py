@@ -42,9 +42,9 @@ def test_each_has_a_version(name: str) -> None:
 
 def test_a_field_has_the_sentence_that_stands_below_it_in_the_code() -> None:
     properties = DOCUMENTS["status"].schema()["properties"]
-    assert properties["not_ready"]["description"] == "Why it is not ready; empty where it is."
+    assert properties["not_ready"]["description"] == "The reason why it is not ready; empty if it is."
     inherited = DOCUMENTS["receipt"].schema()["properties"]
-    assert inherited["guarantee_reason"]["description"] == "Why it is not `enforced`; empty where it is."
+    assert inherited["guarantee_reason"]["description"] == "The reason why it is not `enforced`; empty if it is."
 
 
 LINE = {"time": "2023-11-14T22:13:20.250000Z", "stream": "event", "event": "qemu_started", "level": "info"}

@@ -1,4 +1,4 @@
-"""The processes that ask: the container of each, and whether it may act for an instance."""
+"""The processes that send requests: the container of each, and the check whether it may act for an instance."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from runner.protocol.unix_server import Identify
 T = TypeVar("T")
 
 MOST_PROCESSES = 4096
-"""Processes of a pod that are looked at for a request; one that has more finds its anchor among the first, or not."""
+"""Processes of a pod that are examined for a request; in a larger pod the anchor may not be among them."""
 BETWEEN_CHECKPOINTS = 64
-"""Processes that are looked at, 0.05 ms each, before other requests have their turn."""
+"""Processes that are examined, 0.05 ms each, before other requests have their turn."""
 
 
 @frozen
@@ -46,12 +46,12 @@ class RpcRequest:
     identify: Identify
     arguments: Mapping[str, object]
     pod_uid: str = ""
-    """The instance that it is for; empty for one that is for none."""
+    """The instance that it is about; empty if it is about none."""
 
 
 @frozen
 class Callers:
-    """The processes of *peers* that ask, the containers of *pods* that they are in, and the instances in *tree*.
+    """The requesting processes of *peers*, their containers among *pods*, and the instances in *tree*.
 
     With :attr:`~runner.controller.tree.pods.PodCgroups.trusting` every peer may act for every instance.
     """
@@ -60,10 +60,10 @@ class Callers:
     pods: PodCgroups
     tree: Tree
     _looks: WeakValueDictionary[int, trio.Lock] = attrs.field(factory=WeakValueDictionary)
-    """By PID namespace: of one container's requests, one at a time looks at the pod's processes."""
+    """PID namespace → lock: of one container's requests, one at a time examines the pod's processes."""
 
     def key(self, identify: Identify) -> int:
-        """Return the peer's container, by its PID namespace, or the process itself if it is one of the node's own.
+        """Return the PID namespace of the peer's container, or the process itself if it is one of the node's own.
 
         All peers of namespaces that were made inside of containers count as one: none of them may act for an instance.
         Raises :class:`PeerError`.
@@ -74,29 +74,29 @@ class Callers:
         return peer.pid if peer.pid_namespace == own_namespace else peer.pid_namespace
 
     def pod_of(self, identify: Identify) -> str | None:
-        """Return the pod of which alone the peer may learn, none if that is empty; ``None``: it may learn of all."""
+        """Return the only pod that the peer may learn about, empty if there is none; ``None`` if it may learn about all."""
         if self.pods.trusting or (peer := identify()).pid_namespace == self.peers.own_namespace():
             return None
         container = self.pods.container(peer.cgroup)
         return container.owner if container is not None else ""
 
     async def owner(self, request: RpcRequest) -> ContainerIdentity | None:
-        """Return the peer's container as :meth:`identified` does, if it is the one that has the instance's CPUs."""
+        """Return the peer's container as :meth:`identified` does, if it has the instance's CPUs."""
         caller = await self.identified(request)
         self.check_owner(request, caller)
         return caller
 
     def check_owner(self, request: RpcRequest, caller: ContainerIdentity | None) -> None:
-        """Check that the peer lives still, and that *caller*, its container, has the CPUs of the instance."""
+        """Check that the peer still lives, and that *caller*, its container, has the CPUs of the instance."""
         self.peer(request.identify)
         group = self.tree.vcpus_of(request.pod_uid)
         if caller is not None and self.pods.kubelet and not self.pods.trusting and group.exists():
-            # Not the CPUs in effect: a pod has none of its own while its instance is sealed.
+            # Not the effective CPUs: a pod has none of its own while its instance is sealed.
             scope = self.pods.mount.at(caller.container.path).cpus()
             check_container(caller, scope, group.cpus(), request.pod_uid)
 
     def check_registered(self, what: str, pod_uid: str) -> None:
-        """Check that there is an instance *pod_uid*, without which the peer cannot do *what* it asks for."""
+        """Check that instance *pod_uid* is registered, which the request *what* requires."""
         if not self.tree.vcpus_of(pod_uid).exists():
             raise RequestRefusedError(
                 identity.CONFLICT,
@@ -107,8 +107,8 @@ class Callers:
     async def identified(self, request: RpcRequest) -> ContainerIdentity | None:
         """Return the peer's container, if it may act for the instance; ``None`` if every peer may and this one has none.
 
-        It stays true as long as the peer lives (:meth:`peer`): the init process of a container cannot leave its PID
-        namespace, and the path of a container's cgroup names its pod for good.
+        The result is valid as long as the peer lives (:meth:`peer`): the init process of a container cannot leave its PID namespace, and
+        the path of a container's cgroup names its pod for good.
         """
         peer = self.peer(request.identify)
         await trio.lowlevel.checkpoint()
@@ -118,12 +118,12 @@ class Callers:
         if self.pods.trusting:
             return None if own is None else ContainerIdentity(own, peer.cgroup)
         own_namespace = self.peers.own_namespace()
-        check_init_process(peer, own_namespace)  # first, because only for such a peer processes are looked at
+        check_init_process(peer, own_namespace)  # first, because processes are examined only for such a peer
         witnesses = () if own is not None else await self._witnesses(peer, request.pod_uid)
         return identify_container(peer, own, witnesses, request.pod_uid, own_namespace)
 
     def peer(self, identify: Identify) -> Peer | None:
-        """Return the process that connected, which lives still; ``None`` if it cannot be identified and every peer may act.
+        """Return the process that connected and still lives; ``None`` if it cannot be identified and every peer may act.
 
         Raises :class:`RequestRefusedError`.
         """
@@ -135,23 +135,23 @@ class Callers:
             raise RequestRefusedError(identity.IDENTITY, explain(error), lasting=True) from error
 
     async def _witnesses(self, peer: Peer, pod_uid: str) -> tuple[ContainerProcess, ...]:
-        """Return a process in the peer's PID namespace of each container of *pod_uid* that has one."""
+        """Return, for each container of *pod_uid* that has one, a process in the peer's PID namespace."""
         found: dict[ContainerCgroup, ContainerProcess] = {}
 
         def look(process: MemberProcess) -> None:
             container = process.container
             if container not in found and self._is_witness(process, peer):
                 made_as = cgroup_id(self.pods.mount.at(container.path).path)
-                if made_as is not None:  # else it has just been removed
+                if made_as is not None:  # otherwise it has just been removed
                     found[container] = ContainerProcess(container, process.cgroup, peer.pid_namespace, made_as)
 
         await self.look_at_each(self.pods.processes(pod_uid), peer, look)
         return tuple(found.values())
 
     def _is_witness(self, process: MemberProcess, peer: Peer) -> bool:
-        """Tell whether *process* is in the peer's PID namespace, and in its cgroup still.
+        """Tell whether *process* is still in the peer's PID namespace, and in its cgroup.
 
-        It may have ended since it was read there, and the peer may have given its number to another one, in a cgroup of its own.
+        It may have ended since it was listed, and the peer may have reused its number for a process in a cgroup of its own.
         """
         if self.peers.namespace(process.pid) != peer.pid_namespace:
             return False
@@ -161,7 +161,7 @@ class Callers:
             return False
 
     async def look_at_each(self, processes: Iterable[T], peer: Peer | None, look: Callable[[T], None]) -> None:
-        """Call *look* with each of *processes*, at most :data:`MOST_PROCESSES`, when other requests of the peer's container do not."""
+        """Call *look* with each of *processes*, at most :data:`MOST_PROCESSES`, one request of the peer's container at a time."""
         async with self._looks.setdefault(0 if peer is None else peer.pid_namespace, trio.Lock()):
             for number, process in enumerate(islice(processes, MOST_PROCESSES)):
                 if number % BETWEEN_CHECKPOINTS == 0:
@@ -170,6 +170,6 @@ class Callers:
 
 
 def busy_error(counters: ControllerCounters, reason: str) -> RpcError:
-    """Return the error for what would be more than is taken at a time, and count it."""
+    """Return the error for a request beyond a limit, and count it."""
     counters.refusals[identity.BUSY] += 1
     return RpcError(BUSY, f"cannot take more: {reason}; wait for them", {"reason": identity.BUSY})

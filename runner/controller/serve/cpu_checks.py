@@ -1,4 +1,4 @@
-"""The checks of the CPUs that an instance asks for: by the kubelet's state, its container, and the other instances."""
+"""The checks of the CPUs that an instance requests: by the kubelet's state, its container, and the other instances."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def check_cpus(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, scope: CpuSet | None, own_cpus: CpuSet) -> None:
-    """Check that *pod_uid* may have the CPUs *asked* for, whoever has them now. Raises :class:`RequestRefusedError`.
+    """Check that *pod_uid* may have the CPUs *asked* for, regardless of their current holder. Raises :class:`RequestRefusedError`.
 
-    *scope* is the ``cpuset.cpus`` of its container, ``None`` if that is not known. *own_cpus* are those that instances may have where
-    there is no kubelet.
+    *scope* is the ``cpuset.cpus`` of its container, ``None`` if unknown. *own_cpus* are the CPUs for instances where there is no kubelet.
     """
     online = loop.machine().online
     if not asked <= online:
@@ -63,7 +62,7 @@ def check_cpus(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, scope: CpuSet |
 def check_holders(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, handover: float) -> Observed:
     """Check that no other instance has any of the CPUs *asked* for, and return the tree. Raises :class:`RequestRefusedError`.
 
-    *handover* are the seconds for which *pod_uid* is to wait for the end of one from which the kubelet has taken them.
+    *handover* is the time in seconds that *pod_uid* waits for the end of an instance from which the kubelet has taken them.
     """
     observed = loop.evict()
     if loop.source is not None and (pending := tuple(pending_handovers(pod_uid, asked, observed))):
@@ -97,6 +96,6 @@ def check_holders(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, handover: fl
 
 
 def _is_resized(loop: ReconcileLoop, pod_uid: str, mine: Group, asked: CpuSet) -> bool:
-    """Tell whether the container of the instance itself asks, whose CPUs the kubelet has changed."""
+    """Tell whether the instance's own container sends the request, after the kubelet has changed its CPUs."""
     choices = () if isinstance(loop.state, Frozen) else loop.state.choices(pod_uid)
     return is_resized(mine.cpus, asked, choices)

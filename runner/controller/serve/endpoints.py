@@ -7,8 +7,8 @@
            device filter, and after the end of a process that keeps a right
 ========== ============================================================================
 
-A device filter or a process that is lost comes back with the next start of this program, which the kubelet makes when
-``/healthz`` fails. An endpoint for which the host cannot be read is unavailable.
+A lost device filter or process is restored by a restart of this program, which the kubelet does when ``/healthz`` fails. An endpoint whose
+data cannot be read from the host answers 503.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runner.protocol.exposition import metrics_response, reported_metrics, text_
 from runner.protocol.http import HttpResponse, not_found, ok, unavailable
 
 _METRICS_FOR = 0.1
-"""Seconds for which the metrics are not made anew, however many ask."""
+"""Seconds for which the metrics are cached, however many clients ask."""
 
 
 @attrs.define(eq=False)
@@ -44,7 +44,7 @@ class HttpEndpoints:
     reports: Reports
     seccomp: SeccompCheck
     _turn: trio.Lock = attrs.field(factory=trio.Lock)
-    """The metrics are made once for all that ask meanwhile."""
+    """The metrics are made once for all clients that ask meanwhile."""
     _metrics: HttpResponse | None = None
     _made_at: float = -math.inf
 
@@ -71,7 +71,7 @@ class HttpEndpoints:
             return self._metrics
 
     async def _metrics_text(self) -> str:
-        """Return all metrics, made in steps, between which the requests of instances have their turn."""
+        """Return all metrics, made in steps between which the requests of instances have their turn."""
         registered = self.loop.seen().instances().keys()
         await self.reports.fetch(registered)
         observed = self.loop.latest()
@@ -96,7 +96,7 @@ class HttpEndpoints:
         return ok(f"frozen: {frozen}" if (frozen := self.loop.frozen()) else "ok")
 
     def _lost(self) -> str:
-        """Return what the next start of this program brings back; empty if nothing is lost."""
+        """Return the lost parts that only a restart of this program restores; empty if there are none."""
         filters = [self.device_filter.missing] if self.device_filter.lost else []
         return next(iter([*(each.missing for each in self.processes if each.lost), *filters]), "")
 

@@ -1,6 +1,6 @@
-"""CPUs that change hands: the kubelet has given them to a pod, and the instance of another still runs on them (pure).
+"""Handovers of CPUs: the kubelet has given them to a pod while another pod's instance still runs on them (pure).
 
-Of a static pod that is removed, and of one deleted with ``--force``, the kubelet takes the CPUs (``removeStaleState`` of
+When a static pod is removed, or a pod deleted with ``--force``, the kubelet takes its CPUs (``removeStaleState`` of
 ``pkg/kubelet/cm/cpumanager/cpu_manager.go``) while its guest is still being powered down, and gives them to the next pod.
 """
 
@@ -28,7 +28,7 @@ class Handover:
 class HandoverPendingError(RequestRefusedError):
     """Instance *pod_uid* cannot have the CPUs *asked* for before the holders of *pending* have ended.
 
-    *within* is for how many seconds it waits for that. *holder* is the one to wait for first.
+    *within* is how long it waits for that, in seconds. *holder* is the first one to wait for.
     """
 
     def __init__(self, pod_uid: str, asked: CpuSet, pending: Sequence[Handover], within: float) -> None:
@@ -48,7 +48,7 @@ class HandoverPendingError(RequestRefusedError):
 
 
 def handovers(state: CpuState | Frozen, observed: Observed) -> Iterator[Handover]:
-    """Yield what changes hands, also to pods that are no instances; nothing while the kubelet's *state* is unknown."""
+    """Yield the handovers, including those to pods without an instance; none while the kubelet's *state* is unknown."""
     if isinstance(state, Frozen):
         return
     for pod_uid in state.assigned():
@@ -57,7 +57,7 @@ def handovers(state: CpuState | Frozen, observed: Observed) -> Iterator[Handover
 
 
 def pending_handovers(pod_uid: str, cpus: CpuSet, observed: Observed) -> Iterator[Handover]:
-    """Yield what pod *pod_uid* waits for, to which the kubelet has given *cpus*: instances of others that are not empty."""
+    """Yield the handovers for which pod *pod_uid* waits: other pods' populated instances on *cpus*, its CPUs from the kubelet."""
     for holder, group in holders(cpus, observed, but=pod_uid).items():
         if group.populated:
             yield Handover(pod_uid, holder, (group.cpus or group.effective) & cpus)

@@ -25,7 +25,7 @@ HOST = "host"
 
 
 class RequestRefusedError(RefusedError):
-    """A request is refused: *reason* for programs, *sentence* for people, and the *values* that were compared.
+    """The refusal of a request: *reason* for programs, *sentence* for people, and the *values* that were compared.
 
     The cause of a refusal that is not *lasting* may pass within seconds: the request is tried again.
     """
@@ -107,7 +107,7 @@ def identify_container(
             "namespace; run the controller in the host's (a privileged container is)",
             lasting=True,
         )
-    if found is None and ".slice:" in peer.cgroup:  # slice:prefix:name, which is for systemd, taken for a path
+    if found is None and ".slice:" in peer.cgroup:  # systemd's slice:prefix:name, misread as a path
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is in no pod's, because the kubelet names cgroups for systemd "
@@ -140,7 +140,7 @@ def identify_container(
 
 
 def check_container(caller: ContainerIdentity, scope: CpuSet, held: CpuSet, pod_uid: str) -> None:
-    """Check that the container that asks to end instance *pod_uid* is the one that has its CPUs.
+    """Check that the container that requests the end of instance *pod_uid* is the one that has its CPUs.
 
     A sidecar is in the same pod, and the init process of its own PID namespace, but its *scope* has none of the CPUs that
     the instance has *held*. Raises :class:`RequestRefusedError`.
@@ -155,10 +155,10 @@ def check_container(caller: ContainerIdentity, scope: CpuSet, held: CpuSet, pod_
 
 
 def check_agreement(asked: CpuSet, state: CpuState, scope: CpuSet, pod_uid: str) -> None:
-    """Check that *asked* is both what *state* says of a container of the pod, and the container's ``cpuset.cpus`` (*scope*).
+    """Check that *asked* equals the CPUs of one of the pod's containers in *state*, and the container's ``cpuset.cpus`` (*scope*).
 
-    Raises :class:`RequestRefusedError`, a lasting one only if those two agree with each other: a container may start with a
-    stale cpuset that the kubelet corrects within seconds (kubernetes#138731), and its entry may be seen late.
+    Raises :class:`RequestRefusedError`, a lasting one only if state and cpuset agree: a container may start with a stale cpuset that the
+    kubelet corrects within seconds (kubernetes#138731), and its entry may appear late.
     """
     choices = state.choices(pod_uid)
     if asked in choices and asked == scope:

@@ -20,7 +20,7 @@ class MemoryRequest:
     """The memory that a registration asks for."""
 
     overhead: int
-    """Bytes that the instance needs besides the guest's memory; 0 if they are not named."""
+    """Bytes that the instance needs besides the guest's memory; 0 if not given."""
     charged: bool
     """Whether the guest's memory is charged to the pod."""
 
@@ -28,11 +28,11 @@ class MemoryRequest:
 def memory_granted(
     pod_uid: str, request: MemoryRequest, read_most: Callable[[], int], limits: Limits, observed: Observed
 ) -> Mapping[str, int]:
-    """Return what the domain of *pod_uid* gets, nothing if it keeps what it has. Raises :class:`RequestRefusedError`.
+    """Return the memory of the domain of *pod_uid*, or nothing if it keeps its limit. Raises :class:`RequestRefusedError`.
 
-    At first each gets the same. When the guest's memory is charged, what *read_most* returns (:func:`most_memory`), if that is
-    more: the tables of the guest's pages come later, and are charged to the domain. What the client names is compared with that, and is
-    no reason for more than the pod's share of all. All together never get more than the tree has.
+    At first each gets the same amount. Once the guest's memory is charged, it gets the result of *read_most* (:func:`most_memory`), if that
+    is more: the guest's page tables are allocated later, and charged to the domain. The client's figure is only compared with that, and
+    never raises the limit above the pod's share. Together the domains never get more than the tree has.
     """
     runs = pod_uid in observed.domains and not observed.is_left_over(pod_uid)
     has = observed.domains[pod_uid].memory_max if runs else None
@@ -60,11 +60,11 @@ def memory_granted(
 def most_memory(
     container: ContainerCgroup | None, cpus: CpuSet, overhead: int, pods: PodCgroups, limits: Limits, online: CpuSet
 ) -> int:
-    """Return the bytes that the instance of *container*, with *cpus*, may have, if they are more than each gets at first.
+    """Return the bytes that the instance of *container*, with *cpus*, may have, if more than each gets at first.
 
-    They are what the limits of pod and container leave, up to its share of the tree's memory: that of these limits in the
-    machine's memory. Of the *overhead* that it names it may have as much as is the share of its CPUs in those *online*, which are its
-    alone: a container that the machine's owner has started without a limit has no other, and one on a small machine may need that.
+    They are what the limits of pod and container leave, up to its share of the tree's memory, which is the share of these limits in the
+    machine's memory. It may also have the *overhead* that it names, up to the share of its exclusive CPUs in those *online*: a container
+    started without a memory limit has no other share, and one on a small machine may need it.
     """
     own = share_of(len(cpus), len(online), limits)
     named = overhead if own is None else min(overhead, own)
@@ -76,6 +76,6 @@ def most_memory(
         return named
     left = min(max(limit - group.memory_kept(), 0) for group, limit in limited)
     if container is not None and container.qos == "burstable":
-        return min(left, named)  # its limits are no part of the machine that is its own
+        return min(left, named)  # its limits do not reserve a part of the machine
     share = share_of(min(limit + group.huge_page_limit() for group, limit in limited), limits.ram, limits)
     return left if share is None else min(left, max(share, named))

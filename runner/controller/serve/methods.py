@@ -74,13 +74,13 @@ CODES = {
 
 @frozen
 class Method:
-    """A method of a socket: what answers it, and what a request for it has."""
+    """A method of a socket: the function that answers it, and the parameters of a request."""
 
     act: Callable[[RpcRequest], Awaitable[RpcResult]]
     parameters: tuple[str, ...] = ()
-    """Their names, in the order in which they may be given without names; ``uuid`` is the instance."""
+    """Their names, in the order for positional parameters; ``uuid`` is the instance."""
     optional: frozenset[str] = frozenset()
-    """Parameters besides, which may be left out."""
+    """Further parameters, which may be left out."""
 
 
 @frozen
@@ -92,15 +92,15 @@ class RpcMethods:
     log_limit: LogRateLimit
     methods: Mapping[str, Method]
     unknown: str = "Method not found"
-    """The answer to a request for another one."""
+    """The error message for an unknown method."""
 
     @property
     def peers(self) -> Peers:
-        """Return where peers are looked up."""
+        """Return the lookup of peers."""
         return self.callers.peers
 
     def admit(self, identify: Identify) -> int:
-        """Return the peer's container (:meth:`Callers.key`). Raises :class:`RpcError` for a peer that is not visible from here."""
+        """Return the key of the peer's container (:meth:`Callers.key`). Raises :class:`RpcError` for a peer that is not visible."""
         try:
             return self.callers.key(identify)
         except PeerError as error:
@@ -110,11 +110,11 @@ class RpcMethods:
             raise RpcError(CODES[identity.IDENTITY], explain(error), {"reason": identity.IDENTITY}) from error
 
     def busy(self, reason: str) -> RpcError:
-        """Return the error for a peer that is over a limit, and count it."""
+        """Return the error for a peer that exceeds a limit, and count it."""
         return busy_error(self.counters, reason)
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
-        """Do what the peer asks for. Raises :class:`RpcError`."""
+        """Carry out the peer's request. Raises :class:`RpcError`."""
         if method not in self.methods:
             raise RpcError(METHOD_NOT_FOUND, self.unknown)
         called = self.methods[method]
@@ -137,7 +137,7 @@ class RpcMethods:
             raise self._refused(identify, method, error) from error
 
     def _pending(self, refusal: HandoverPendingError) -> RpcError:
-        """Return the error with which a runner gets the descriptor that reports the end that it waits for."""
+        """Return the error for a pending handover, with the descriptor that reports the end of the holder."""
         for each in refusal.pending:
             self.log_limit.log(
                 log.info,

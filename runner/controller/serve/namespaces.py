@@ -1,8 +1,8 @@
-"""The namespace reader: a process that keeps CAP_SYS_PTRACE to read in which PID namespace a process is, and nothing else.
+"""The namespace reader: a process that keeps CAP_SYS_PTRACE only to read the PID namespaces of processes.
 
-A peer is identified by it (:mod:`runner.kernel.peers`). The kernel shows a process's namespace only to processes that may trace
-it, and a process that may trace every other one has full control of the node: the controller itself is not to have that right.
-Without the reader it cannot identify any peer, and ends.
+The namespace identifies a peer (:mod:`runner.kernel.peers`). The kernel shows a process's namespace only to processes that may trace it,
+and a process that may trace all others has full control of the node: the controller itself must not have that capability. Without the
+reader it cannot identify any peer, and ends.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class NamespaceReader(PrivilegedProcess):
         return PidNamespace(inode, parent)
 
     async def until_its_end(self) -> None:
-        """Wait until the process ends, and raise :class:`~runner.controller.privileged_process.EndedError` then."""
-        await trio.lowlevel.wait_readable(self.connection)  # each answer is read in the step in which it was asked for
+        """Wait until the process ends, and then raise :class:`~runner.controller.privileged_process.EndedError`."""
+        await trio.lowlevel.wait_readable(self.connection)  # answers are read in the step of their request
         raise self.ended_error()
 
 
@@ -48,7 +48,7 @@ def start_namespace_reader(procfs: Path) -> NamespaceReader:
 
 
 def obey(procfs: Path, line: bytes) -> bytes:
-    """Return the number of the error, 0 if there is none, and the inodes of the namespace and of its parent.
+    """Return the error number, 0 if there is none, and the inodes of the namespace and of its parent.
 
     *line* is the number of a process in decimal digits; anything else is refused with ``EINVAL``.
     """

@@ -1,4 +1,4 @@
-"""``listInstances`` and ``getStatus``: what a peer may learn of the instances and of the controller."""
+"""``listInstances`` and ``getStatus``: the information about instances and controller that a peer may have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @frozen
 class NodeStatus:
-    """Shows the tree of *loop*, and what the other parts know of its instances."""
+    """Shows the tree of *loop*, and the other components' data about its instances."""
 
     callers: Callers
     loop: ReconcileLoop
@@ -38,7 +38,7 @@ class NodeStatus:
     tuning: TuningPasses
 
     async def list_instances(self, request: RpcRequest) -> RpcResult:
-        """List every instance to the node's own processes, and to a container only its own; none to one that is in float."""
+        """List every instance to the node's own processes, to a container only its own, and none to a process in float."""
         await trio.lowlevel.checkpoint()
         mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
         without_seccomp = self.seccomp.without(observed.floats())
@@ -69,7 +69,7 @@ class NodeStatus:
         return RpcResult(document)
 
     async def get_status(self, request: RpcRequest) -> RpcResult:
-        """Show the controller's state; of other pods a container learns no more than how many instances there are."""
+        """Show the controller's state; a container learns only the number of the other pods' instances."""
         await trio.lowlevel.checkpoint()
         mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
         state, source = self.loop.state, self.loop.source

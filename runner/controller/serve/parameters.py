@@ -1,4 +1,4 @@
-"""The parameters of requests: what a client has sent, checked."""
+"""The parameters of requests, checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.protocol.jsonrpc import INVALID_PARAMS, RpcError
 def parse_arguments(
     params: Mapping[str, object] | list[object], names: tuple[str, ...], optional: frozenset[str]
 ) -> Mapping[str, object]:
-    """Return *params* by name: all *names*, of those in *optional* some. Raises :class:`RpcError`, as all functions here."""
+    """Return *params* by name: all of *names*, and any of *optional*. Raises :class:`RpcError`, as all functions here."""
     if isinstance(params, list):
         if len(params) != len(names):
             raise RpcError(INVALID_PARAMS, f"Invalid params: {len(params)} given, {len(names)} wanted")
@@ -52,7 +52,7 @@ def parse_number(arguments: Mapping[str, object], name: str, default: int) -> in
 
 @contextmanager
 def checked(name: str) -> Iterator[None]:
-    """Answer a ``ValueError`` of the block as one of the parameter *name*."""
+    """Turn a ``ValueError`` of the block into the error for the parameter *name*."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""``registerCgroup`` and ``deregisterCgroup``: how an instance comes into the tree, and leaves it."""
+"""``registerCgroup`` and ``deregisterCgroup``: adding an instance to the tree, and removing it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from runner.protocol.jsonrpc import RpcResult
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 32
-"""Registrations that wait for the kubelet at a time: half of the connections, so that these do not take all of them."""
+"""Registrations that may wait for the kubelet at a time: half of the connections, so that others remain."""
 REST = 10
-"""Times as long as a registration took, after which the instance may have the next: each looks at the whole tree, and no request is
-answered meanwhile."""
+"""Rest of an instance after a registration, as a multiple of its duration: a registration reads the whole tree, and no request is answered
+meanwhile."""
 
 
 @frozen
@@ -50,12 +50,12 @@ class Registrations:
     seccomp: SeccompCheck
     timeouts: Timeouts
     own_cpus: CpuSet
-    """The CPUs that instances may have where there is no kubelet."""
+    """The CPUs for instances where there is no kubelet."""
     seals_required: bool
-    """Whether a client that names no protocol, and so seals nothing, is refused."""
+    """Whether a client that names no protocol version, and so seals nothing, is refused."""
     most_waiting: int = MOST_WAITING
     _turns: Turns = attrs.field(factory=Turns)
-    """By instance."""
+    """Turns by instance."""
     _waits: trio.Semaphore = attrs.field(init=False)
 
     @_waits.default
@@ -64,7 +64,7 @@ class Registrations:
 
     async def register(self, request: RpcRequest) -> RpcResult:
         """Answer ``registerCgroup``."""
-        # First, because only a peer that may act is worth the time to parse its list.
+        # First, because parsing the list is worthwhile only for a peer that may act.
         caller, pod_uid, arguments = await self.callers.identified(request), request.pod_uid, request.arguments
         asked, protocol = parse_cpuset(arguments["cpuset"]), parse_number(arguments, "protocol", PROTOCOL)
         memory = MemoryRequest(parse_number(arguments, "overhead", 0), charged=arguments.get("charged") is True)
@@ -91,7 +91,7 @@ class Registrations:
         return result
 
     async def _in_turn(self, pod_uid: str, register_once: Callable[[], RpcResult]) -> RpcResult:
-        """Register once, :data:`REST` times as long after the last time for the same instance as that took."""
+        """Register once, after a rest of :data:`REST` times the duration of the instance's last registration."""
         async with self._turns.of(pod_uid):
             await self._turns.rested(pod_uid)
             began = time.perf_counter()
@@ -103,7 +103,7 @@ class Registrations:
     async def _agreed(
         self, register_once: Callable[[], Awaitable[RpcResult]], caller: ContainerIdentity | None
     ) -> RpcResult:
-        """Register as soon as the kubelet agrees; its files and the container's CPUs are followed until then."""
+        """Register as soon as the kubelet's state and the container's CPUs agree; both are followed until then."""
         try:
             return await register_once()
         except RequestRefusedError as error:
@@ -135,7 +135,7 @@ class Registrations:
     ) -> RpcResult:
         """Register without waiting, so that nothing changes between the decision and its effect."""
         pods, tree, pod_uid = self.callers.pods, self.loop.tree, request.pod_uid
-        self.callers.peer(request.identify)  # it lives still
+        self.callers.peer(request.identify)  # it still lives
         scope = None if caller is None or pods.trusting else pods.mount.at(caller.container.path).cpus()
         check_cpus(self.loop, pod_uid, asked, scope, self.own_cpus)
         observed = check_holders(self.loop, pod_uid, asked, self.timeouts.handover)
@@ -153,7 +153,7 @@ class Registrations:
         faults += [f"the float of pod {other!r} could not be shrunk, and runs on them still" for other in others]
         if not faults and not float_cgroup.exists():
             faults.append("no CPU is left for its float")
-        if self.device_filter.missing:  # asked after the pass, which makes a root that was removed
+        if self.device_filter.missing:  # checked after the pass, which recreates a removed root
             faults.append(self.device_filter.missing)
         effective = group.effective_cpus() if not faults else CpuSet()
         if effective != asked:
@@ -185,11 +185,11 @@ class Registrations:
         )
 
     async def _float_kernel_threads(self, request: RpcRequest, own: Cgroup) -> None:
-        """Move the kernel's threads that work for the instance off its CPUs; its runner cannot even see them.
+        """Move the kernel threads that work for the instance off its CPUs; its runner cannot even see them.
 
-        QEMU starts in its pod's cgroup, to which its memory is charged, and the kernel puts the threads it starts for
-        QEMU there too (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13.
-        The runner registers once more when QEMU is up.
+        QEMU starts in its pod's cgroup, to which its memory is charged, and the kernel puts its own threads for QEMU there too
+        (``cgroup_attach_task_all``): ``vhost-`` before Linux 6.4, ``kvm-nx-lpage-recovery-`` before 6.13. The runner registers once more
+        when QEMU is up.
         """
         limit, pod_uid, procfs = self.loop.log_limit, request.pod_uid, self.callers.pods.procfs
 

@@ -1,4 +1,4 @@
-"""The socket for reports: who may report for which instance.
+"""The socket for reports, and the check which instance a peer may report for.
 
 =================  ===================  ==========================================================================
 method             params               result
@@ -29,7 +29,7 @@ from runner.protocol.unix_server import Identify, SocketLimits
 METHOD = "reportInstance"
 
 LIMITS = SocketLimits(message=4096, connections=1024, newcomers=0, connections_per_peer=4, in_flight=4)
-"""More instances than a node has pods. One connection of each is enough; more are those that take the place of another."""
+"""More instances than a node has pods. One connection of each suffices; further ones are those that replace another."""
 
 
 def report_methods(callers: Callers, loop: ReconcileLoop, reports: Reports) -> RpcMethods:
@@ -47,10 +47,10 @@ class _ReportMethod:
     loop: ReconcileLoop
     reports: Reports
     _proved: WeakKeyDictionary[Identify, tuple[str, ContainerIdentity | None]] = attrs.field(factory=WeakKeyDictionary)
-    """By connection: the instance that its peer may report for."""
+    """Connection → the instance that its peer may report for."""
 
     async def report(self, request: RpcRequest) -> RpcResult:
-        """Take a report, and answer it when the next one is wanted."""
+        """Store a report, and answer when the next one is wanted."""
         proved, caller = self._proved.get(request.identify, ("", None))
         if proved == request.pod_uid:
             self.callers.check_owner(request, caller)
@@ -60,6 +60,6 @@ class _ReportMethod:
         self._proved[request.identify] = request.pod_uid, caller
         with checked("report"):
             report = parse_report(request.arguments["report"])
-        # Each registration makes a pass.
+        # A registration makes a pass, which reads the tree.
         await self.reports.take(request.pod_uid, report, lambda: self.loop.latest().instances().keys())
         return RpcResult({})

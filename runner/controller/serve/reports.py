@@ -1,8 +1,8 @@
-"""The reports of this node's instances: how often one may come, and how the latest of all are read.
+"""The reports of this node's instances: their rate limit, and reading the latest of all.
 
-Each instance has one call of ``reportInstance`` under way on a socket of its own, which is answered when the next report is
-wanted. Nothing of a report but numbers by known names is kept (:mod:`runner.protocol.instance_metrics`), one for each
-registered instance; after a restart of this program the instances report again.
+Each instance has one open call of ``reportInstance`` on a separate socket, which is answered when the next report is wanted. Only numbers
+by known names are kept from a report (:mod:`runner.protocol.instance_metrics`), one for each registered instance; after a restart of this
+program the instances report again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Samples = Mapping[tuple[str, ...], float]
 
 @frozen
 class ReportIntervals:
-    """Seconds."""
+    """Intervals in seconds."""
 
     fetch: float = 1.0
-    """For all reports that are wanted together."""
+    """Time limit for all reports that are wanted together."""
     least: float = 0.5
-    """Between two reports of an instance that were not wanted."""
+    """Shortest time between two reports of an instance that were not wanted."""
     texts: float = 60.0
-    """For which a text of an instance stays, whatever it says: each one makes new series."""
+    """For which the texts of an instance are kept unchanged, because each new text makes new series."""
 
 
 @attrs.define(eq=False)
@@ -38,17 +38,17 @@ class _Instance:
     """One report at a time."""
     report: Report = attrs.field(factory=dict)
     at: float = -1e9
-    """When it came, on trio's clock."""
+    """Arrival time of the last report, on trio's clock."""
     wanted: trio.Event | None = None
-    """Set to want the next one; ``None`` while that is owed."""
+    """Set to ask for the next one; ``None`` while that is outstanding."""
     came: trio.Event = attrs.field(factory=trio.Event)
-    """Set when the one that was wanted has come."""
+    """Set when the wanted report has arrived."""
     owed: bool = False
     _texts: dict[str, tuple[Samples, float]] = attrs.field(factory=dict)
-    """Family → its texts, and since when they stand."""
+    """Family → its texts, and the time since which they are kept."""
 
     def note(self, report: Report, now: float, kept: float) -> None:
-        """Take *report* for the latest, with those of its texts that may have changed."""
+        """Keep *report* as the latest, with those of its texts that may have changed."""
         texts = {
             name: self._text(name, samples, now, kept)
             for name, samples in report.items()
@@ -65,7 +65,7 @@ class _Instance:
         return samples
 
     def want(self) -> None:
-        """Answer the call that is under way."""
+        """Answer the open call."""
         if self.wanted is not None:
             self.wanted.set()
             self.wanted = None
@@ -77,12 +77,12 @@ class Reports:
 
     intervals: ReportIntervals = attrs.field(factory=ReportIntervals)
     _instances: dict[str, _Instance] = attrs.field(factory=dict)
-    """By the uid of the pod."""
+    """Instances by the uid of the pod."""
 
     async def take(self, pod_uid: str, report: Report, registered: Callable[[], Collection[str]]) -> None:
-        """Take *report* of an instance that has proved that it is *pod_uid*, and return when the next one is wanted.
+        """Store *report* of an instance that has proved to be *pod_uid*, and return when the next one is wanted.
 
-        Of instances that are not *registered* any more nothing is kept.
+        Reports of instances that are no longer *registered* are dropped.
         """
         if pod_uid not in self._instances:
             self._forget(registered())
@@ -93,14 +93,14 @@ class Reports:
             if self._instances.get(pod_uid) is not instance:
                 return  # forgotten meanwhile: no further report of it will be wanted
             instance.note(report, trio.current_time(), self.intervals.texts)
-            instance.want()  # by a connection that this one replaces
+            instance.want()  # for the connection that this one replaces
             wanted = instance.wanted = trio.Event()
         await wanted.wait()
 
     async def fetch(self, registered: Collection[str]) -> None:
         """Get the latest report of each instance that is *registered*; see :class:`ReportIntervals`.
 
-        An instance that owes the report before is not waited for.
+        An instance whose previous report is outstanding is not waited for.
         """
         self._forget(registered)
         asked = [each for each in self._instances.values() if each.wanted is not None]
@@ -120,12 +120,12 @@ class Reports:
         return {uid: each.report for uid, each in self._instances.items() if uid in registered and each.report}
 
     def ages(self, registered: Collection[str]) -> Mapping[str, float]:
-        """Return how many seconds ago each of them came."""
+        """Return the seconds since the latest report of each of them."""
         now = trio.current_time()
         return {uid: now - self._instances[uid].at for uid in self.latest(registered)}
 
     def to_json(self, pod_uid: str) -> dict[str, ReportedValue] | None:
-        """Return what the instance has reported, and how many seconds ago; ``None`` if it has not."""
+        """Return the instance's latest report, and its age in seconds; ``None`` if there is none."""
         instance = self._instances.get(pod_uid)
         if instance is None or not instance.report:
             return None

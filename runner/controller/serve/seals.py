@@ -33,14 +33,14 @@ _MOST_REASON = 1000
 
 @frozen
 class Seals:
-    """Seals the instances in the tree of *loop*, one after another; with *required* one that cannot be sealed is refused."""
+    """Seals the instances in the tree of *loop*, one after another; with *required*, an instance that cannot be sealed is refused."""
 
     callers: Callers
     loop: ReconcileLoop
     timeouts: Timeouts
     required: bool
     _turns: Turns = attrs.field(factory=Turns)
-    """By instance; the one without a name is the node's, for which one request of each instance waits."""
+    """Turns by instance; the empty name is the node's turn, for which one request of each instance waits."""
 
     async def seal(self, request: RpcRequest) -> RpcResult:
         """Answer ``sealCgroup``."""
@@ -65,9 +65,9 @@ class Seals:
         return RpcResult({"unsealed": unsealed(self.loop, request.pod_uid)})
 
     async def _in_turn(self, request: RpcRequest, caller: ContainerIdentity | None) -> str:
-        """Seal the instance after those that were asked for before it; return why it is not sealed, empty if it is.
+        """Seal the instance after earlier requests; return the reason if it is not sealed, empty if it is.
 
-        What is not registered or is sealed takes no turn: every container of the node may ask, as often as it likes.
+        An instance that is not registered, or is sealed already, takes no turn: every container of the node may ask, as often as it likes.
         """
         pod_uid, group, turns = request.pod_uid, self.loop.tree.vcpus_of(request.pod_uid), self._turns
         async with turns.of(pod_uid):
@@ -84,13 +84,13 @@ class Seals:
                 return self.make(pod_uid)
 
     def make(self, pod_uid: str) -> str:
-        """Make the group of instance *pod_uid* an isolated partition; return the reason if that fails, else an empty string.
+        """Make the group of instance *pod_uid* an isolated partition; return the reason if that fails, otherwise an empty string.
 
-        The reason stays with the group, for all that ask later.
+        The reason is stored with the group, for later requests.
         """
         reason = self._make(pod_uid)
         if reason != self._not_sealed(pod_uid):
-            with contextlib.suppress(CgroupError):  # it says why, and changes nothing
+            with contextlib.suppress(CgroupError):  # the attribute is only information
                 self.loop.tree.domain(pod_uid).set_attribute(NOT_SEALED, reason)
         return reason
 
@@ -107,7 +107,7 @@ class Seals:
         return "; ".join(reasons) or self.loop.frozen() or f"the kernel says {group.partition!r}"
 
     def impossible(self) -> str:
-        """Return why no instance can be sealed, empty if one can."""
+        """Return the reason why no instance can be sealed, empty if one can."""
         writer = self.loop.tree.partition_writer
         if writer is None:
             return "the controller's option --partitions is off"
@@ -116,7 +116,7 @@ class Seals:
         return writer.missing
 
     def guarantee(self, pod_uid: str, group: Group) -> GuaranteeDocument:
-        """Return whether the kernel keeps all others off the CPUs of *pod_uid*, and if not, why it could not when that was asked last."""
+        """Return whether the kernel keeps all other tasks off the CPUs of *pod_uid*; if not, with the reason of the last attempt."""
         if group.partition == ISOLATED:
             return {"guarantee": "enforced"}
         return {"guarantee": "arranged", "reason": self._not_sealed(pod_uid)}
@@ -127,7 +127,7 @@ class Seals:
 
 def unsealed(loop: ReconcileLoop, pod_uid: str) -> bool:
     """Unseal the instance and return whether it was sealed."""
-    # Each pass that seals ends with a look at the tree.
+    # Each pass that seals ends by reading the tree.
     group = loop.seen().instances().get(pod_uid)
     if group is None or not group.was_sealed:
         return False

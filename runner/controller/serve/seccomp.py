@@ -1,4 +1,4 @@
-"""The check for pods that may be root of a user namespace, as which they can write the files of their cgroups."""
+"""The check for pods without seccomp, which may be root of a user namespace and so may write their cgroups' files."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _SENTENCE = (
 
 @attrs.define(eq=False)
 class SeccompCheck:
-    """Reads in *procfs* what the processes in *tree*, and those that register, may do; with *required* those are refused."""
+    """Checks in *procfs* the rights of processes in *tree* and of registering ones; with *required*, those without seccomp are refused."""
 
     tree: Tree
     procfs: Procfs
     log_limit: LogRateLimit
     required: bool
     believed: float = 10.0
-    """Seconds for which what was found is believed: a status can have 700 KB, 20 ms each, and any process may ask (``getStatus``),
-    and any container's PID 1 have it read (``registerCgroup``)."""
+    """Seconds for which a result is cached: a status can have 700 KB, 20 ms each, any process may ask for it (``getStatus``), and any
+    container's PID 1 cause a reading (``registerCgroup``)."""
     _found: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
-    """Pod UID, or process and PID namespace → when it was read, and what was found."""
+    """Pod UID, or process and PID namespace → time of the reading, and its result."""
 
     def check(self, peer: Peer, pod_uid: str) -> None:
-        """Check, or only log, that *peer*, which registers *pod_uid*, cannot. Raises :class:`RequestRefusedError` if required."""
+        """Log that *peer*, which registers *pod_uid*, may be such a root; with *required*, raise :class:`RequestRefusedError`."""
         if not self._may_make_root((peer.pid, peer.pid_namespace), lambda: [peer.pid]):
             return
         if self.required:
@@ -51,11 +51,11 @@ class SeccompCheck:
         self.log_limit.log(log.warning, ControllerEvent.INSTANCE_WITHOUT_SECCOMP, pod_uid, _SENTENCE, peer=pod_uid)
 
     def without(self, pod_uids: Collection[str]) -> frozenset[str]:
-        """Return those of *pod_uids* that may, as far as their first processes in the tree show."""
+        """Return the pods of *pod_uids* that may be such a root, judged by their first processes in the tree."""
         return frozenset(filter(self._is_without, pod_uids))
 
     def _is_without(self, pod_uid: str) -> bool:
-        """Tell whether *pod_uid* may; one that hides its threads by a lease counts as one that may: it owns the file."""
+        """Tell whether *pod_uid* may be such a root; one that hides its threads by a lease counts as one, because it owns the file."""
         try:
             return self._may_make_root(pod_uid, lambda: sorted(self.tree.float_of(pod_uid).threads())[:_MOST_JUDGED])
         except LeasedError:

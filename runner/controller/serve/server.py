@@ -14,9 +14,9 @@ from runner.kernel.sockets import Manners
 from runner.kernel.sockets import listening as listening_in
 
 _BACKLOG = 4096
-"""Connections that wait to be accepted, which is the default of ``net.core.somaxconn``: beyond, a client gets EAGAIN at once,
-also one of a pod that has no other, while the controller looks at the tree or another pod connects without end. Emptied in
-0.25 s."""
+"""Connections that may wait to be accepted, the default of ``net.core.somaxconn``. Beyond it every client, even of a pod with no other
+connection, gets EAGAIN at once, while the controller reads the tree or another pod connects endlessly. A full queue is emptied in 0.25 s.
+"""
 
 
 @contextlib.contextmanager

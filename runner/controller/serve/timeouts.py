@@ -14,8 +14,8 @@ class Timeouts:
     emptying: float = 2.0
     """For the last thread of an instance that is being deregistered to end."""
     handover: float = 600.0
-    """For an instance to end whose CPUs the kubelet has given to another: ten times the grace of our example pod."""
+    """For an instance to end whose CPUs the kubelet has given to another: ten times the grace period of our example pod."""
     sealed_again: float = 1.0
-    """From one seal of an instance to the next: for each the kernel rebuilds its scheduling domains, and no request is answered."""
+    """From one seal of an instance to the next: each time the kernel rebuilds its scheduling domains, and no request is answered."""
     seals_apart: float = 0.1
-    """The same between any two on the node: many pods may ask together."""
+    """Between any two seals on the node: many pods may ask together."""

@@ -1,4 +1,4 @@
-"""The passes that bring the machine's settings to what the instances need: when one begins, and what it could not do."""
+"""The passes that adapt the machine's settings to the instances: their begin, and their failures."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from runner.kernel.cgroup import Cgroup
 log = logging.getLogger(__name__)
 
 TUNING = "user.instance-runner.tuning"
-"""The attribute of an instance's cgroup that holds what it asked for; it ends with the cgroup."""
+"""The extended attribute of an instance's cgroup that stores its tuning request; it ends with the cgroup."""
 LEAST = 1.0
-"""Seconds from one pass to the next: each reads some files of every interrupt, and an instance may ask for one at any time."""
+"""Seconds from one pass to the next: each reads some files of every interrupt, and an instance may request one at any time."""
 RESYNC = 30.0
-"""Seconds after which all settings are looked at again, whatever has changed: interrupts come with devices."""
+"""Seconds after which all settings are read again without any report of a change: new devices bring interrupts."""
 
 
 @attrs.define(eq=False)
 class TuningPasses:
-    """Has *process* keep the machine's settings for the instances of *loop*."""
+    """Lets *process* keep the machine's settings for the instances of *loop*."""
 
     loop: ReconcileLoop
     process: TunerProcess
     least: float = LEAST
     _turns: Turns = attrs.field(factory=Turns)
     _begun: int = 0
-    """Passes that have begun."""
+    """Number of passes begun."""
     _tuned_for: Mapping[str, TunedInstance] = attrs.field(factory=dict)
-    """The instances when the last pass began: they may come and go while it waits to begin, and while it writes."""
+    """The instances at the begin of the last pass: instances may come and go while a pass waits or writes."""
     _tuned: Tuned = attrs.field(factory=Tuned)
-    """What the last pass could not do."""
+    """The failures of the last pass."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return why instances' CPUs are disturbed nevertheless, since the last pass."""
+        """Return the reasons why instances' CPUs are still disturbed after the last pass."""
         return self._tuned.reasons
 
     async def follow(self) -> None:
-        """Make a pass after each one of the loop's that has changed what instances need, and each :data:`RESYNC` seconds."""
+        """Make a pass after each of the loop's passes that changes the instances' needs, and every :data:`RESYNC` seconds."""
         while True:
             await self.tune()
             with trio.move_on_after(RESYNC):
@@ -58,14 +58,14 @@ class TuningPasses:
                     await self.loop.next_pass()
 
     async def tune_instance(self, pod_uid: str) -> tuple[str, ...]:
-        """Bring the settings to what the instances need now; return what of *pod_uid*'s tuning cannot be had, and why."""
+        """Adapt the settings to the instances; return the parts of *pod_uid*'s tuning that are not available, with reasons."""
         await self.tune()
         return self._tuned.missing.get(pod_uid, ()) if self._tuned.made else self.reasons
 
     async def tune(self) -> None:
-        """Bring the settings to what the instances need now.
+        """Adapt the settings to the instances.
 
-        Passes are at least :attr:`least` seconds apart, and all that ask for one before it begins share it.
+        Passes are at least :attr:`least` seconds apart; all requests made before a pass begins share it.
         """
         before = self._begun
         async with self._turns.of():
@@ -76,7 +76,7 @@ class TuningPasses:
             self._turns.rest(self.least)
             try:
                 self._tuned_for = instances = self.instances()
-                # In a thread, which waits: a machine has thousands of interrupts, a file each.
+                # In a thread, because it blocks: a machine has thousands of interrupts, with a file each.
                 tuned = await trio.to_thread.run_sync(self.process.tune, instances)
             except (HostError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 tuned = Tuned.not_made(explain(error))
@@ -87,7 +87,7 @@ class TuningPasses:
             self.loop.counters.disturbances = Counter(tuned.settings)
 
     def instances(self) -> dict[str, TunedInstance]:
-        """Return the instances by pod UID, as the loop has seen them last; one that shares float's CPUs has none."""
+        """Return the instances by pod UID, as last observed by the loop; without those that share float's CPUs."""
         observed = self.loop.observed
         if observed is None:
             return {}
@@ -99,7 +99,7 @@ class TuningPasses:
 
 
 def read_tuning(group: Cgroup) -> Tuning:
-    """Return what the instance in *group* has asked for: nothing where it has not, or has gone."""
+    """Return the tuning request of the instance in *group*; the default if there is none, or the group is gone."""
     text = group.attribute(TUNING)
     try:
         return Tuning() if text is None else Tuning.parse(json.loads(text))

@@ -1,4 +1,4 @@
-"""Turns: what costs all instances of the node some time is done for one request at a time, and again only after a rest."""
+"""Turns: work that costs all instances of the node some time is done for one request at a time, with rests in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.base.values import frozen
 
 @frozen
 class Turns:
-    """Turns by name, such as an instance's; those of a name are taken in the order in which they were asked for.
+    """Turns by name, such as an instance's; tasks waiting for the same name take turns in the order of their requests.
 
     Example::
 
@@ -24,7 +24,7 @@ class Turns:
 
     _locks: WeakValueDictionary[str, trio.Lock] = attrs.field(factory=WeakValueDictionary)
     _rested: dict[str, float] = attrs.field(factory=dict)
-    """When the rest of each name is over, on trio's clock."""
+    """Name → end of its rest, on trio's clock."""
 
     def of(self, name: str = "") -> trio.Lock:
         """Return the turn of *name*, which one task at a time holds."""

@@ -1,11 +1,11 @@
-"""The source of a node's CPU assignments: the kubelet's files first, and its PodResources API for what they do not hold.
+"""The source of a node's CPU assignments: the kubelet's files first, then its PodResources API for anything missing in them.
 
-Under the CPU Manager's policy ``static`` ``cpu_manager_state`` says who has which CPUs. Under ``none`` it is the node's resource
-claims (:mod:`runner.kubelet.claims`), if a DRA driver gives CPUs to any, and the API says which container has which claim.
+Under the CPU Manager's policy ``static`` ``cpu_manager_state`` has the CPUs of each container. Under ``none`` the source is the node's
+resource claims (:mod:`runner.kubelet.claims`), if a DRA driver gives CPUs to any, and the API for the container of each claim.
 
 The API answers as long as the kubelet runs, 100 times a second at most, to all its clients together
-(``pkg/kubelet/apis/podresources/constants.go``). It is asked only where a file does not suffice, so that a node where the files
-do has no need of it; and no longer than :attr:`CpuSource.answer_within`.
+(``pkg/kubelet/apis/podresources/constants.go``). It is asked only if the files do not suffice, so that most nodes do not need it, and each
+wait is limited to :attr:`CpuSource.answer_within`.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class CpuSource:
     files: KubeletFiles
     sys: Path
     reserved: CpuSet
-    """The CPUs of ``--reserved-cpus``. Where it is empty and they are needed, the kubelet is asked for them."""
+    """The CPUs of ``--reserved-cpus``. If empty, the kubelet is asked for them when they are needed."""
     answer_within: float = 2.0
-    """Seconds for which a pass waits for the kubelet's answer."""
+    """Seconds that a pass waits for the kubelet's answer."""
     asked_again: float = 1.0
-    """Seconds after which it is asked again for a container that it has not listed, although no file has changed."""
+    """Seconds after which the kubelet is asked again for a container missing in its answer, although no file has changed."""
     _reserved_by_kubelet: CpuSet = attrs.field(factory=CpuSet)
     _claims: CpuClaims = attrs.field(factory=CpuClaims)
-    """The claims that the last settled state was made of."""
+    """The claims of the last settled state."""
     _containers: tuple[ContainerResources, ...] = ()
-    """The kubelet's answer for them: the containers that have CPUs by claims."""
+    """The kubelet's answer for them: the containers with CPUs from claims."""
     _asked_at: float = -math.inf
-    """On trio's clock."""
+    """The time of the last question, on trio's clock."""
 
     async def settle(self, *, pause: float, readings: int) -> CpuState | Frozen:
-        """Return the assignments, read until they are the same twice, *pause* seconds apart, at most *readings* times."""
+        """Return the assignments once two readings, *pause* seconds apart, are equal; at most *readings* readings."""
         state = await self._settle_files(pause, readings)
         if isinstance(state, Frozen):
             return state
@@ -70,7 +70,7 @@ class CpuSource:
         return await self._settle_claims(pause, readings)
 
     def reads(self, name: str) -> bool:
-        """Tell whether *name* is that of one of the files that are read."""
+        """Tell whether *name* is one of the files that are read."""
         files = self.files
         return name in (files.cpu_state.name, files.memory_state.name, files.claims.name) or any(
             fnmatchcase(name, pattern) for pattern in CDI_FILES
@@ -78,11 +78,11 @@ class CpuSource:
 
     @property
     def awaits_containers(self) -> bool:
-        """Return whether there are CPUs of claims whose container the kubelet has not listed yet, so that it is to be asked again."""
+        """Return whether there are claimed CPUs whose container the kubelet has not listed yet, so that it must be asked again."""
         return bool(self._claims.awaited(self._containers))
 
     def has_claims(self) -> bool:
-        """Tell whether a DRA driver gives CPUs to pods of this node, or could."""
+        """Tell whether a DRA driver gives CPUs to pods of this node, or may do so."""
         return bool(self._claims.devices) or is_registered(self.files.plugins, DRIVER_SOCKETS)
 
     async def _settle_files(self, pause: float, readings: int) -> CpuState | Frozen:
@@ -100,7 +100,7 @@ class CpuSource:
         return await self._settled(pause, readings)
 
     def current(self, state: CpuState) -> CpuState | Frozen:
-        """Return *state* if the files still hold it, which :meth:`settle` has returned; else why no decision can rest on it."""
+        """Return *state*, a result of :meth:`settle`, if the files still hold it; otherwise the reason why it must not be used."""
         path = self.files.cpu_state
         now = attempt(path, self._parser())
         if not isinstance(now, Frozen) and now.policy == "none":
@@ -110,11 +110,11 @@ class CpuSource:
         return now if now == state or isinstance(now, Frozen) else Frozen(f"{path} is changing")
 
     async def _settle_claims(self, pause: float, readings: int) -> CpuState | Frozen:
-        """Return the assignments by claims: read the files, ask the kubelet where they are new, and read them again.
+        """Return the assignments by claims: read the files, ask the kubelet if they are new, and read them again.
 
-        Each of the files is replaced as a whole, and the CPUs of a claim are in them before its container has been created, so
-        what they say is never half of something: one reading suffices where nobody was asked meanwhile. Only two claims that
-        follow each other on the same CPUs may be seen together, while the first one's file is removed.
+        Each file is replaced as a whole, and has a claim's CPUs before its container is created, so a reading is never inconsistent: one
+        suffices if the kubelet was not asked meanwhile. Only two successive claims on the same CPUs may be seen together, until the first
+        one's file is removed.
         """
         state: CpuState | Frozen = Frozen("")
         for reading in range(max(1, readings)):
@@ -141,7 +141,7 @@ class CpuSource:
         return state
 
     def _has_to_ask(self, claims: CpuClaims) -> bool:
-        """Tell whether the kubelet's last answer is not one for *claims*."""
+        """Tell whether the kubelet's last answer does not cover *claims*."""
         if not claims.devices:
             return False
         if claims != self._claims:
@@ -167,7 +167,7 @@ class CpuSource:
         return partial(parse_verified_cpu_state, machine=read_online_cpus(self.sys), reserved=reserved)
 
     def _lacks_reserved(self) -> bool:
-        """Tell whether some CPUs are neither in the shared pool nor a pod's, as the reserved ones under ``strict-cpu-reservation``."""
+        """Tell whether some CPUs are neither in the shared pool nor a pod's, such as reserved ones under ``strict-cpu-reservation``."""
         state = attempt(self.files.cpu_state, parse_cpu_state)
         return (
             not isinstance(state, Frozen)

@@ -1,4 +1,4 @@
-"""The faults of the tree (pure): actions without their effect, and what no action can fix."""
+"""The faults of the tree (pure): actions without their effect, and problems that no action can fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.controller.tree.reconcile import (
 from runner.kubelet.pod_cgroups import group_uid, instance_group
 
 _OUTDATED_NAMED = 8
-"""Groups of an earlier version that a fault names."""
+"""Number of groups of an earlier version that a fault names."""
 
 
 @frozen
@@ -29,7 +29,7 @@ class Fault:
     group: str
     reason: str
     unlimited: bool = False
-    """Whether only a limit is missing: the group can be used."""
+    """Whether only a limit is missing, so that the group can be used."""
 
     @property
     def pod_uid(self) -> str | None:
@@ -40,7 +40,7 @@ class Fault:
 def standing_faults(
     root: Path, desired: Desired, observed: Observed, online: CpuSet, failed: Container[str]
 ) -> Iterator[Fault]:
-    """Yield what is wrong with the tree at *root* after a pass, but for the groups whose actions have *failed*."""
+    """Yield the faults of the tree at *root* after a pass, except for the groups whose actions have *failed*."""
     for name, group in silent_fallbacks(observed, online).items():
         if name not in failed:
             yield Fault(

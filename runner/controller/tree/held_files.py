@@ -1,11 +1,11 @@
-"""The files of the instances' cgroups that pods reach, held open so that no process can take a lease that keeps the controller waiting.
+"""The instances' cgroup files that pods can reach, held open so that no lease on them can block the controller.
 
-A pod's root owns the files of cgroups, as the controller does, and reaches some: by the descriptors that the controller
-gives away, or by a mount. :mod:`runner.kernel.leases` has the kernel's rules.
+A pod's root user, the same as the controller's, owns the cgroup files, and reaches some of them: by the descriptors that the controller
+passes on, or by a mount. :mod:`runner.kernel.leases` has the kernel's rules.
 
-They are held for reading and writing, whatever their mode is. A read lease can be had on what is open for reading alone,
-and a pod may change the mode of what it owns. cgroup v2 lets root open any of its files so (``CAP_DAC_OVERRIDE``; its root
-has no ``KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK``), also those that have nothing to be read or written.
+They are opened for reading and writing, whatever their mode is, because a read lease is possible on a file that is open for reading only,
+and a pod may change the mode of a file that it owns. cgroup v2 lets root open any of its files so (``CAP_DAC_OVERRIDE``; its root has no
+``KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK``), also those that have nothing to be read or written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FILES = (
     *("cpuset.cpus", "cpuset.cpus.effective", "cpuset.cpus.exclusive", "cpuset.cpus.partition", "cpuset.mems"),
     "cpu.weight",
 )
-"""The control files of floats and vCPUs' groups that the controller opens; of a domain a pod reaches ``memory.events`` alone, and of
-the other groups of the tree nothing."""
+"""The control files of floats and vCPUs' groups that the controller opens; of domains pods reach only ``memory.events``, of other groups
+nothing."""
 _MOST_AWAITED = 64
 """Files whose leases are waited for at a time, a thread each."""
 
@@ -36,7 +36,7 @@ _MOST_AWAITED = 64
 @frozen
 class _HeldFile:
     inode: int
-    """A file that was removed and made anew, with its group or its controller, has another one."""
+    """The inode, which differs if the file was removed and created again, with its group or its controller."""
     fd: int
 
 
@@ -45,15 +45,15 @@ class HeldFiles:
     """Open descriptors of control files."""
 
     error: str = ""
-    """Why a file could not be opened that nobody holds a lease on; empty if there was none."""
+    """The reason why a file without a lease could not be opened; empty if there was none."""
     leased: set[str] = attrs.field(factory=set)
-    """The files that are leased, which :meth:`outwait_leases` waits for."""
+    """The leased files, for which :meth:`outwait_leases` waits."""
     _held: dict[str, _HeldFile] = attrs.field(factory=dict)
     _found: trio.Event = attrs.field(factory=trio.Event)
     _threads: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MOST_AWAITED))
 
     def hold(self, files: Iterable[str]) -> None:
-        """Hold those of *files* that there are, and no others."""
+        """Hold the existing ones of *files*, and no others."""
         self.error = ""
         wanted = [*files]
         for path in self._held.keys() - {*wanted}:
@@ -87,7 +87,7 @@ class HeldFiles:
             os.close(held.fd)
 
     async def outwait_leases(self, held: Callable[[], None]) -> None:
-        """Wait for each lease that was found, hold its file from then on, and call *held*; never return."""
+        """Wait for the end of each lease found, then hold its file, and call *held*; never return."""
         async with trio.open_nursery() as nursery:
             awaited: set[str] = set()
             while True:

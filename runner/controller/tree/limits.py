@@ -1,8 +1,8 @@
-"""The limits of what runs in the controller's tree, which no pod's own limits hold for (pure).
+"""The limits of the processes in the controller's tree, to which no pod's own limits apply (pure).
 
-A process that has moved to float is no longer in its pod's cgroup. What it takes from then on is charged to the domain of its
-instance, and limited there: memory, processes, and a share of CPU time. What all together take is limited at the root. Huge
-pages nothing there may take: those of a guest are taken, and charged, in its pod's own cgroup.
+A process that has moved to float is no longer in its pod's cgroup. From then on, its memory, processes and CPU time are charged to the
+domain of its instance, and limited there. The sum of all is limited at the root. Huge pages are not allowed in the tree: a guest's are
+allocated, and charged, in its pod's own cgroup.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LEAST_MEMORY = 1 << 30
 INSTANCE_MEMORY = 320 << 20
 """Bytes of an instance besides the guest's memory: PID 1, QEMU and some daemons, 146 to 274 MiB as ``plan`` counts them."""
 LEAST_INSTANCE_MEMORY = 64 << 20
-"""Bytes without which none is registered that does not name what it needs: PID 1 has 40 MiB."""
+"""Bytes required for a registration that does not name its overhead: PID 1 has 40 MiB."""
 LEFT_BEHIND = 16 << 20
-"""Bytes of a pod that has gone with which its domain is removed: kernel memory that is freed later, as that of names of files."""
+"""Charged bytes up to which the domain of a pod that is gone is removed: kernel memory that is freed later, such as cached file names."""
 MOST_PROCESSES = 1 << 22
 """``PID_MAX_LIMIT`` of ``include/linux/threads.h``: a larger ``pids.max`` is refused (``pids_max_write``)."""
 CPU_WEIGHTS = range(1, 10_001)
@@ -31,8 +31,8 @@ NO_LIMIT = "max"
 MEMORY_MAX, SWAP_MAX = "memory.max", "memory.swap.max"
 """The latter is a file that a kernel without swap does not have ("Memory Interface Files")."""
 NO_GROUPS = {"cgroup.max.descendants": "0"}
-"""Below the group nothing can be made. A pod that may make user namespaces mounts the hierarchy from its group on, and makes
-groups there ("Delegation"); with one below it, a group cannot be removed."""
+"""No groups can be made below the group. A pod that may make user namespaces could mount the hierarchy from its group on, and make groups
+there ("Delegation"); a group with children cannot be removed."""
 NO_PROCESSES = "0"
 """The ``pids.max`` with which nothing in the cgroup can fork. A process that is moved there is not refused ("PID")."""
 
@@ -46,22 +46,22 @@ class Limits:
     memory_max: int | None = None
     """Bytes of everything in the tree, which the limits of the instances do not exceed together."""
     cpu_weight: int = DEFAULT_WEIGHT
-    """The share of the tree in CPU time, beside all other pods."""
+    """The tree's share of CPU time, relative to all other pods."""
     pids_max: int | None = None
     """Processes and threads in the tree."""
     instance_memory: int = INSTANCE_MEMORY
     """Bytes that an instance gets when it is registered."""
     ram: int | None = None
-    """Bytes of memory that the machine has; ``None`` if that is unknown."""
+    """Bytes of the machine's memory; ``None`` if unknown."""
     instance_pids_max: int | None = 2048
     """Processes and threads of one instance."""
     huge_page_sizes: tuple[str, ...] = ()
-    """The sizes of huge pages that the kernel has, as in the names of control files, such as ``2MB``."""
+    """The kernel's sizes of huge pages, as in the names of control files, such as ``2MB``."""
     swap: bool = False
     """Whether the kernel has swap (CONFIG_SWAP), of which the tree gets none."""
 
     def of_root(self) -> Mapping[str, str]:
-        """Return file → value for the root of the tree, without ``memory.high``, which would hold back vCPUs."""
+        """Return file → value for the root of the tree, without ``memory.high``, which would throttle vCPUs."""
         return {
             **self._of_memory(self.memory_max),
             "pids.max": _written(self.pids_max),
@@ -69,9 +69,9 @@ class Limits:
         }
 
     def of_domain(self, memory_max: int | None, *, gone: bool) -> Mapping[str, str]:
-        """Return file → value for an instance's domain; what is left of a pod that has *gone* cannot fork, and gets the least share.
+        """Return file → value for an instance's domain; the remains of a pod that is *gone* cannot fork, and get the least share.
 
-        ``memory.oom.group`` stays 0: the kernel would end PID 1 with what is too large, and nothing would tell of it.
+        ``memory.oom.group`` stays 0: otherwise the kernel would end PID 1 together with the largest process, and nothing would report it.
         """
         return {
             **self._of_memory(memory_max),
@@ -81,7 +81,7 @@ class Limits:
         }
 
     def _of_memory(self, memory_max: int | None) -> Mapping[str, str]:
-        """No swap, as the kubelet gives none to Guaranteed pods."""
+        """Return the limits of memory: no swap, as the kubelet gives none to Guaranteed pods."""
         return {
             MEMORY_MAX: _written(memory_max),
             "memory.high": NO_LIMIT,
@@ -90,14 +90,14 @@ class Limits:
         }
 
     def _of_huge_pages(self) -> Iterator[str]:
-        """Yield the files that limit pages in use and reservations: what is reserved need not be free ("HugeTLB Reservation")."""
+        """Yield the files that limit pages in use and reservations: reserved pages need not be free ("HugeTLB Reservation")."""
         for size in self.huge_page_sizes:
             yield f"hugetlb.{size}.max"
             yield f"hugetlb.{size}.rsvd.max"
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """The controllers that the root and its instances must be given, so that these limits can be written."""
+        """The controllers that the root and its instances need for these limits."""
         return ("cpu", *(("hugetlb",) if self.huge_page_sizes else ()), "memory", "pids")
 
 
@@ -109,15 +109,15 @@ OF_VCPUS: Mapping[str, str] = {**NO_GROUPS, "cpu.weight": str(CPU_WEIGHTS[0])}
 
 
 def memory_for(wanted: int, limits: Limits, others: int) -> int:
-    """Return the bytes of the *wanted* ones that an instance can have where all *others* together have so many."""
+    """Return how many of the *wanted* bytes an instance can have if all *others* together have theirs."""
     return wanted if limits.memory_max is None else max(min(wanted, limits.memory_max - others), 0) // MIB * MIB
 
 
 def share_of(part: int, whole: int | None, limits: Limits) -> int | None:
-    """Return the bytes of ``memory.max`` that are the share of a pod with *part* of the machine's *whole*; ``None`` if nothing is limited.
+    """Return the part of ``memory.max`` for a pod that has *part* of the machine's *whole*; ``None`` if nothing is limited.
 
-    All pods together have no more of the machine's memory, and of its exclusive CPUs, than there is, so that no instance that keeps
-    to it is given what the next one needs.
+    All pods together have at most the machine's memory, and its exclusive CPUs, so an instance within its share takes nothing that the next
+    one needs.
     """
     if limits.memory_max is None or whole is None:
         return None
@@ -125,17 +125,17 @@ def share_of(part: int, whole: int | None, limits: Limits) -> int | None:
 
 
 def default_memory(ram: int, pods: int | None) -> int:
-    """Return the default ``memory.max`` in bytes of a machine with *ram* bytes whose kubelet limits all *pods* to so much.
+    """Return the default ``memory.max`` in bytes of a machine with *ram* bytes whose kubelet limits all *pods* to that many.
 
-    What the kubelet has reserved for the system is not promised to any pod. Beyond, a machine without a reservation gives
-    an eighth, and a small one 1 GiB or half.
+    It is the memory that the kubelet reserves for the system, and promises to no pod; at least an eighth of *ram*, and at least 1 GiB, or
+    half of *ram* if that is less.
     """
     reserved = 0 if pods is None else max(ram - pods, 0)
     return max(reserved, ram // 8, min(LEAST_MEMORY, ram // 2)) // MIB * MIB
 
 
 def default_pod_memory(memory_max: int | None) -> int:
-    """Return the bytes that an instance gets at first: what one needs, on a small machine a quarter of *memory_max*."""
+    """Return the bytes that an instance gets at first: its usual need, on a small machine a quarter of *memory_max*."""
     return INSTANCE_MEMORY if memory_max is None else min(INSTANCE_MEMORY, memory_max // 4) // MIB * MIB
 
 

@@ -61,40 +61,39 @@ from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 log = logging.getLogger(__name__)
 
 _STRANGERS_NAMED = 8
-"""Processes that the log names when what is left of a pod is ended."""
+"""Processes that the log names when the remains of a pod are ended."""
 
 
 @frozen
 class Intervals:
-    """The intervals between looks."""
+    """The intervals of the loop, in seconds."""
 
     pause: float = 0.01
     """Between two readings of a state file that must be equal."""
     readings: int = 100
-    """After so many without two equal ones, decisions are frozen."""
+    """Number of readings without two equal ones after which decisions are frozen."""
     resync: float = 30.0
-    """A pass at least so often, whatever is or is not reported."""
+    """Longest time between two passes, with or without reports of changes."""
     eviction: float = 0.25
-    """The same while an instance whose pod has gone is not empty yet."""
+    """The same while an instance whose pod is gone is not empty yet."""
     frozen: float = 5.0
-    """The same while decisions are frozen, while groups of an earlier version are in use, while memory is charged to a domain of
-    which nothing else is left, and while the kubelet has not said which container has some of the CPUs: neither a
-    directory that is not there yet nor the kubelet's API reports anything."""
+    """The same while decisions are frozen, groups of an earlier version are in use, memory is charged to a domain without groups, or the
+    kubelet has not named the container of some CPUs: in these cases no report announces the change."""
     least: float = 0.1
-    """From one pass to the next, whatever is reported: a pod can empty and fill its cgroup without end."""
+    """Shortest time from one pass to the next, whatever is reported: a pod can empty and fill its cgroup endlessly."""
     repaired: float = 1.0
-    """The same after one that has put right what others had changed: each seal costs all CPUs of the node a moment."""
+    """The same after a pass that has repaired changes of others: each seal costs all CPUs of the node a moment."""
     reclaimed: float = 5.0
-    """From one attempt to take back memory of a domain that is left over to the next; five times what that took, if it is longer."""
+    """From one attempt to reclaim memory of a left-over domain to the next; five times the duration of the attempt, if that is longer."""
     seen: float = 0.1
-    """For so long a look at the tree answers a question: it reads 20 files for each instance, and any process may ask."""
+    """For which an observation of the tree answers questions: it reads 20 files for each instance, and any process may ask."""
 
 
 @attrs.define(eq=False)
 class ReconcileLoop:
-    """The tree, what it should be, and the pass from one to the other.
+    """The observed tree, the desired tree, and the pass from one to the other.
 
-    *source* is where the CPU assignments are read, or ``None`` on a machine without a kubelet.
+    *source* reads the CPU assignments; it is ``None`` on a machine without a kubelet.
     """
 
     tree: Tree
@@ -106,25 +105,25 @@ class ReconcileLoop:
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
     held: HeldFiles = attrs.field(factory=HeldFiles)
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
-    """For what a pod can cause without end: requests, whether refused or not, and passes."""
+    """For messages that a pod can cause endlessly: requests, refused or not, and passes."""
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
     """The tree after the last pass."""
     error: str = ""
-    """What was wrong with the last pass that :meth:`once` made, empty if nothing was; it is why the node is not ready."""
+    """The errors of the last pass made by :meth:`once`, empty if there were none; with an error the node is not ready."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
     _passed: Announcements = attrs.field(factory=Announcements)
     _followed: list[Path] = attrs.field(factory=list)
     """The files of :meth:`following`."""
     _reclaimed: dict[str, float] = attrs.field(factory=dict)
-    """Pod UID → when :meth:`reclaim` tries its domain again, on trio's clock."""
+    """Pod UID → time of the next :meth:`reclaim` of its domain, on trio's clock."""
     _evicting: frozenset[str] = frozenset()
-    """The instances whose pods have gone and that were not empty after the last pass."""
+    """The instances whose pods are gone and that were not empty after the last pass."""
     _changed: bool = True
-    """Whether the tree was changed since its files were held: groups and files come with the loop's own actions alone."""
+    """Whether the tree was changed since its files were held: only the loop's own actions add groups and files."""
     _observed_at: float = -math.inf
-    """When :meth:`observe` was done last, on the clock of ``time.monotonic``."""
+    """The time of the last :meth:`observe`, on the clock of ``time.monotonic``."""
     pass_log: PassLog = attrs.field(init=False)
 
     @pass_log.default
@@ -132,15 +131,15 @@ class ReconcileLoop:
         return PassLog(self.tree, self.counters, self.log_limit, self.source is not None)
 
     def machine(self) -> OnlineCpus:
-        """Read the machine."""
+        """Read the machine's CPUs and memory nodes."""
         return read_online_cpus(self.sys)
 
     def frozen(self) -> str:
-        """Return why decisions are frozen, or nothing."""
+        """Return the reason why decisions are frozen, empty if they are not."""
         return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
 
     def current(self) -> CpuState | Frozen:
-        """Return the state a decision may rest on now: the settled one, if the file still holds the same."""
+        """Return the state on which a decision may be based now: the settled one, if the file still holds it."""
         if self.source is None or isinstance(self.state, Frozen):
             return self.state
         now = self.source.current(self.state)
@@ -149,7 +148,7 @@ class ReconcileLoop:
         return now
 
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
-        """Return what the tree should be."""
+        """Return the desired tree."""
         if self.source is None:
             desired = desire_without_kubelet(machine, self.limits)
         elif isinstance(self.state, Frozen):
@@ -159,7 +158,7 @@ class ReconcileLoop:
         return attrs.evolve(desired, partitions=self.tree.partition_writer is not None)
 
     def observe(self) -> Observed:
-        """Look at the tree; also what :attr:`observed` is from now on."""
+        """Read the tree, and keep the result as :attr:`observed`."""
         observed = self.tree.observe()
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
@@ -174,12 +173,12 @@ class ReconcileLoop:
         return self.observed or self.observe()
 
     def seen(self) -> Observed:
-        """Return the tree as it was at most :attr:`Intervals.seen` seconds ago: for reports, not for decisions."""
+        """Return the tree as observed at most :attr:`Intervals.seen` seconds ago: for reports, not for decisions."""
         fresh = time.monotonic() - self._observed_at < self.intervals.seen
         return self.observed if fresh and self.observed is not None else self.observe()
 
     def evict(self) -> Observed:
-        """Remove the instances that have ended, and empty those whose pods have gone, as far as that is done at once.
+        """Remove the instances that have ended, and empty those whose pods are gone, as far as that works at once.
 
         Return the tree after it.
         """
@@ -190,7 +189,7 @@ class ReconcileLoop:
         return self.observe()
 
     def float_cpus(self) -> CpuSet:
-        """Return the CPUs of every float, whether there is one or not; none while decisions are frozen."""
+        """Return the CPUs of every float, even if there is none yet; no CPUs while decisions are frozen."""
         desired = self.desired(self.machine())
         if isinstance(desired, Frozen) or self.observed is None:
             return CpuSet()
@@ -203,21 +202,21 @@ class ReconcileLoop:
         memory: Mapping[str, int] | None = None,
         seen: Observed | None = None,
     ) -> tuple[Fault, ...]:
-        """Bring the tree to what is desired, with an instance for each of *grants*; return what went wrong.
+        """Bring the tree to the desired one, with an instance for each of *grants*; return the faults.
 
-        *seals* are instances to be sealed or unsealed, *memory* what domains are to get
-        (:func:`~runner.controller.tree.reconcile.reconcile`). *seen* is the tree if it was observed in this step of the event loop.
-        While decisions are frozen, only what is to be unsealed is. Raises :class:`HostError` if there is no cgroup v2 to work with.
+        *seals* are instances to be sealed or unsealed, *memory* is the memory that domains get
+        (:func:`~runner.controller.tree.reconcile.reconcile`). *seen* is the tree if it was observed in this step of the event loop. While
+        decisions are frozen, only requested unseals are carried out. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         try:
             return self._pass(grants, seals, memory, seen)
         finally:
             if self._changed or self.held.leased or self.held.error:
-                self._hold()  # before anybody gets a descriptor of a new group
+                self._hold()  # before any pod gets a descriptor of a new group
 
     def _hold(self) -> None:
         self._changed = False
-        with contextlib.suppress(CgroupError):  # the pass has said so
+        with contextlib.suppress(CgroupError):  # the pass has reported it
             self.held.hold(self.tree.reachable())
         if leased := self.held.leased:
             self.log_limit.log(log.error, ControllerEvent.CGROUP_FILES_LEASED, len(leased), min(leased))
@@ -259,7 +258,7 @@ class ReconcileLoop:
     def _apply(
         self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
     ) -> tuple[Fault, ...]:
-        """Do *actions*, log those that succeeded, and return what went wrong."""
+        """Apply *actions*, log those that succeeded, and return the faults."""
         self._changed |= bool(actions)
         faults = self.tree.apply(actions, machine.online)
         failed = {(fault.group, fault.unlimited) for fault in faults}
@@ -274,7 +273,7 @@ class ReconcileLoop:
     def _without_strangers(
         self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet], observed: Observed
     ) -> tuple[Observed, tuple[Fault, ...]]:
-        """End what is left in *observed* of the pods that have gone; return the tree after it, and what went wrong."""
+        """End the remains, in *observed*, of pods that are gone; return the tree afterwards, and the faults."""
         actions = evictions(desired, observed, grants)
         if not actions:
             return observed, ()
@@ -291,7 +290,7 @@ class ReconcileLoop:
         return self.observe(), faults
 
     def disturb(self) -> None:
-        """Ask for a pass soon."""
+        """Request a pass soon."""
         self._disturbed.set()
 
     async def next_pass(self) -> None:
@@ -300,7 +299,7 @@ class ReconcileLoop:
 
     @contextlib.contextmanager
     def following(self, files: Iterable[Path]) -> Iterator[None]:
-        """Make a pass after each change of *files* as well, and one at once, which begins to watch them.
+        """Also make a pass after each change of *files*, and one at once, which begins to watch them.
 
         A file stays watched until it is removed, which does no harm.
         """
@@ -331,7 +330,7 @@ class ReconcileLoop:
             self._compare_memory_nodes(source.files)
 
     def _compare_memory_nodes(self, files: KubeletFiles) -> None:
-        """Warn of NUMA nodes that only the kubelet has. An unusable file is no error: sysfs names them too."""
+        """Warn of NUMA nodes that only the kubelet knows. An unusable file is no error, because sysfs has the nodes too."""
         memory = attempt(files.memory_state, parse_memory_state)
         if not isinstance(memory, Frozen):
             strange = CpuSet(memory.numa_nodes) - self.machine().memory_nodes
@@ -341,7 +340,7 @@ class ReconcileLoop:
     async def follow(self, watches: Watches) -> None:
         """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
         while True:
-            disturbed = self._disturbed = trio.Event()  # what happens from here on calls for another pass
+            disturbed = self._disturbed = trio.Event()  # events from here on require another pass
             repairs = self.counters.repairs
             await self.once(watches)
             least = self.intervals.least if self.counters.repairs == repairs else self.intervals.repaired
@@ -351,7 +350,7 @@ class ReconcileLoop:
             await trio.sleep_until(earliest)
 
     def _interval(self) -> float:
-        """Return the seconds after which a pass is made, whatever is or is not reported."""
+        """Return the seconds after which a pass is made, with or without reports of changes."""
         observed = self.observed
         awaited = observed is not None and (observed.outdated or any(map(observed.is_left_over, observed.domains)))
         if self.frozen() or awaited or (self.source is not None and self.source.awaits_containers):
@@ -359,10 +358,10 @@ class ReconcileLoop:
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
     async def reclaim(self) -> None:
-        """Take back the memory of domains of which nothing else is left, as far as the kernel can; never return.
+        """Reclaim the memory of domains without groups, as far as the kernel can; never return.
 
-        In a thread, and not by a lower ``memory.max``: pods choose how much there is, and how much of it can be taken back. Little is
-        not worth it: the kernel may interrupt each CPU for it (``lru_add_drain_all``).
+        It runs in a thread, and without lowering ``memory.max``, because pods determine how much memory there is and how much can be
+        reclaimed. Small amounts are left, because the kernel may interrupt each CPU for a reclaim (``lru_add_drain_all``).
         """
         while True:
             left = [] if self.observed is None else [*self.observed.left_over(LEFT_BEHIND)]
@@ -398,7 +397,7 @@ def _evicted(actions: Iterable[Action]) -> frozenset[str]:
 
 @contextlib.asynccontextmanager
 async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
-    """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree stays as it is."""
+    """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree is left in place at the end."""
     with inotify.watching() as queue:
         watches = Watches(queue, loop.tree, loop.source, loop.pods, loop.log_limit, loop.disturb)
         async with trio.open_nursery() as nursery:

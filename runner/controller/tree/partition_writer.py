@@ -1,12 +1,12 @@
-"""The partition writer: a process that keeps CAP_SYS_ADMIN to make instances' cgroups isolated partitions, and nothing else.
+"""The partition writer: a process that keeps CAP_SYS_ADMIN only to make instances' cgroups isolated partitions.
 
-Of all that a partition takes, two writes need that capability: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose
-parent is no partition (``remote_partition_enable``, ``kernel/cgroup/cpuset.c``), and more CPUs to ``cpuset.cpus.exclusive`` of one
-that is a partition already (``remote_cpus_update``). The kernel asks for the capability of the process that writes, so no
-descriptor can be handed over. The controller itself names the CPUs, takes some away, ends partitions, and decides.
+Of all the steps for a partition, two writes need that capability: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose parent is no
+partition (``remote_partition_enable``, ``kernel/cgroup/cpuset.c``), and more CPUs to ``cpuset.cpus.exclusive`` of one that is a partition
+already (``remote_cpus_update``). The kernel checks the capabilities of the process that writes, so passing a descriptor would not help. The
+controller itself names the CPUs, takes some away, ends partitions, and decides.
 
-The writer opens what it writes below the controller's root without following links. Without it the controller goes on: no instance
-gets a partition until the next start.
+The writer opens what it writes below the controller's root without following links. Without the writer the controller continues, but no
+instance gets a partition until the next start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PartitionWriter(PrivilegedProcess):
 
     @property
     def missing(self) -> str:
-        """Return why it makes no partition; empty if it can."""
+        """Return the reason why it can make no partition; empty if it can."""
         if not self.started:
             return "the controller's partition writer has no CAP_SYS_ADMIN; give its container the capability"
         return super().missing
@@ -44,15 +44,15 @@ class PartitionWriter(PrivilegedProcess):
     def isolate(self, name: str) -> None:
         """Write ``isolated`` to ``cpuset.cpus.partition`` of the vCPUs' cgroup *name*, as in ``instance-a/vcpus``.
 
-        The kernel accepts that also where it makes no partition: read it back. Raises :class:`CgroupError` if the write is
+        The kernel accepts the write even if it makes no partition, so the caller reads it back. Raises :class:`CgroupError` if the write is
         refused or the writer has ended.
         """
         self._ask(name, "cannot write 'isolated' to {name}/cpuset.cpus.partition")
 
     def extend(self, name: str, cpus: CpuSet) -> None:
-        """Write *cpus*, which are all and some more, to ``cpuset.cpus.exclusive`` of the isolated partition *name*.
+        """Write *cpus*, the present CPUs and more, to ``cpuset.cpus.exclusive`` of the isolated partition *name*.
 
-        Where the kernel does not add them it ends the partition: read it back. Raises as :meth:`isolate` does.
+        If the kernel cannot add them it ends the partition, so the caller reads it back. Raises as :meth:`isolate` does.
         """
         self._ask(f"{name} {cpus}", f"cannot write '{cpus}' to {{name}}/cpuset.cpus.exclusive")
 
@@ -72,11 +72,10 @@ def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
 
 
 def obey(root: Path, message: bytes) -> int:
-    """Do what *message* asks for; return 0 or the number of the error.
+    """Carry out *message*; return 0 or the error number.
 
-    It is the path of an instance's cgroup of vCPUs, which is to be an isolated partition; with CPUs behind it, these are to be
-    the partition's. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
-    (:mod:`runner.kernel.leases`).
+    It is the path of an instance's cgroup of vCPUs, to make it an isolated partition; if CPUs follow, the partition gets these CPUs.
+    Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN`` (:mod:`runner.kernel.leases`).
     """
     name, space, text = message.decode("ascii", "replace").partition(" ")
     try:

@@ -1,4 +1,4 @@
-"""The log of passes, and the counters of its metrics: what a pass has done and found."""
+"""The log of passes and the counters of their metrics: the actions and findings of each pass."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 
 @attrs.define(eq=False)
 class PassLog:
-    """Logs what passes over *tree* do and find, and counts it in *counters*; *limit* is for what a pod can cause without end."""
+    """Logs the actions and findings of passes over *tree*, and counts them in *counters*; *limit* bounds the messages that pods cause."""
 
     tree: Tree
     counters: ControllerCounters
     limit: LogRateLimit
     kubelet: bool
-    """Whether a kubelet shares out the CPUs; without one each registration changes float."""
+    """Whether a kubelet assigns the CPUs; without one each registration changes float."""
     faults: tuple[Fault, ...] = ()
-    """What went wrong in the last pass, group by group."""
+    """The faults of the last pass, group by group."""
     left: Mapping[str, CpuSet] = attrs.field(factory=dict)
-    """The cpusets as this program last saw or wrote them: a difference was made by another program."""
+    """The cpusets as this program last read or wrote them: any difference was made by another program."""
     _oom_kills: Mapping[str, int] | None = None
-    """Pod UID → what :attr:`~runner.controller.tree.reconcile.Domain.oom_kills` was; ``None`` before the tree was observed."""
+    """Pod UID → the last :attr:`~runner.controller.tree.reconcile.Domain.oom_kills`; ``None`` before the tree was observed."""
 
     def count(self, outcome: str, seconds: float) -> None:
         """Count a pass, and its time."""
@@ -53,11 +53,11 @@ class PassLog:
         self.counters.pass_seconds += seconds
 
     def add_faults(self, faults: tuple[Fault, ...]) -> None:
-        """Log those of *faults* that are new, and keep all."""
+        """Log the new ones among *faults*, and keep all."""
         for fault in faults:
             if fault in self.faults:
                 continue
-            # That of no pod is by the kernel or this program's options, and there may be several.
+            # A fault of no pod is due to the kernel or this program's options, and there may be several.
             peer = fault if fault.pod_uid is None else fault.group
             if fault.unlimited:
                 self.limit.log(log.warning, ControllerEvent.LIMIT_MISSING, fault.group, fault.reason, peer=peer)
@@ -66,7 +66,7 @@ class PassLog:
         self.faults = faults
 
     def add_oom_kills(self, observed: Observed) -> None:
-        """Log and count the processes that the kernel has ended since the tree was observed last, as memory was short in a domain."""
+        """Log and count the processes that the kernel has ended since the last observation because a domain was out of memory."""
         before = self._oom_kills
         self._oom_kills = {pod_uid: domain.oom_kills for pod_uid, domain in observed.domains.items()}
         for pod_uid, domain in observed.domains.items():
@@ -78,7 +78,7 @@ class PassLog:
                 )
 
     def add_actions(self, actions: Iterable[Action], observed: Observed, granted: Collection[str]) -> None:
-        """Log *actions* that have changed *observed*, but for the CPUs of the pods *granted*; count repairs and removals."""
+        """Log *actions* that have changed *observed*, except for the CPUs of the pods *granted*; count repairs and removals."""
         for action in actions:
             match action:
                 case Remove(group) if group.endswith(f"/{VCPUS}"):

@@ -1,4 +1,4 @@
-"""The pods' own cgroups, which the kubelet and the container runtime make: which of them exist, and what is in them."""
+"""The pods' own cgroups, made by the kubelet and the container runtime: which exist, and their processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from runner.kubelet.pod_cgroups import (
 )
 
 _MOST_GROUPS = 256
-"""Cgroups of one pod that are looked into; a privileged container can make any number."""
+"""Cgroups of one pod that are examined; a privileged container can make any number."""
 _MOST_ANCESTORS = 8
-"""Ancestors of a process that are looked at to find its pod."""
+"""Ancestors of a process that are examined to find its pod."""
 
 
 @frozen
@@ -42,8 +42,8 @@ class MemberProcess:
 class PodCgroups:
     """The pods' cgroups in the hierarchy mounted at *mount*, and their processes in *procfs*.
 
-    Without a *kubelet* the containers of docker and podman are meant. With *trusting* any peer may have registered any
-    name, so that no pod is known to have gone.
+    Without a *kubelet* the containers of docker and podman are meant. With *trusting* any peer may have registered any name, so no pod is
+    known to be gone.
     """
 
     mount: Cgroup
@@ -61,10 +61,10 @@ class PodCgroups:
         return [path for path in map(self.mount.path.joinpath, possible) if path.is_dir()]
 
     def gone(self, pod_uid: str) -> bool:
-        """Tell whether pod *pod_uid* has no cgroup any more: nothing of it can be running.
+        """Tell whether pod *pod_uid* has no cgroup any more, so that none of its processes can be running.
 
-        The kubelet removes the pod's cgroup after its last container has ended. Where the kubelet's ``cgroupRoot`` is one
-        that is not known here, none of its pods is said to have gone.
+        The kubelet removes the pod's cgroup after its last container has ended. If the kubelet's ``cgroupRoot`` is not known here, no pod
+        counts as gone.
         """
         if self.trusting or (self.kubelet and not any((self.mount.path / path).is_dir() for path in KUBEPODS)):
             return False
@@ -72,7 +72,7 @@ class PodCgroups:
         return named and not self.existing(pod_uid)
 
     def processes(self, pod_uid: str) -> Iterator[MemberProcess]:
-        """Yield the processes in the cgroups of *pod_uid*'s containers, read as they are asked for.
+        """Yield the processes in the cgroups of *pod_uid*'s containers, read lazily.
 
         Raises :class:`~runner.kernel.cgroup.LeasedError`.
         """
@@ -122,7 +122,7 @@ class PodCgroups:
         return list(found.values())
 
     def _owner(self, pid: int) -> str:
-        """Return the pod of process *pid*: that of the first of it and its ancestors that is in a pod's cgroup."""
+        """Return the pod of process *pid*: that of the process or of its first ancestor in a pod's cgroup."""
         first = self.procfs.cgroup(pid)
         for _ in range(_MOST_ANCESTORS):
             container = self.container(self.procfs.cgroup(pid))
@@ -136,7 +136,7 @@ class PodCgroups:
 
 
 def _groups(top: Cgroup) -> Iterator[Cgroup]:
-    """Yield *top* and the groups below it, level by level, at most :data:`_MOST_GROUPS`: no container's hide another one's."""
+    """Yield *top* and its descendants, level by level, at most :data:`_MOST_GROUPS`, so that no container hides another."""
     found = [top]
     for group in found:
         yield group

@@ -1,7 +1,7 @@
-"""The actions that bring the controller's cgroup tree to what the kubelet's state requires (pure).
+"""The actions that bring the controller's cgroup tree to the state that the kubelet requires (pure).
 
-The actions are single operations on the kernel, in an order in which each may fail or the program may die after any
-of them: a second pass from what is then found ends in the same tree. Two rules have precedence:
+The actions are single operations on the kernel, in an order in which each may fail or the program may die after any of them: a second pass
+from the resulting tree ends in the same state. Two rules have precedence:
 
 * Only our own groups are touched: the root, ``instance-<name>`` with a well-formed name, and its ``float`` and ``vcpus``; and
   what a pod has made below the latter two, when they are removed.
@@ -10,15 +10,14 @@ of them: a second pass from what is then found ends in the same tree. Two rules 
   gets its CPUs; a stale instance is removed before its CPUs are given to another, and no float gets the CPUs of an instance that
   still runs although its pod is gone, unless it would have no others.
 
-A descriptor of a group can be passed on, so that processes of any pod may be in it, also after the end of the pod that it
-was made for. Before anything else is decided, the vCPUs' group of such a pod gets float's CPUs, and all that is in its domain is
-ended (:func:`evictions`). The CPUs come first, because a process that holds the descriptors can enter as fast as others are
-ended, so that the group may never be empty; where even that fails, it is an instance that still runs.
+A descriptor of a group can be passed on, so that processes of any pod may be in it, also after the end of the pod that it was made for.
+Before anything else is decided, the vCPUs' group of such a pod gets float's CPUs, and all processes in its domain are ended
+(:func:`evictions`). The CPUs come first, because a process that holds the descriptors can enter as fast as others are ended, so that the
+group may never be empty. If even this fails, the group is treated as an instance that still runs.
 
-``cpuset.mems`` only grows. Taking a node from a populated group makes the kernel migrate its members' pages
-at once ("Cpuset Interface Files" of cgroup-v2.rst), seconds for a guest's memory; where guest memory lies is
-decided by the process that populates it and by binding, not by these groups. The domains have neither ``cpuset.cpus`` nor
-``cpuset.mems`` of their own: they have the root's.
+``cpuset.mems`` only grows. Removing a NUMA node from a populated group makes the kernel migrate its members' pages at once ("Cpuset
+Interface Files" of cgroup-v2.rst), seconds for a guest's memory; the location of guest memory is determined by the process that allocates
+it and by binding, not by these groups. The domains set neither ``cpuset.cpus`` nor ``cpuset.mems``: they inherit the root's.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ ROOT = ""
 PARENT = ".."
 
 MEMBER, ISOLATED = "member", "isolated"
-"""``cpuset.cpus.partition`` of a group that is no partition, and of one that has its CPUs to itself."""
+"""``cpuset.cpus.partition`` of a group that is no partition, and of an isolated one."""
 
 BELOW = ("cpu", "pids")
 """The controllers that a domain switches on for its children, besides cpuset."""
@@ -69,7 +68,7 @@ class Group:
     effective: CpuSet
     """``cpuset.cpus.effective``."""
     populated: bool
-    """Whether it cannot be removed: it has a live member, or a group below it that a pod has made."""
+    """Whether it has a live member, or a child group that a pod has made; then it cannot be removed."""
     limits: Mapping[str, str] = attrs.field(factory=dict)
     """Control file → value, for the limits that the kernel offers here."""
     exclusive: CpuSet = attrs.field(factory=CpuSet)
@@ -81,14 +80,14 @@ class Group:
     def was_sealed(self) -> bool:
         """Return whether it is an isolated partition, or was one until the kernel invalidated it.
 
-        Where its parent lost the CPUs, the kernel makes it a member without a word (``remote_partition_check``).
+        If its parent lost the CPUs, the kernel silently makes it a member (``remote_partition_check``).
         """
         return self.partition != MEMBER or bool(self.exclusive)
 
 
 @frozen
 class Domain:
-    """The group of an instance that has its limits, as observed."""
+    """The group that has an instance's limits, as observed."""
 
     enabled: frozenset[str] = frozenset()
     """``cgroup.subtree_control``."""
@@ -99,28 +98,28 @@ class Domain:
     oom_kills: int = 0
     """Processes that the kernel has ended because the domain was out of memory."""
     charged: int = 0
-    """Bytes that it is charged for; read where nothing runs in it."""
+    """Bytes charged to it; read only if nothing runs in it."""
 
     @property
     def charged_mebibytes(self) -> int:
-        """The least ``memory.max`` for which the kernel need not take anything back, in whole MiB."""
+        """The least ``memory.max``, in whole MiB, for which the kernel need not reclaim anything."""
         return -(-self.charged // MIB) * MIB
 
     @property
     def memory_max(self) -> int | None:
-        """The bytes that were promised to it; ``None`` if it has no limit yet."""
+        """The bytes granted to it; ``None`` if it has no limit yet."""
         text = self.limits.get(MEMORY_MAX, NO_LIMIT)
         return int(text) if text.isdecimal() else None
 
 
 @frozen
 class Observed:
-    """The tree as it is."""
+    """The tree as observed."""
 
     offered: frozenset[str]
-    """The controllers that the parent has."""
+    """The controllers available in the parent."""
     delegated: frozenset[str]
-    """The controllers that are on in the parent's ``cgroup.subtree_control``."""
+    """The controllers enabled in the parent's ``cgroup.subtree_control``."""
     exists: bool
     enabled: frozenset[str] = frozenset()
     """The root's ``cgroup.subtree_control``."""
@@ -133,16 +132,16 @@ class Observed:
     limits: Mapping[str, str] = attrs.field(factory=dict)
     """Control file → value, for the root's limits that the kernel offers."""
     memory_used: int = 0
-    """Bytes that the root is charged for."""
+    """Bytes charged to the root."""
     gone: frozenset[str] = frozenset()
-    """The UIDs of pods that have a domain here and no cgroup of their own any more. One that the kubelet still names is among them only
-    if its domain is all that is left."""
+    """The UIDs of pods that have a domain here but no cgroup of their own any more. A pod that the kubelet still names is included only if
+    nothing but its domain is left."""
     reclaimed: frozenset[str] = frozenset()
-    """The UIDs of pods of whose domains nothing else is left, and from which the kernel has taken back what it could."""
+    """The UIDs of pods of which only the domain is left, after the kernel has reclaimed as much of its memory as it could."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)
-    """Path of a group of the shape that earlier versions made → whether it is populated; those below others come first."""
+    """Path of a group made by an earlier version → whether it is populated; children come before their parents."""
 
     def instances(self) -> Mapping[str, Group]:
         """Return the vCPUs' groups by the pods' UIDs."""
@@ -153,43 +152,43 @@ class Observed:
         return {uid: self.groups[float_group(uid)] for uid in sorted(self.domains) if float_group(uid) in self.groups}
 
     def is_left_over(self, pod_uid: str) -> bool:
-        """Tell whether the domain of *pod_uid* has no group any more: it is there for the memory that is charged to it."""
+        """Tell whether the domain of *pod_uid* has no groups any more, and exists only for the memory charged to it."""
         return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
 
     def left_over(self, more: int) -> Iterator[str]:
-        """Yield the pods of which nothing but the domain is left, which is charged for *more* bytes than that."""
+        """Yield the pods of which only the domain is left, with more than *more* bytes charged to it."""
         return (uid for uid, each in self.domains.items() if each.charged > more and self.is_left_over(uid))
 
     def shares_float(self, pod_uid: str) -> bool:
-        """Tell whether the vCPUs' group of *pod_uid* has CPUs of its float and no others, as :func:`evictions` leaves it."""
+        """Tell whether the vCPUs' group of *pod_uid* has only CPUs of its float, as after :func:`evictions`."""
         vcpus, floating = self.groups.get(vcpus_group(pod_uid)), self.groups.get(float_group(pod_uid))
         return vcpus is not None and floating is not None and bool(vcpus.cpus) and vcpus.cpus <= floating.cpus
 
     def populated_outdated(self) -> tuple[str, ...]:
-        """Return those of :attr:`outdated` that are in use."""
+        """Return the groups of :attr:`outdated` that are in use."""
         return tuple(path for path, populated in self.outdated.items() if populated)
 
 
 @frozen
 class Desired:
-    """The tree as it should be."""
+    """The desired tree."""
 
     cpus: CpuSet
     """All CPUs of the machine."""
     mems: CpuSet
     """All its memory nodes."""
     shared_pool: CpuSet
-    """What float should have, less what instances still hold."""
+    """The CPUs for float, except those that instances still hold."""
     choices: Mapping[str, tuple[CpuSet, ...]]
-    """Pod UID → the cpusets its containers may have."""
+    """Pod UID → the possible cpusets, one of each of its containers."""
     complete: bool
-    """*choices* names every pod there is, so that an empty instance that it does not name is stale."""
+    """Whether *choices* names all existing pods, so that an empty instance missing in it is stale."""
     limits: Limits = attrs.field(factory=Limits)
     partitions: bool = True
     """Whether an instance may be an isolated partition."""
     kills: bool = True
-    """Whether all that is left of a pod without a cgroup is ended; else it is moved to float: without a kubelet the cgroup is a
-    container's, which the runtime removes with its last anchor while the guest may run."""
+    """Whether the remains of a pod without a cgroup are ended; otherwise they are moved to float: without a kubelet the cgroup is a
+    container's, which the runtime may remove with its last anchor while the guest runs."""
 
 
 @frozen
@@ -217,7 +216,7 @@ class Write:
 
 @frozen
 class Restrict:
-    """Write a limit, or switch on the controller for one. The tree works without it, so that a failure stops nothing."""
+    """Write a limit, or enable the controller for one. The tree works without it, so a failure stops nothing."""
 
     group: str
     file: str
@@ -253,17 +252,17 @@ class Evict:
 
 @frozen
 class Seal:
-    """Make a group of vCPUs an isolated partition of *cpus*. It works without, so that a failure stops nothing."""
+    """Make a group of vCPUs an isolated partition of *cpus*. The instance works without it, so a failure stops nothing."""
 
     group: str
     cpus: CpuSet
     together: CpuSet
-    """The CPUs of all sealed instances, which the root must have for itself first."""
+    """The CPUs of all sealed instances, which the root must have exclusively before."""
 
 
 @frozen
 class Unseal:
-    """Make a group of vCPUs a member of its parent's partition again, without exclusive CPUs; its domain has none either then."""
+    """Make a group of vCPUs a member of its parent's partition again; neither it nor its domain then has exclusive CPUs."""
 
     group: str
 
@@ -272,10 +271,10 @@ Action = Make | Remove | Write | Restrict | Kill | Evict | Seal | Unseal
 
 
 def desire(state: CpuState, machine: OnlineCpus, limits: Limits) -> Desired:
-    """Return what the kubelet's *state* means for the tree on *machine*.
+    """Return the desired tree on *machine* for the kubelet's *state*.
 
-    Where the shared pool is empty, float has all CPUs that are no pod's own: every one under policy ``none``, and the reserved
-    ones when all others are given away under ``strict-cpu-reservation``. It must run somewhere, and those are the system's own.
+    Where the shared pool is empty, float has all CPUs that are no pod's own: every one under policy ``none``, and the reserved ones when
+    all others are given away under ``strict-cpu-reservation``. Float must run somewhere, and these CPUs are the system's own.
     """
     return Desired(
         cpus=machine.present,
@@ -288,7 +287,7 @@ def desire(state: CpuState, machine: OnlineCpus, limits: Limits) -> Desired:
 
 
 def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
-    """Return what *machine* wants where no kubelet shares out CPUs: float has all but what instances registered."""
+    """Return the desired tree on *machine* without a kubelet: float has all CPUs except those that instances have registered."""
     return Desired(
         cpus=machine.present,
         mems=machine.memory_nodes,
@@ -309,11 +308,11 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Return the actions that turn *observed* into *desired*, with an instance for each of *grants* as well.
 
-    The caller has made sure that no granted CPU is another instance's (:func:`holders`). *seals* are the instances that
-    are to be sealed or unsealed; all others stay as they are, as long as a thread is in their groups. *memory* is pod UID →
-    bytes that its domain gets; all others keep what they have.
+    The caller has made sure that no granted CPU is another instance's (:func:`holders`). *seals* are the instances that are to be sealed or
+    unsealed; all others stay as they are, as long as a thread is in their groups. *memory* is pod UID → bytes for its domain; all others
+    keep their limits.
 
-    While a tree of the earlier shape is in use nothing is done: a domain beside its threaded groups could hold nothing.
+    While a tree of the earlier shape is in use there are no actions: a domain beside its threaded groups could hold no process.
     """
     if observed.populated_outdated():
         return ()
@@ -323,7 +322,7 @@ def reconcile(
 def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]:
     """Return the actions that end the partitions of instances without a thread, and of those that *seals* names with ``False``.
 
-    That takes no knowledge of the kubelet's state: the CPUs go back to the cpusets that name them.
+    This needs no knowledge of the kubelet's state: the CPUs return to the cpusets that name them.
     """
     return tuple(
         Unseal(vcpus_group(pod_uid))
@@ -333,7 +332,7 @@ def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]
 
 
 def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group]:
-    """Return the vCPUs' groups, *but* one pod's, that hold any of *cpus*; one that only shares float's holds none."""
+    """Return the vCPUs' groups, except those of pod *but*, that hold any of *cpus*; a group that only shares float's holds none."""
     return {
         pod_uid: group
         for pod_uid, group in observed.instances().items()
@@ -344,7 +343,7 @@ def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group
 
 
 def floats_on(cpus: CpuSet, observed: Observed, *, but: str) -> tuple[str, ...]:
-    """Return the pods, *but* one, in whose floats threads may run on any of *cpus*: these could not be shrunk."""
+    """Return the pods, except *but*, in whose floats threads may run on any of *cpus*, because shrinking these floats failed."""
     return tuple(
         pod_uid
         for pod_uid, group in observed.floats().items()
@@ -365,7 +364,7 @@ def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) ->
 
 
 def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[Action, ...]:
-    """Return the actions that end what is left of the pods that have gone: strangers, or what a runtime has left behind.
+    """Return the actions that end the remains of pods that are gone: foreign processes, or ones that a runtime has left.
 
     An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
     being powered down. An emptied group is removed by the pass that follows (:func:`reconcile`).
@@ -395,7 +394,7 @@ def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet
 
 
 def _without_pod(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> frozenset[str]:
-    """Return the pods that have gone and that no program names any more."""
+    """Return the pods that are gone and that neither the kubelet nor a grant names."""
     return observed.gone.intersection(observed.domains) - {*desired.choices, *grants}
 
 
@@ -443,7 +442,7 @@ def _domains(
     grants: Mapping[str, CpuSet],
     memory: Mapping[str, int],
 ) -> Iterator[Action]:
-    """Make and limit the domains of *groups* and *grants*, and remove the others."""
+    """Yield the actions that make and limit the domains of *groups* and *grants*, and remove the others."""
     without_pod = _without_pod(desired, observed, grants)
     promised = {pod_uid: domain.memory_max or 0 for pod_uid, domain in observed.domains.items()}
     for pod_uid in sorted({*observed.domains, *grants}):
@@ -457,7 +456,8 @@ def _domains(
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
         elif keeps_memory(pod_uid, desired, observed):
-            # No more, also for sockets that were made in it, whose buffers are charged to it wherever their process is.
+            # The limit falls to the present use, also against sockets made in the domain, whose buffers are charged to it wherever their
+            # process is.
             left = {MEMORY_MAX: str(observed.domains[pod_uid].charged_mebibytes)}
             yield from _restrictions(instance_group(pod_uid), left, observed.domains[pod_uid].limits, observed)
         else:
@@ -465,19 +465,18 @@ def _domains(
 
 
 def keeps_memory(pod_uid: str, desired: Desired, observed: Observed) -> bool:
-    """Tell whether the domain of *pod_uid*, of which nothing else is left, is to stay for the memory that is charged to it.
+    """Tell whether the domain of *pod_uid*, which has no groups, is to stay for the memory that is charged to it.
 
-    Memory that others hold, such as a memfd that was passed on, a file in tmpfs or page cache in a pipe, stays charged when its
-    processes have left; which page cache that is shows when the kernel has taken back the rest. When the domain is removed, only the
-    root is charged for it, whose limit is that of all pods: one that registers and leaves again and again could fill it, and the
-    kernel would end another's guest. While the pod may register every byte counts; what has gone for good leaves some kernel memory
-    for a while.
+    Memory that others hold, such as a memfd that was passed on, a file in tmpfs or page cache in a pipe, stays charged when its processes
+    have left; how much of it can be known once the kernel has reclaimed the rest. After the domain's removal only the root is charged,
+    whose limit all pods share: a pod that registers and leaves again and again could use it up, and the kernel would end another pod's
+    guest. While the pod may still register, every byte counts; one that is gone for good may leave some kernel memory for a while.
     """
     return observed.domains[pod_uid].charged > (LEFT_BEHIND if _has_gone(pod_uid, desired, observed) else 0)
 
 
 def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
-    """Return the pods that have gone and whose domains are kept for the memory that is charged to them, and its bytes."""
+    """Return the pods that are gone and whose domains are kept for the memory charged to them, with its bytes."""
     return {
         pod_uid: domain.charged
         for pod_uid, domain in observed.domains.items()
@@ -489,7 +488,7 @@ def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
 
 
 def _has_gone(pod_uid: str, desired: Desired, observed: Observed) -> bool:
-    """Tell whether *pod_uid* registers no more: its cgroup has gone, or the kubelet does not name it."""
+    """Tell whether *pod_uid* can no longer register: its cgroup is gone, or the kubelet does not name it."""
     return pod_uid in observed.gone or (desired.kills and pod_uid not in desired.choices)
 
 
@@ -497,7 +496,7 @@ _OF_VCPUS = vcpus_group("").removeprefix(instance_group(""))
 
 
 def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[str]:
-    """Yield the groups that are to be removed: stale ones, and floats of nothing."""
+    """Yield the groups to remove: stale ones, and floats without an instance."""
     leaving = stale(desired, observed, grants)
     yield from map(vcpus_group, leaving)
     staying = {*observed.instances(), *grants} - {*leaving}
@@ -507,9 +506,9 @@ def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
 
 
 def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others: int) -> int:
-    """Return the ``memory.max`` of a domain: the bytes *wanted*, else those it has, else those that each one begins with.
+    """Return the ``memory.max`` of a domain: the bytes *wanted*, or its present ones, or the initial ones.
 
-    Never less than it is charged for: the writer would wait until the kernel has taken that back, or has given up.
+    Never less than the charged bytes: the write would block until the kernel has reclaimed the difference, or has given up.
     """
     if wanted is None and found is not None and found.memory_max is not None:
         return found.memory_max
@@ -518,7 +517,7 @@ def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others:
 
 
 def _domain_actions(path: str, desired: Desired, observed: Observed, found: Domain) -> Iterator[Action]:
-    """Finish the domain at *path*: its children are threaded, which takes threaded controllers alone."""
+    """Yield the actions that complete the domain at *path*: threaded children, for which it enables threaded controllers only."""
     if found.cpus and not desired.cpus <= found.cpus:
         yield Write(path, "cpuset.cpus", str(found.cpus | desired.cpus))
     unwanted = sorted(found.enabled - THREADED_CONTROLLERS)
@@ -538,10 +537,10 @@ def _sealed(
     seals: Mapping[str, bool],
     without_pod: frozenset[str],
 ) -> Mapping[str, CpuSet]:
-    """Return the groups that are to be isolated partitions, and their CPUs.
+    """Return the groups that are to be isolated partitions, with their CPUs.
 
-    That an instance was sealed is recorded nowhere but in its group, which the kernel keeps when this program ends. A group
-    without a thread has no use for its CPUs, and one without a pod has float's.
+    Only the group itself records that an instance was sealed; the kernel keeps it when this program ends. A group without threads needs no
+    CPUs, and one without a pod has float's.
     """
     if observed.exclusive is None or not desired.partitions:
         return {}
@@ -572,7 +571,7 @@ def _seal_actions(
     }
     for name, cpus in missing.items():
         yield Seal(name, cpus, together)
-    for pod_uid, domain in observed.domains.items():  # from below: what a group has, the ones above must have
+    for pod_uid, domain in observed.domains.items():  # children first: a parent must have its children's limits
         path = vcpus_group(pod_uid)
         group, cpus = observed.groups.get(path), sealed.get(path, CpuSet())
         unsealed = group is not None and group.was_sealed and not cpus
@@ -588,7 +587,7 @@ def _seal_actions(
 
 
 def _leaves(pod_uid: str, desired: Desired, observed: Observed, removed: frozenset[str]) -> bool:
-    """Tell whether nothing of *pod_uid* stays."""
+    """Tell whether no group of *pod_uid* stays."""
     below = (float_group(pod_uid), vcpus_group(pod_uid))
     return not any(path in observed.groups and path not in removed for path in below) and not keeps_memory(
         pod_uid, desired, observed
@@ -596,12 +595,12 @@ def _leaves(pod_uid: str, desired: Desired, observed: Observed, removed: frozens
 
 
 def _names(group: Group, cpus: CpuSet | None) -> bool:
-    """Tell whether *group* has *cpus*, and for itself; ``None``: it is to have none for itself."""
+    """Tell whether *group* has *cpus* exclusively; with ``None``, whether it has no exclusive CPUs."""
     return group.exclusive == group.cpus == cpus
 
 
 def _stays_sealed(group: Group, cpus: CpuSet | None) -> bool:
-    """Tell whether *group* can remain an isolated partition while its CPUs become *cpus*: it keeps some of them.
+    """Tell whether *group* can remain an isolated partition while its CPUs change to *cpus*, because it keeps some of them.
 
     The kernel takes CPUs out of a valid partition when they leave ``cpuset.cpus.exclusive``, and adds others for a writer with
     CAP_SYS_ADMIN (``remote_cpus_update``, Linux 6.12); ``cpuset.cpus`` has no effect meanwhile.
@@ -612,7 +611,7 @@ def _stays_sealed(group: Group, cpus: CpuSet | None) -> bool:
 def _cpuset_actions(
     targets: Mapping[str, CpuSet], groups: Mapping[str, Group], sealed: Mapping[str, CpuSet]
 ) -> Iterator[Action]:
-    """Give each group its CPUs. Shrink first: CPUs that move between two groups are in neither for a moment, never in both."""
+    """Yield the actions that give each group its CPUs. Groups shrink first: a moving CPU is for a moment in neither, never in both."""
     current = {name: group.cpus for name, group in groups.items()}
     for name, target in targets.items():
         if name in groups and _stays_sealed(groups[name], sealed.get(name)) and groups[name].exclusive - target:
@@ -642,9 +641,9 @@ def _root_limits(desired: Desired, observed: Observed) -> Iterator[Restrict]:
 
 
 def withheld(desired: Desired, observed: Observed) -> tuple[tuple[str, str], ...]:
-    """Return the root's limits, file and value, that are not written because more is in use.
+    """Return the root's limits, file and value, that are not written because the use exceeds them.
 
-    Lowering ``memory.max`` below what is in use kills ("Memory Interface Files").
+    Lowering ``memory.max`` below the memory in use ends processes ("Memory Interface Files").
     """
     wanted = desired.limits.of_root()[MEMORY_MAX]
     lower = wanted.isdecimal() and observed.limits.get(MEMORY_MAX) != wanted
@@ -652,7 +651,7 @@ def withheld(desired: Desired, observed: Observed) -> tuple[tuple[str, str], ...
 
 
 def _parent_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
-    """Switch on the controllers that the root needs, and never one off: the parent is not ours."""
+    """Yield the actions that enable the controllers that the root needs; none is ever disabled, because the parent is not ours."""
     if "cpuset" not in observed.delegated:
         yield Write(PARENT, "cgroup.subtree_control", "+cpuset")
     for name in desired.limits.controllers:
@@ -661,7 +660,7 @@ def _parent_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
 
 
 def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
-    """Build or repair the root: never fewer CPUs and memory nodes than it has, and all controllers for its domains."""
+    """Yield the actions that build or repair the root: all controllers, and never fewer CPUs and memory nodes than it has."""
     if not observed.exists:
         yield Make(ROOT)
     cpus, mems = observed.cpus | desired.cpus, observed.mems | desired.mems
@@ -677,10 +676,9 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
 
 
 def float_cpus(desired: Desired, observed: Observed) -> CpuSet:
-    """Return the CPUs that every float is to have: the shared pool, less what instances hold still.
+    """Return the CPUs for every float: the shared pool, except those that instances still hold.
 
-    With the orphans, instances whose pods have gone, on the whole shared pool, float joins them there, like every other pod
-    of the node.
+    If orphans, instances whose pods are gone, hold the whole shared pool, float shares it with them, like every other pod of the node.
     """
     removed = frozenset(_removed(desired, observed, {}))
     groups = {path: group for path, group in observed.groups.items() if path not in removed}
@@ -695,10 +693,10 @@ def _targets(
     grants: Mapping[str, CpuSet],
     without_pod: frozenset[str],
 ) -> Mapping[str, CpuSet]:
-    """Return the CPUs that each of our groups should have; the floats come first, then the vCPUs' groups in order.
+    """Return the CPUs for each of our groups; the floats come first, then the vCPUs' groups in order.
 
-    Without any CPU to float on, floats are left as they are, and none is made. What is in the vCPUs' group of one of the pods
-    *without_pod* has float's CPUs, and follows float until it has ended.
+    Without any CPU for float, floats are left unchanged, and none is made. The vCPUs' groups of the pods *without_pod* have float's CPUs,
+    and follow float until their processes have ended.
     """
     targets, owned, orphaned = _owned(desired, observed, groups, grants, without_pod)
     floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
@@ -723,7 +721,7 @@ def _owned(
     grants: Mapping[str, CpuSet],
     without_pod: frozenset[str],
 ) -> tuple[Mapping[str, CpuSet], CpuSet, CpuSet]:
-    """Return the CPUs that each group of vCPUs should have, those of all, and those of instances whose pod is gone.
+    """Return the CPUs for each group of vCPUs, those of all together, and those of instances whose pod is gone.
 
     An instance whose pod the kubelet no longer names still has live threads, or it would be stale: it is left alone
     until they end, and no other instance gets its CPUs meanwhile.
@@ -741,7 +739,7 @@ def _owned(
         if target.isdisjoint(orphaned):
             targets[vcpus_group(pod_uid)] = target
             owned |= target
-        else:  # the kubelet has given away CPUs on which another instance's last threads still run; not yet
+        else:  # another instance's last threads still run on CPUs that the kubelet has assigned; not yet
             owned |= group.cpus
     for pod_uid, cpus in sorted(grants.items()):
         targets[vcpus_group(pod_uid)] = cpus
@@ -750,7 +748,7 @@ def _owned(
 
 
 def _contested(desired: Desired) -> CpuSet:
-    """Return the CPUs that are not one pod's alone: those of the shared pool, and those that several pods may have."""
+    """Return the CPUs that do not belong to one pod alone: those of the shared pool, and those that several pods may have."""
     pods = Counter(cpu for choices in desired.choices.values() for cpu in CpuSet.union(choices))
     return desired.shared_pool | CpuSet(cpu for cpu, number in pods.items() if number > 1)
 
@@ -758,10 +756,10 @@ def _contested(desired: Desired) -> CpuSet:
 def _choose(current: CpuSet, choices: tuple[CpuSet, ...], contested: CpuSet) -> CpuSet:
     """Return the cpuset of an instance that may have one of *choices* and now has *current*.
 
-    Which of its pod's containers an instance is, is not recorded. A container that the kubelet resizes keeps most of its CPUs,
-    so that its set is the nearest. Where that is ambiguous, an instance that has CPUs of several containers keeps those, and
-    one whose container is one of several with CPUs in common gets the CPUs of these: still its pod's alone, and every vCPU
-    keeps the CPU it is pinned to. An init container that has ended keeps its entry: CPUs in it that are *contested* by now say so.
+    The instance's container within the pod is not recorded. A container that the kubelet resizes keeps most of its CPUs, so its set is the
+    nearest one. If that is ambiguous, an instance with CPUs of several containers keeps them, and one whose container shares CPUs with
+    others of the pod gets the CPUs of all these: they are still its pod's alone, and every vCPU keeps the CPU it is pinned to. An ended
+    init container keeps its entry, which is recognised by CPUs in it that are *contested* by now.
     """
     valid = tuple(cpus for cpus in choices if cpus.isdisjoint(contested)) or choices
     together = CpuSet.union(valid)
@@ -776,18 +774,18 @@ def _choose(current: CpuSet, choices: tuple[CpuSet, ...], contested: CpuSet) -> 
 
 
 def is_resized(current: CpuSet, asked: CpuSet, choices: tuple[CpuSet, ...]) -> bool:
-    """Tell whether a container that asks for the CPUs *asked* is the one whose instance has *current*, and was resized.
+    """Tell whether the container that requests the CPUs *asked* was resized and is the one whose instance has *current*.
 
-    No other container of its pod, of *choices*, has as many of these, but for one with CPUs in common: an init container.
+    No other container of the pod, in *choices*, has as many of these CPUs, except an init container, which has CPUs in common with it.
     """
     kept = len(asked & current)
     return bool(kept) and all(len(cpus & current) < kept for cpus in choices if cpus.isdisjoint(asked))
 
 
 def silent_fallbacks(observed: Observed, online: CpuSet) -> Mapping[str, Group]:
-    """Return our groups that run on other CPUs than were written, though the kernel reported no error.
+    """Return our groups that run on other CPUs than were written, without an error from the kernel.
 
-    A partition has its exclusive CPUs, whatever else was written, until it has been extended.
+    A partition keeps its exclusive CPUs until it is extended, whatever was written to ``cpuset.cpus``.
     """
     return {
         name: group

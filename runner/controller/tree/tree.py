@@ -1,4 +1,4 @@
-"""The tree of groups in the kernel: observing it, and applying what :mod:`runner.controller.tree.reconcile` decided."""
+"""The tree of groups in the kernel: observing it, and applying the actions of :mod:`runner.controller.tree.reconcile`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 MOVED_AT_ONCE = 256
 """Threads that one action moves out of a group: 0.2 ms each, and no request is answered meanwhile."""
 REMOVED_AT_ONCE = 256
-"""Groups that one action removes below a group of ours, where a pod has made them."""
+"""Descendant groups, made by a pod, that one action removes below a group of ours."""
 
 _ROOT_LIMITS = (MEMORY_MAX, "memory.high", SWAP_MAX, "pids.max", "cpu.weight")
 _DOMAIN_LIMITS = (*_ROOT_LIMITS, "cgroup.max.descendants")
@@ -55,7 +55,7 @@ class Tree:
 
     root: Cgroup
     partition_writer: PartitionWriter | None = None
-    """``None``: no partition is made."""
+    """``None`` if no partitions are made."""
 
     def domain(self, pod_uid: str) -> Cgroup:
         """Return the domain of pod *pod_uid*."""
@@ -70,7 +70,7 @@ class Tree:
         return self.group(vcpus_group(pod_uid))
 
     def group(self, name: str) -> Cgroup:
-        """Return the group that the actions call *name*."""
+        """Return the group that actions refer to as *name*."""
         match name.split("/"):
             case [only] if only == ROOT:
                 return self.root
@@ -85,14 +85,14 @@ class Tree:
                 yield pod_uid, self.root.child(name)
 
     def reachable(self) -> Iterator[str]:
-        """Yield the control files that pods reach by their descriptors: those of floats and vCPUs' groups, and one of domains."""
+        """Yield the control files that pods can reach by their descriptors: those of floats and vCPUs' groups, and one of each domain."""
         for _, domain in self._domains():
             yield f"{domain.path}/{MEMORY_EVENTS}"
             for group in filter(Cgroup.exists, map(domain.child, (FLOAT, VCPUS))):
                 yield from (f"{group.path}/{file}" for file in FILES)
 
     def observe(self) -> Observed:
-        """Read the tree as it is. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
+        """Read the tree. Raises :class:`CgroupError` where there is no cgroup v2 with cpuset at all.
 
         A group that vanishes while it is read is left out.
         """
@@ -137,7 +137,7 @@ class Tree:
         )
 
     def _outdated(self) -> Iterator[tuple[str, bool]]:
-        """Yield the groups that earlier versions have made, and whether they are populated; each before the one above it.
+        """Yield the groups made by earlier versions, and whether they are populated; children before their parents.
 
         They had one threaded float for all instances, with a group in it for each, and threaded groups of vCPUs beside it.
         """
@@ -149,10 +149,10 @@ class Tree:
                         yield str(below.path.relative_to(self.root.path)), populated
 
     def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
-        """Apply *actions* in order; a failure is returned, and stops the actions on its own group only, but for a limit.
+        """Apply *actions* in order; a failure is returned, and except for a limit it stops the further actions on the same group.
 
-        Where the kernel accepts a cpuset and silently runs something else, the read-back shows it: of the CPUs
-        written, those *online* must be the ones in effect.
+        The kernel may accept a cpuset and silently use another one, so it is read back: the effective CPUs must be the *online* ones of
+        those written.
         """
         faults: dict[str, Fault] = {}
         unlimited: list[Fault] = []
@@ -175,7 +175,7 @@ class Tree:
             case Make():
                 group.create()
             case Remove():
-                # A float that has been populated again is no fault: its CPUs are no other's. Nor is its domain.
+                # A float that has been populated again is no fault, because no other group gets its CPUs; nor is its domain.
                 if not _removed(group) and group.name == VCPUS:
                     return f"cannot remove {group.path}: it has been populated again"
             case Write(_, "cpuset.cpus", value):
@@ -200,19 +200,19 @@ class Tree:
         if isinstance(action, Kill):
             group.kill()
             for below in reversed(self.vcpus_of(action.pod_uid).below(REMOVED_AT_ONCE)):
-                below.remove()  # what has not ended yet is removed by the next pass
+                below.remove()  # a group with live processes is removed by the next pass
         else:
             _evict(group, self.float_of(action.pod_uid))
 
     def _is_sealed_with(self, group: Cgroup, effective: CpuSet, online: CpuSet) -> bool:
-        """Tell whether *group* is an isolated partition, of which ``cpuset.cpus`` alone changes nothing, with *effective*."""
+        """Tell whether *group* is an isolated partition with the CPUs *effective*, on which ``cpuset.cpus`` has no effect."""
         return group.partition() == ISOLATED and effective == (group.exclusive_cpus() or CpuSet()) & online
 
     def unseal(self, group: Cgroup) -> None:
-        """End the partition of *group*, if it is one; its domain has no CPUs for itself then either.
+        """End the partition of *group*, if it is one; then neither it nor its domain has exclusive CPUs.
 
-        The kernel gives back only CPUs that the groups above still have for themselves (``remote_partition_disable``, Linux
-        6.12). Where another program has taken them, they would stay isolated for ever, so these get them again first.
+        The kernel returns only CPUs that the ancestors still have exclusively (``remote_partition_disable``, Linux 6.12). If another
+        program has removed them from these, they would stay isolated for ever, so they are first added again.
         """
         exclusive = group.exclusive_cpus()
         try:
@@ -220,13 +220,13 @@ class Tree:
                 ours = above.exclusive_cpus()
                 if exclusive and ours is not None and not exclusive <= ours:
                     above.write("cpuset.cpus.exclusive", str(ours | exclusive))
-        finally:  # also where a cgroup beside the root has taken them: then they are that one's
+        finally:  # even if a sibling of the root has taken them: then they belong to that one
             group.end_partition()
         if group.name == VCPUS and group.parent.exclusive_cpus():
             group.parent.write("cpuset.cpus.exclusive", "")
 
     def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition of *cpus*, or one that it is already larger; return why it is not."""
+        """Make *group* an isolated partition of *cpus*, or enlarge its partition; return the reason if that fails."""
         if self.partition_writer is None:
             return "the controller makes no partitions"
         for above, wanted in ((self.root, together), (group.parent, cpus)):
@@ -238,7 +238,7 @@ class Tree:
         return self._isolate(self.partition_writer, group, cpus, online)
 
     def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> str:
-        """Make the partition *group*, which has *before*, one of *cpus*; return why it is not, and then it has *before* still."""
+        """Extend the partition *group* from *before* to *cpus*; if that fails, return the reason and keep *before*."""
         reason = ""
         try:
             writer.extend(f"{group.parent.name}/{group.name}", cpus)
@@ -253,7 +253,7 @@ class Tree:
         return f"cannot extend the isolated partition {group.path} to the CPUs {cpus}: {reason}"
 
     def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition of *cpus*; if that fails, return the reason and leave nothing of it behind."""
+        """Make *group* an isolated partition of *cpus*; if that fails, return the reason and undo all of it."""
         try:
             group.write("cpuset.cpus.exclusive", str(cpus))
             writer.isolate(f"{group.parent.name}/{group.name}")
@@ -272,7 +272,7 @@ _OUTDATED = {"threaded", "domain invalid"}
 
 
 def _while_there(read: Callable[[Cgroup], T], group: Cgroup) -> T | None:
-    """Return what *read* returns of *group*; ``None`` if that is gone."""
+    """Return the result of *read* for *group*; ``None`` if the group is gone."""
     try:
         return read(group)
     except CgroupError as error:
@@ -282,7 +282,7 @@ def _while_there(read: Callable[[Cgroup], T], group: Cgroup) -> T | None:
 
 
 def _removed(group: Cgroup) -> bool:
-    """Remove *group*, with the groups below it that a pod has made, and return whether it is gone."""
+    """Remove *group*, with the child groups that a pod has made, and return whether it is gone."""
     if group.remove():
         return True
     for below in reversed(group.below(REMOVED_AT_ONCE)):
@@ -291,10 +291,10 @@ def _removed(group: Cgroup) -> bool:
 
 
 def _evict(group: Cgroup, target: Cgroup) -> None:
-    """Move the threads of *group* to *target*, and remove the groups below it that a pod has made."""
+    """Move the threads of *group* to *target*, and remove the child groups that a pod has made."""
     _move_threads(group, target)
     for below in reversed(group.below(REMOVED_AT_ONCE)):
-        with contextlib.suppress(CgroupError):  # one that cannot have threads yet, or is gone
+        with contextlib.suppress(CgroupError):  # a group that cannot have threads yet, or is gone
             _move_threads(below, target)
         below.remove()
 
@@ -302,11 +302,11 @@ def _evict(group: Cgroup, target: Cgroup) -> None:
 def _move_threads(source: Cgroup, target: Cgroup) -> None:
     """Move threads from *source* to *target* until none is left or :data:`MOVED_AT_ONCE` have been tried.
 
-    A number that was read earlier may be another thread's when it is written, so each is read just before. What is left is
-    harmless: within those microseconds the thread has ended, and its number has gone to a new one (``idr_alloc_cyclic`` of
-    ``kernel/pid.c`` gives a number again after all others). A thread of another domain cannot be moved (EOPNOTSUPP).
+    A number read earlier may belong to another thread when it is written, so each is read just before. The remaining race is harmless:
+    within microseconds the thread would have to end, and a new one get its number (``idr_alloc_cyclic`` of ``kernel/pid.c`` gives a number
+    again after all others). A thread of another domain cannot be moved (EOPNOTSUPP).
     """
-    passed = {0}  # never 0, a thread that cannot be named here: written, it would mean this program
+    passed = {0}  # never 0, a thread without a number here: writing 0 would move this program
     for _ in range(MOVED_AT_ONCE):
         tid = next((tid for tid in source.each_thread() if tid not in passed), None)
         if tid is None:
@@ -341,5 +341,5 @@ def _observe(group: Cgroup) -> Group:
     except CgroupError as error:
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             raise
-        # No cpuset files: the controller is switched off above (or the group is gone since a moment ago).
+        # No cpuset files: the controller is disabled in an ancestor, or the group was just removed.
         return Group(kind, CpuSet(), CpuSet(), CpuSet(), populated, limits)

@@ -1,4 +1,4 @@
-"""The kernel's reports that call for a pass: of the kubelet's files, of the tree and of the end of pods."""
+"""The kernel's reports that require a pass: of the kubelet's files, of the tree and of the end of pods."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FILES = (
     *("cpuset.cpus.exclusive", "cpuset.cpus.partition"),
     *("cpu.weight", "memory.max", "pids.max"),
 )
-"""Control files whose change may call for a pass; not among them are the runner's writes of its threads.
+"""Control files whose change may require a pass, except those that the runner writes to move its threads.
 
-They are watched one by one: a watch of the directory would report ``pids.events`` and ``memory.events`` too, which change
-whenever something in the group meets its limit, as often as it likes.
+They are watched one by one: a watch of the directory would also report ``pids.events`` and ``memory.events``, which change whenever a
+process in the group meets its limit, as often as it likes.
 """
 
 _DIRECTORY = (
@@ -54,7 +54,7 @@ class Watches:
     pods: PodCgroups
     log_limit: LogRateLimit
     disturb: Callable[[], None]
-    """Asks for a pass."""
+    """Requests a pass."""
     _watches: set[int] = attrs.field(factory=set)
     _watched: dict[Path, int] = attrs.field(factory=dict)
     """The watch of each control file."""
@@ -62,7 +62,7 @@ class Watches:
     """The names of the pods' own cgroups, for the instances there are."""
 
     async def listen(self) -> None:
-        """Ask for a pass at each report of the kernel that matters; never return."""
+        """Request a pass at each relevant report of the kernel; never return."""
         while True:
             for event in await self.queue.receive():
                 if event.mask & inotify.IGNORED:
@@ -72,7 +72,7 @@ class Watches:
 
     def _matters(self, event: inotify.FileEvent) -> bool:
         if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
-            return True  # a watched file has changed, or a watched directory itself is gone, moved or made anew
+            return True  # a watched file has changed, or a watched directory was removed, moved or created again
         ours = event.name in (FLOAT, VCPUS) or instance_uid(event.name) is not None or event.name in self._pod_names
         of_source = self.source is not None and self.source.reads(event.name)
         return ours or of_source or event.name == self.tree.root.name
@@ -84,7 +84,7 @@ class Watches:
                 self._watch(directory, _DIRECTORY)
 
     def watch_tree(self, observed: Observed | None, files: Iterable[Path]) -> None:
-        """Watch *files*, our groups, and what the pods' own cgroups are removed from, which reports the end of a pod."""
+        """Watch *files*, our groups, and the parents of the pods' own cgroups, which report the end of a pod."""
         self._watched = {path: watch for path, watch in self._watched.items() if watch in self._watches}
         self._watch_files(files)
         if observed is None:
@@ -106,7 +106,7 @@ class Watches:
                     self._watched[path] = watch
 
     def _watch(self, path: Path, mask: int) -> int | None:
-        """Watch *path*; what changed there before the watch was new to us calls for another pass."""
+        """Watch *path*; a new watch requires another pass, for changes made before it."""
         try:
             watch = self.queue.watch(path, mask)
         except HostError as error:

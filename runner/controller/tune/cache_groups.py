@@ -1,8 +1,8 @@
-"""Ways of the L3 caches and memory bandwidth for the instances that ask for them (pure).
+"""Ways of the L3 caches and memory bandwidth for the instances that request them (pure).
 
-Ways are given away from the highest on, and everything that is in no group has those below the lowest that is given away:
-a CPU may demand that the ways of a group are next to each other (``Documentation/filesystems/resctrl.rst``, "Cache Bit
-Masks"). At least half of each cache stays with everything else.
+Ways are assigned from the highest downwards, and CPUs in no group have the ways below the lowest assigned one: a CPU may require that the
+ways of a group are adjacent (``Documentation/filesystems/resctrl.rst``, "Cache Bit Masks"). At least half of each cache stays with CPUs in
+no group.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from runner.kernel.resctrl import CacheCapabilities, CacheGroup
 from runner.kubelet.pod_cgroups import instance_group, instance_uid
 
 _PERCENT = 100
-"""The highest value of a group's ``MB`` where the kernel takes percent: a new group begins with the highest that there is
-(``rdtgroup_init_mba``). AMD's is 2048 (``__rdt_get_mem_config_amd``), that of ``mba_MBps`` 4294967295."""
+"""The highest value of a group's ``MB`` if the kernel takes percentages: a new group begins with the highest value (``rdtgroup_init_mba``).
+AMD's is 2048 (``__rdt_get_mem_config_amd``), that of ``mba_MBps`` 4294967295."""
 
 
 @frozen
 class CacheRequest:
-    """The request of the instance of pod *pod_uid* on *cpus*."""
+    """The request of pod *pod_uid*'s instance on *cpus*."""
 
     pod_uid: str
     cpus: CpuSet
@@ -36,16 +36,16 @@ class CacheRequest:
 
 @frozen
 class CachePlan:
-    """The groups as they should be, those to be removed, and what cannot be had."""
+    """The desired groups, the groups to be removed, and the requests that cannot be met."""
 
     groups: Mapping[str, CacheGroup]
     removed: tuple[str, ...]
     lowest_given: Mapping[int, int]
-    """L3 cache → the lowest way that is given away; only caches of which any is."""
+    """L3 cache → the lowest assigned way; only caches with assigned ways."""
     errors: tuple[tuple[str, str], ...]
-    """The group of a request, and why it does not get all that it asks for."""
+    """The group of a request, and the reason why the request is not met in full."""
     present: Mapping[str, CacheGroup]
-    """All groups, as they were found."""
+    """All groups found in the kernel."""
 
 
 def plan_cache_groups(
@@ -54,9 +54,9 @@ def plan_cache_groups(
     capabilities: CacheCapabilities,
     caches: Mapping[int, CpuSet],
 ) -> CachePlan:
-    """Return the groups for *requests*, of which each keeps the ways that its group has now.
+    """Return the groups for *requests*; each request keeps the ways that its group has now.
 
-    *caches* are the CPUs of each L3 cache. What a request asks for and the CPUs cannot do is left out of its group.
+    *caches* are the CPUs of each L3 cache. Parts of a request that the CPUs do not support are left out of its group.
     """
     ours = [name for name in groups if instance_uid(name) is not None]
     foreign = sorted(name for name in groups if name and name not in ours)
@@ -137,7 +137,7 @@ def _kept_ways(
     capabilities: CacheCapabilities,
     caches: Mapping[int, CpuSet],
 ) -> dict[int, dict[str, int]]:
-    """Return cache → group → the ways it has now, for those that have as many as they ask for, and alone."""
+    """Return cache → group → its present ways, for groups that have as many as requested, and share none."""
     kept: dict[int, dict[str, int]] = {cache: {} for cache in caches}
     shared = _shared_ways(capabilities.all_ways)
     for request in requests:
@@ -152,7 +152,7 @@ def _kept_ways(
 
 
 def _free_ways(ways: int, all_ways: int, given: Mapping[str, int]) -> int:
-    """Return the highest *ways* next to each other that are in no group; 0 where half of the cache would not be left."""
+    """Return the highest *ways* adjacent ways that are in no group; 0 if less than half of the cache would remain."""
     taken = sum(given.values())
     for first in range(all_ways.bit_length() - ways, _shared_ways(all_ways) - 1, -1):
         mask = (1 << ways) - 1 << first

@@ -1,4 +1,4 @@
-"""The groups of resctrl in the kernel: reading them, and bringing them to what :mod:`runner.controller.tune.cache_groups` decides."""
+"""The groups of resctrl in the kernel: reading them, and applying the plan of :mod:`runner.controller.tune.cache_groups`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CacheTuner:
     resctrl: Resctrl
 
     def plan(self, requests: tuple[CacheRequest, ...], unset: list[Unset]) -> CachePlan | None:
-        """Return the groups for *requests*; ``None`` where there can be none. What cannot be had is added to *unset*."""
+        """Return the groups for *requests*; ``None`` if there can be none. Requests that cannot be met are added to *unset*."""
         if not self.resctrl.mounted():
             unset += [
                 Unset(
@@ -54,7 +54,7 @@ class CacheTuner:
         return {cache: CpuSet(cpus) for cache, cpus in found.items()}
 
     def shared(self, plan: CachePlan | None, records: Mapping[str, Record]) -> Iterator[Setting]:
-        """Yield the ways of each cache that everything else has: those below the ones that are given away."""
+        """Yield, as a setting of each cache, the ways of CPUs in no group: those below the assigned ones."""
         if plan is None:
             return
         for cache, current in plan.present[""].values.get("L3", {}).items():
@@ -63,11 +63,11 @@ class CacheTuner:
                 yield Setting(path, "cache", f"{int(current, 16):x}", WaysBelow(first))
 
     def share(self, setting: Setting, value: str) -> None:
-        """Write *value* to one of :meth:`shared`. Raises :class:`HostError`."""
+        """Write *value* to a setting of :meth:`shared`. Raises :class:`HostError`."""
         self.resctrl.write("", "schemata", f"L3:{setting.path.rpartition(':')[2]}={value}")
 
     def apply(self, plan: CachePlan | None, unset: list[Unset], *, creating: bool) -> None:
-        """Remove groups, and with *creating* make them; what the kernel refuses is added to *unset*."""
+        """Remove groups, and with *creating* make them; refusals of the kernel are added to *unset*."""
         if plan is None:
             return
         for name in plan.removed:

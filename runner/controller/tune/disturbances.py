@@ -1,14 +1,12 @@
 """The settings of the machine that keep disturbances other than threads off an instance's CPUs (pure).
 
-No setting has a name for "as before", so what was there before is recorded, in a file, before it is first changed. What is
-wanted is derived anew each time: from the instances there are, and from the recorded value as far as one of ours is still
-in force.
+The kernel keeps no former value of a setting, so the value is recorded in a file before the first change. The desired value is derived anew
+each time: from the present instances, and from the recorded value as long as a value of ours is still in force.
 
-Other programs change the same settings meanwhile. A set of CPUs is one in which each program takes and puts back its own
-(CRI-O does so with the interrupts' default), and a value that is not ours was derived from ours as often as not. So it is
-the CPUs that were taken or added that are undone, one by one, and all others stay as they are found. A setting with a
-single value, and the mask of an interrupt, which drivers and irqbalance set as a whole, are compared instead: a value of
-another program's becomes the one to go back to.
+Other programs change the same settings meanwhile. In a set of CPUs each program removes and restores its own CPUs (CRI-O does so with the
+interrupts' default), and another program's value is often derived from ours. So the CPUs that were removed or added are restored one by
+one, and all others stay as found. A setting with a single value, and the mask of an interrupt, which drivers and irqbalance set as a whole,
+are compared instead: another program's value becomes the one to restore.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from runner.base.values import frozen
 
 SettingKind = Literal["interrupt", "work_queue", "latency", "governor", "cache", "irqbalance", "power"]
 UnsetKind = SettingKind | Literal["all"]
-"""What could not be changed; *all*: no setting of any kind."""
+"""The kind of a setting that could not be changed; *all*: no settings of any kind."""
 UNSET_KINDS: tuple[UnsetKind, ...] = (*get_args(SettingKind), "all")
 
 
@@ -45,8 +43,8 @@ class _ListOfCpus:
 class AwayFrom(_ListOfCpus):
     """CPUs without those of the instances (*occupied*).
 
-    Where a mask has no others, it gets those of *near*, and failing that all *online* ones that are left. With *prefer_near*
-    it keeps to *near* as far as it may: for the vectors of a passed-through device.
+    If no CPU of the former mask remains, the mask gets those of *near*, or else all remaining *online* ones. With *prefer_near* it uses the
+    CPUs of *near* if possible: for the vectors of a passed-through device.
     """
 
     occupied: CpuSet
@@ -55,7 +53,7 @@ class AwayFrom(_ListOfCpus):
     prefer_near: bool = False
 
     def target(self, before: str) -> str:
-        """Return the mask for one that was *before*."""
+        """Return the mask that replaces *before*."""
         mask = CpuSet.parse(before)
         if not self.occupied:
             return before
@@ -66,29 +64,29 @@ class AwayFrom(_ListOfCpus):
 
 @frozen
 class Added(_ListOfCpus):
-    """CPUs in addition to those that were there: the ones that irqbalance leaves alone."""
+    """CPUs added to the former ones: CPUs that irqbalance leaves alone."""
 
     cpus: CpuSet
 
     def target(self, before: str) -> str:
-        """Return the list for one that was *before*."""
+        """Return the list that replaces *before*."""
         return str(CpuSet.parse(before) | self.cpus)
 
 
 @frozen
 class Fixed:
-    """One value, or with ``None`` the one that was there."""
+    """A single value, or with ``None`` the former one."""
 
     value: str | None
 
     def target(self, before: str) -> str:
-        """Return the value for one that was *before*."""
+        """Return the value that replaces *before*."""
         return before if self.value is None else self.value
 
 
 @frozen
 class WaysBelow:
-    """The ways of a cache below the first that is given away, as a hexadecimal mask; ``None``: all that were there."""
+    """The ways of a cache below the first assigned one, as a hexadecimal mask; ``None``: all former ones."""
 
     first: int | None
 
@@ -101,7 +99,7 @@ class WaysBelow:
         return f"{sum(1 << way for way in members):x}"
 
     def target(self, before: str) -> str:
-        """Return the mask for one that was *before*."""
+        """Return the mask that replaces *before*."""
         ways = int(before, 16)
         return before if self.first is None else f"{ways & (1 << self.first) - 1:x}"
 
@@ -114,24 +112,24 @@ class Setting:
     """A setting of the machine as it was found."""
 
     path: str
-    """Where it is; what it is recorded under."""
+    """Its path, which is also the key of its record."""
     kind: SettingKind
     current: str
     rule: Rule
     owner: str = ""
-    """Whose it is: the handlers of an interrupt. Another owner's record says nothing about it."""
+    """Its owner: the handlers of an interrupt. A record of another owner does not apply to it."""
     begins_as: str = ""
-    """The setting from which a new one takes its value: an interrupt that is new since an instance came."""
+    """The setting whose value a new setting begins with: for an interrupt that is newer than the instances."""
     placed: bool = False
     """Whether other programs choose its whole value, as irqbalance does for an interrupt.
 
-    A value with at most half of the CPUs that were written last is then their choice, and is what will be given back. One with
-    more of them is the written value with a change, and what was there *before* gets the same change.
+    A value with at most half of the CPUs last written is their choice, and becomes the value to restore. A value with more of them is the
+    written one with a change, which is also applied to *before*.
     """
 
     @property
     def wanted(self) -> bool:
-        """Return whether an instance needs it to be different from what it was."""
+        """Return whether an instance needs another value than the former one."""
         match self.rule:
             case AwayFrom(occupied):
                 return bool(occupied)
@@ -147,9 +145,9 @@ class Setting:
 
 @frozen
 class Record:
-    """The value of a setting *before*, and the values that are *ours*, the last of them as it was written last.
+    """The former value *before* of a setting, and the values that are *ours*, the last one written at the end.
 
-    One of them that is found again is not another program's.
+    If one of them is found, no other program has changed the setting.
     """
 
     before: str
@@ -167,22 +165,21 @@ class SettingChange:
 
 @frozen
 class Decision:
-    """The values to be written, and the records that are needed before and while they are."""
+    """The values to be written, and the records needed before and during the writing."""
 
     changes: tuple[SettingChange, ...]
     records: Mapping[str, Record]
     takes: bool
-    """Whether anything is taken that was not recorded yet: then the records have to be written first."""
+    """Whether a change is not recorded yet: then the records have to be written first."""
 
 
 def decide(
     settings: Iterable[Setting], records: Mapping[str, Record], lasting: Iterable[str] = (), *, recordable: bool = True
 ) -> Decision:
-    """Return what to write so that each of *settings* is as its rule says, and the records for it.
+    """Return the values to write so that each of *settings* follows its rule, and the records for them.
 
-    The records of the settings *lasting* stay although they were not found: these may come back with the value of ours.
-    Where nothing is *recordable*, what the records have is given back as far as it is not wanted any more, and nothing else
-    is changed.
+    Records of the settings *lasting* are kept although they were not found: these may return with a value of ours. Unless *recordable*,
+    recorded values that are no longer needed are restored, and nothing else is changed.
     """
     changes, kept, takes = [], {path: records[path] for path in lasting if path in records}, False
     for found in settings:
@@ -197,8 +194,8 @@ def decide(
         written = record.ours[-1] if record is not None else setting.current
         needed = None
         if setting.wanted or setting.current != before or written != before:
-            # All of them: the writing may be refused, take effect later, or this program be killed before it. After a change
-            # by another program the one in force is known, and earlier ones would be compared with what was not there then.
+            # All of them, because the write may be refused or take effect later, or this program may be killed before it. After a change by
+            # another program the value in force is known, and earlier ones no longer apply.
             earlier = dict.fromkeys(
                 value for value in (*([written] if ours else []), setting.current) if value != target
             )
@@ -216,9 +213,9 @@ def decide(
 
 
 def settled(decision: Decision, refused: Iterable[str], late: Iterable[str] = ()) -> Mapping[str, Record]:
-    """Return the records that are left when *decision*'s values have been written.
+    """Return the records that remain after *decision*'s values have been written.
 
-    Those of the settings *refused* stay, and those of *late*, which show a value some time after it was written.
+    Those of the settings *refused* stay, and those of *late*, whose values appear some time after they were written.
     """
     records, stay = dict(decision.records), {*refused, *late}
     for change in decision.changes:
@@ -236,7 +233,7 @@ def _record_of(setting: Setting, records: Mapping[str, Record]) -> Record | None
 
 
 def _usable_record(setting: Setting, record: Record | None) -> Record | None:
-    """Return *record*, or ``None`` if what is in it was never a value of *setting*."""
+    """Return *record*, or ``None`` if its values were never those of *setting*."""
     try:
         if record is not None:
             for value in (record.before, *record.ours):
@@ -247,7 +244,7 @@ def _usable_record(setting: Setting, record: Record | None) -> Record | None:
 
 
 def _before(setting: Setting, record: Record | None, records: Mapping[str, Record]) -> str:
-    """Return the value that *setting* would have without the instances."""
+    """Return the value that *setting* would have without instances."""
     if record is None:
         beginning = _usable_record(setting, records.get(setting.begins_as))
         return beginning.before if beginning is not None and setting.current in beginning.ours else setting.current
@@ -264,7 +261,7 @@ def _before(setting: Setting, record: Record | None, records: Mapping[str, Recor
 
 
 def _difference(rule: AwayFrom | Added | WaysBelow, record: Record) -> tuple[CpuSet, CpuSet]:
-    """Return what may have been taken from the value that was there before, and what may have been added to it."""
+    """Return the CPUs that may have been removed from the former value, and those that may have been added."""
     before, ours = rule.members(record.before), [rule.members(each) for each in record.ours]
     return (
         CpuSet.union(before - each for each in ours),
@@ -273,14 +270,14 @@ def _difference(rule: AwayFrom | Added | WaysBelow, record: Record) -> tuple[Cpu
 
 
 def _covers(rule: Rule, record: Record, needed: Record) -> bool:
-    """Tell whether *record* suffices to give back all that *needed* has."""
+    """Tell whether *record* suffices to restore everything that *needed* has."""
     if isinstance(rule, Fixed):
         return record.before == needed.before and {*needed.ours} <= {record.before, *record.ours}
     return all(less <= more for less, more in zip(_difference(rule, needed), _difference(rule, record), strict=True))
 
 
 def _limited(rule: Rule, record: Record) -> Rule:
-    """Return *rule* without what *record* does not have."""
+    """Return *rule* without CPUs that *record* does not have."""
     match rule:
         case Fixed(value):
             return rule if value in record.ours else Fixed(None)
@@ -324,20 +321,20 @@ def format_records(records: Mapping[str, Record], boot: str) -> str:
 
 @frozen
 class Unset:
-    """A setting that could not be changed or read, and why."""
+    """A setting that could not be changed or read, with the reason."""
 
     kind: UnsetKind
     path: str
-    """The setting, or the pod UID or group that it is for."""
+    """The setting, or the pod UID or group that requested it."""
     reason: str
 
 
 MOST_REASONS = 4
-"""Reasons of one kind of setting that are given; the others are counted."""
+"""Reasons shown for one kind of setting; the others are counted."""
 
 
 def sentences(unset: Iterable[Unset], managed: Mapping[str, str], occupied: CpuSet) -> Iterator[str]:
-    """Yield why instances' CPUs are disturbed nevertheless; *managed* are the interrupts that cannot be moved, by number."""
+    """Yield the reasons why instances' CPUs are still disturbed; *managed* are the numbers of interrupts that cannot be moved."""
     if managed:
         named = some(f"{number} ({handlers})" for number, handlers in managed.items())
         yield (

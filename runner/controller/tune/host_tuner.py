@@ -1,10 +1,10 @@
-"""The host tuner: keeps the machine's settings as the instances need them: reads, decides, records, writes, gives back.
+"""The host tuner, which keeps the machine's settings as the instances need them: read, decide, record, write, restore.
 
-It writes through the root directory of the node's first process: a container's own /proc/irq and /sys are mounted for
-reading only. That takes user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), with which its process can do anything on the node, and so
-it reads nothing that a pod sends. It takes no CAP_SYS_ADMIN, nor more of the node's directories in the manifest.
+It writes through the root directory of the node's first process: a container's own /proc/irq and /sys are mounted for reading only. That
+needs user 0 and CAP_SYS_PTRACE (proc_pid_root(5)), with which its process could do anything on the node, so it reads no data from pods. It
+needs neither CAP_SYS_ADMIN nor further directories of the node in the manifest.
 
-Nothing of it is needed for an instance to run: what the kernel refuses is logged once and reported.
+Instances run without these settings: a refusal by the kernel is logged once and reported.
 """
 
 from __future__ import annotations
@@ -59,13 +59,12 @@ from runner.kubelet.pod_cgroups import instance_group
 log = logging.getLogger(__name__)
 
 LOW_LATENCY = "2"
-"""µs that an idle state may take to leave: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep
-the CPU from idling at all, which costs the siblings their share of the core's clock."""
+"""Highest exit latency of an idle state in µs: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep the CPU
+from idling at all, which takes the siblings' share of the core's clock."""
 PERFORMANCE = "performance"
 _IRQBALANCE = "irqbalance"
 _REFUSED = {errno.EIO, errno.EPERM}
-"""What the kernel answers for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since
-6.13)."""
+"""The kernel's errors for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since 6.13)."""
 _D3COLD = PurePosixPath(d3cold_path("")).name
 _VFIO = "vfio-"
 """The beginning of the names of handlers of passed-through devices (``vfio_pci_intrs.c``)."""
@@ -93,10 +92,10 @@ class HostTuner:
     options: TuningOptions
     _boot: str = ""
     _stale: str = ""
-    """Why the records could not follow the settings in the last pass; empty if they did."""
+    """The reason why the records could not follow the settings in the last pass; empty if they did."""
 
     def tune(self, instances: Mapping[str, TunedInstance]) -> Tuned:
-        """Bring the settings to what *instances* need, by pod UID. Raises :class:`HostError`, ``OSError`` and ``ValueError``."""
+        """Adapt the settings to *instances*, by pod UID. Raises :class:`HostError`, ``OSError`` and ``ValueError``."""
         machine = read_online_cpus(self.sys)
         occupied = CpuSet.union(each.cpus for each in instances.values())
         records, unset = self._records(), list[Unset]()
@@ -124,7 +123,7 @@ class HostTuner:
             try:
                 self._publish(decision.records)
                 recorded = decision.records
-            except HostError as error:  # nothing is taken that could not be given back
+            except HostError as error:  # nothing is changed that could not be restored
                 recordable = False
                 reason = f"the machine's settings stay as they are: {explain(error)}"
                 unset.append(Unset("all", str(self.store), reason))
@@ -141,7 +140,7 @@ class HostTuner:
     def _unset_by_pod(
         self, instances: Mapping[str, TunedInstance], unset: list[Unset]
     ) -> Mapping[str, tuple[str, ...]]:
-        """Return pod UID → what of *unset* is its own, if anything is."""
+        """Return pod UID → its own part of *unset*, for pods that have one."""
         found = {}
         for pod_uid, instance in instances.items() if unset else ():
             own = {pod_uid, instance_group(pod_uid), RESCTRL, *map(d3cold_path, instance.tuning.devices)}
@@ -154,23 +153,23 @@ class HostTuner:
         default = self.host.cpus(DEFAULT_AFFINITY)
         if default is None:
             return
-        # New interrupts begin with it, so it is the first.
+        # It comes first, because new interrupts begin with it.
         yield Setting(DEFAULT_AFFINITY, "interrupt", str(default), AwayFrom(occupied, online))
         numa_nodes: dict[int, CpuSet] = {}
         for line in self.host.interrupts():
             if line.numa_node not in numa_nodes:
                 path = f"sys/devices/system/node/node{line.numa_node}/cpulist"
                 numa_nodes[line.numa_node] = self.host.cpus(path) or CpuSet()
-            # A device's own vectors: on its NUMA node, where its instance's vCPUs are, but on the shared CPUs. Which instance
-            # has the device cannot be read from the interrupt, and on a vCPU's CPU the handler would stop the guest; where
-            # the hardware posts interrupts, it delivers them to the vCPU whatever is set here (intel_ir_set_affinity).
+            # A device's own vectors go to its NUMA node, where its instance's vCPUs are, but to the shared CPUs. The interrupt does not
+            # show which instance has the device, and on a vCPU's CPU the handler would stop the guest. Hardware with posted interrupts
+            # delivers them to the vCPU regardless of this setting (intel_ir_set_affinity).
             rule = AwayFrom(occupied, online, numa_nodes[line.numa_node], prefer_near=line.handlers.startswith(_VFIO))
             yield Setting(line.path, "interrupt", str(line.cpus), rule, line.handlers, DEFAULT_AFFINITY, placed=True)
 
     def _work_queues(self, occupied: CpuSet, online: CpuSet, records: Mapping[str, Record]) -> Iterator[Setting]:
         cpus = self.host.work_queue_cpus()
         if cpus is not None:
-            # Those of others' partitions stay out of what is written: it would bring them in (workqueue_set_unbound_cpumask).
+            # CPUs of others' partitions are left out of the written value, which would include them again (workqueue_set_unbound_cpumask).
             touched = bool(occupied) or WORK_QUEUES in records
             avoided = occupied | self.host.isolated_work_queue_cpus() if touched else CpuSet()
             yield Setting(WORK_QUEUES, "work_queue", str(cpus), AwayFrom(avoided, online))
@@ -212,9 +211,9 @@ class HostTuner:
                 unset.append(Unset(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
 
     def _device_power(self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record]) -> Iterator[Setting]:
-        """Yield the power of the devices that instances have: some GPUs answer with ones after D3cold.
+        """Yield the power settings of instances' devices: after D3cold some GPUs answer all reads with ones.
 
-        A pod may name any device, so that only those count whose driver is one for passthrough.
+        A pod may name any device, so only devices bound to a passthrough driver count.
         """
         held = {
             d3cold_path(each)
@@ -256,7 +255,7 @@ class HostTuner:
     def _write(
         self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], unset: list[Unset]
     ) -> bool:
-        """Write a value; return whether it is in force, or there is nothing to be given back."""
+        """Write a value; return whether it is in force, which it also is if the former value was never changed."""
         setting = change.setting
         try:
             if setting.kind == "irqbalance" and irqbalance is not None:
@@ -267,11 +266,11 @@ class HostTuner:
                 self.host.write(setting.path, change.value)
         except SettingError as error:
             if change.value == setting.current:
-                return True  # given back a value that had never been taken
+                return True  # restored a value that had never been changed
             if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
                 number = setting.path.split("/")[-2]
                 effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")
-                # One of several CPUs is chosen when it is set up, and stays: it may not be an instance's.
+                # When an interrupt is set up, the kernel chooses one of several CPUs for good; it must not be an instance's.
                 if effective is None or not effective <= CpuSet.parse(change.value):
                     managed[number] = setting.owner
             else:
@@ -297,13 +296,13 @@ class HostTuner:
             return {}
 
     def _publish(self, records: Mapping[str, Record]) -> None:
-        """Write the records, in a directory that no pod reaches. Raises :class:`HostError`."""
-        with suppress(OSError):  # then the records cannot be written either
+        """Write the records to a directory that no pod reaches. Raises :class:`HostError`."""
+        with suppress(OSError):  # in that case the records cannot be written either
             Path(self.store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
         publish(self.store, format_records(records, self._boot).encode())
 
     def _follow_up(self, recorded: Mapping[str, Record], left: Mapping[str, Record]) -> None:
-        """Write the records that are *left* after the settings. Where that fails, those that are *recorded* do as well."""
+        """Write the records that remain after the settings were written. If that fails, *recorded* stays valid."""
         error = ""
         if left != recorded:
             try:

@@ -1,9 +1,9 @@
-"""irqbalance, a daemon that spreads interrupts over all CPUs: which CPUs it is to leave alone.
+"""irqbalance, a daemon that spreads interrupts over all CPUs, and the CPUs that it is to leave alone.
 
-Its socket takes commands of user 0 ("SOCKET API" of irqbalance(1)): ``setup`` answers with the banned CPUs as a mask,
-``settings cpus LIST`` replaces them, and with ``NULL`` it has those of its configuration again. It takes effect when it
-looks at the machine next (``sleep_interval``, by default 10 s). It is in the daemon's own mount namespace, which is reached
-through its root directory in procfs.
+Its socket takes commands of user 0 ("SOCKET API" of irqbalance(1)): ``setup`` answers with the banned CPUs as a mask, ``settings cpus
+LIST`` replaces them, and ``NULL`` restores those of its configuration. A command takes effect at the daemon's next scan of the machine
+(``sleep_interval``, by default 10 s). The socket is in the daemon's own mount namespace, which is reached through its root directory in
+procfs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.kernel.sockets import reachable
 
 _NAME = "irqbalance"
 _ANSWERS_WITHIN = 2.0
-"""Seconds: it answers between two looks at the machine."""
+"""Seconds: it answers between two scans of the machine."""
 _BANNED = re.compile(r"BANNED ([0-9a-fA-F,]+)")
 REMEDY = "set IRQBALANCE_BANNED_CPULIST for it, or stop it"
 
@@ -34,7 +34,7 @@ class Irqbalance:
     socket: Path
 
     def banned(self) -> CpuSet:
-        """Return the CPUs that it gives no interrupts. Raises :class:`HostError`."""
+        """Return the CPUs to which it sends no interrupts. Raises :class:`HostError`."""
         answer = self._call("setup")
         found = _BANNED.search(answer)
         if found is None:
@@ -45,7 +45,7 @@ class Irqbalance:
             raise HostError(f"cannot understand irqbalance: {error}", remedy=REMEDY) from error
 
     def ban(self, cpus: CpuSet) -> None:
-        """Let it give interrupts to all CPUs but *cpus*. Raises :class:`HostError`."""
+        """Let it send interrupts to all CPUs but *cpus*. Raises :class:`HostError`."""
         self._call(f"settings cpus {cpus or 'NULL'}")
 
     def _call(self, command: str) -> str:
@@ -54,16 +54,16 @@ class Irqbalance:
                 connection.settimeout(_ANSWERS_WITHIN)
                 with reachable(self.socket) as address:
                     connection.connect(address)
-                connection.sendall(command.encode() + b"\0")  # it reads the command up to this byte
+                connection.sendall(command.encode() + b"\0")  # irqbalance reads the command up to this byte
                 return connection.recv(1 << 16).decode(errors="replace")
         except OSError as error:
             raise HostError(f"cannot reach irqbalance at {self.socket}", remedy=REMEDY) from error
 
 
 def find_irqbalance(procfs: Procfs) -> Irqbalance | None:
-    """Return the irqbalance that runs on this machine, if there is one.
+    """Return the irqbalance running on this machine, if there is one.
 
-    It is root's and in the PID namespace of *procfs*: a pod may give its processes any name.
+    It must run as root in the PID namespace of *procfs*, because a pod may give its processes any name.
     """
     for pid in procfs.processes():
         if procfs.name(pid) == _NAME and _is_the_nodes(procfs, pid):
@@ -73,7 +73,7 @@ def find_irqbalance(procfs: Procfs) -> Irqbalance | None:
 
 def _is_the_nodes(procfs: Procfs, pid: int) -> bool:
     peers = Peers(procfs.root)
-    # First, because the status of a pod's process may be 700 KB long: it lists the supplementary groups.
+    # Checked first, because the status of a pod's process may be 700 KB long: it lists the supplementary groups.
     if peers.namespace(pid) != peers.own_namespace():
         return False
     try:

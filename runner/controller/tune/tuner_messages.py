@@ -22,26 +22,26 @@ Latency = Literal["default", "low"]
 MOST_WAYS = 32
 """``cbm_mask`` has at most 32 bits (``arch/x86/kernel/cpu/resctrl``)."""
 MOST_DEVICES = 256
-"""A guest has as many PCI buses."""
+"""As many as a guest has PCI buses."""
 _KEYS = ("latency", "cache_ways", "memory_bandwidth", "devices")
 
 
 @frozen
 class Tuning:
-    """The request of an instance; by default for nothing."""
+    """The tuning request of an instance; by default empty."""
 
     latency: Latency = "default"
     """``low``: its CPUs wake up at once and keep their highest frequency."""
     cache_ways: int | None = None
-    """Ways of each L3 cache of its CPUs that nothing else fills."""
+    """Number of exclusive ways in each L3 cache of its CPUs."""
     memory_bandwidth: int | None = None
-    """Percent of the memory bandwidth that its CPUs may use."""
+    """The share of the memory bandwidth, in percent, that its CPUs may use."""
     devices: tuple[str, ...] = ()
-    """PCI devices that are not to lose their power, by address."""
+    """PCI devices whose power must stay on, by address."""
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """Return what the JSON *value* asks for; what is left out is the default. Raises ``ValueError``."""
+        """Parse the JSON *value*; missing fields have their defaults. Raises ``ValueError``."""
         if not isinstance(value, dict) or not set(value) <= set(_KEYS):
             raise ValueError(f"{value!r} is no object with {', '.join(_KEYS)}")
         latency = value.get("latency", "default")
@@ -56,13 +56,13 @@ class Tuning:
         )
 
     def to_json(self) -> str:
-        """Return the text of which :meth:`parse` reads the value."""
+        """Return the text that :meth:`parse` reads."""
         return json.dumps(attrs.asdict(self))
 
 
 @frozen
 class TunedInstance:
-    """An instance: its CPUs and what it asks for."""
+    """An instance: its CPUs and its tuning request."""
 
     cpus: CpuSet
     tuning: Tuning
@@ -102,13 +102,13 @@ class Tuned:
     """The failures of a pass over the machine's settings."""
 
     reasons: tuple[str, ...] = ()
-    """Why instances' CPUs are disturbed nevertheless."""
+    """The reasons why instances' CPUs are still disturbed."""
     settings: Mapping[str, int] = attrs.field(factory=dict)
-    """:data:`~runner.controller.tune.disturbances.UnsetKind` → how many could not be changed."""
+    """:data:`~runner.controller.tune.disturbances.UnsetKind` → number of settings that could not be changed."""
     missing: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
-    """Pod UID → what of its tuning cannot be had, and why; only pods that miss any."""
+    """Pod UID → the unavailable parts of its tuning, with reasons; only pods that have any."""
     made: bool = True
-    """Whether there was a pass; without it nothing can be had, for the one reason."""
+    """Whether the pass was made; otherwise nothing is available, for a single reason."""
 
     @classmethod
     def not_made(cls, reason: str) -> Self:
@@ -116,7 +116,7 @@ class Tuned:
         return cls((f"the machine's settings stay as they are: {reason}",), {"all": 1}, made=False)
 
     def to_json(self) -> bytes:
-        """Return the line of which :meth:`parse` reads the value."""
+        """Return the line that :meth:`parse` reads."""
         return json.dumps(attrs.asdict(self)).encode()
 
     @classmethod
@@ -128,7 +128,7 @@ class Tuned:
 
 
 def _addresses(value: object) -> tuple[str, ...]:
-    """Return the PCI addresses in *value*: they become parts of a path. Raises ``ValueError``."""
+    """Return the PCI addresses in *value*, validated because they become parts of a path. Raises ``ValueError``."""
     if (
         not isinstance(value, list | tuple)
         or len(value) > MOST_DEVICES

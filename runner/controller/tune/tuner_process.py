@@ -1,6 +1,6 @@
-"""The host tuner's process: keeps CAP_SYS_PTRACE, by which it writes the machine's settings (:mod:`runner.controller.tune.host_tuner`).
+"""The host tuner's process, which keeps CAP_SYS_PTRACE to write the machine's settings (:mod:`runner.controller.tune.host_tuner`).
 
-It receives nothing but the CPUs of instances and what these ask for; which settings that means, and which values, it decides.
+It receives only the CPUs of instances and their tuning requests, and decides itself which settings and values these mean.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class TunerProcess(PrivilegedProcess):
     comm = "host-tuner"
     keeps = (
         CAP_SYS_PTRACE,  # to write through the root directory of the node's first process
-        CAP_DAC_OVERRIDE,  # to write to the read-only file of an interrupt that the kernel manages, which says so
+        CAP_DAC_OVERRIDE,  # to write to a managed interrupt's read-only file, whose error reports that it is managed
     )
 
     def tune(self, instances: dict[str, TunedInstance]) -> Tuned:
-        """Bring the settings to what *instances* need, by pod UID."""
+        """Adapt the settings to *instances*, by pod UID."""
         try:
             return Tuned.parse(self.ask(format_instances(instances)))
         except HostError as error:
@@ -44,11 +44,11 @@ def start_tuner(tuner: HostTuner, procfs: Path) -> TunerProcess:
 
 
 def obey(tuner: HostTuner, line: bytes) -> bytes:
-    """Do what *line* asks for, the text of :func:`~runner.controller.tune.tuner_messages.format_instances`; return that of a ``Tuned``."""
+    """Carry out *line*, the text of :func:`~runner.controller.tune.tuner_messages.format_instances`; return that of a ``Tuned``."""
     try:
         return tuner.tune(parse_instances(line)).to_json()
     except (HostError, OSError, ValueError, RecursionError) as error:
         return Tuned.not_made(explain(error)).to_json()
     except Exception as error:
-        log.exception(ControllerEvent.CONTROLLER_BUG)  # it does not end the process: no other would take its place
+        log.exception(ControllerEvent.CONTROLLER_BUG)  # the process continues, because it is never restarted
         return Tuned.not_made(repr(error)).to_json()

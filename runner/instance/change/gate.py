@@ -1,11 +1,11 @@
-"""The gate: a running instance is changed by one at a time, and what each kind of change does to each other is one table.
+"""The gate: one change of a running instance at a time; a table says what each kind of change does to each other kind.
 
 Example::
 
     async with changes.begin(Kind.DISK, "a disk is being attached"):
         ...
 
-A stop is one of them: it overtakes all others here, and nowhere else.
+A stop is a change as well: it overtakes all others here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWERED_WITHIN = 1.0
-"""Seconds in which the clients of changes receive that the instance ends; it takes some steps of the event loop."""
+"""Seconds in which the clients of changes receive the error that the instance ends; sending it takes some steps of the event loop."""
 
 
 class Kind(Enum):
     """The kind of a change; the value completes "cannot"."""
 
     START = "start the instance"
-    """A step of it."""
+    """A step of the start."""
     DISK = "change a disk"
     VCPUS = "change the number of vCPUs"
     CPUS_LOST = "make room on the CPUs that are left"
@@ -47,17 +47,17 @@ class Kind(Enum):
     QEMU_UPDATE = "update QEMU"
     RENEWAL = "renew the runner"
     STOP = "stop the instance"
-    """Also the end of a guest that has ended by itself."""
+    """A requested stop, or the end of a guest that has ended by itself."""
 
 
 class Precedence(Enum):
-    """The decision about a change that comes while another is in progress, or came before it and waits."""
+    """The decision about a change that is requested while another one is in progress, or was requested before it and waits."""
 
     WAIT = "wait"
     REFUSE = "refuse"
-    """It is not made."""
+    """The change is refused."""
     OVERTAKE = "overtake"
-    """It is next, and what is in progress is cancelled: that undoes what it can, within a bound of its own."""
+    """The change is made next; the one in progress is cancelled, and undoes what it can within a time limit of its own."""
 
 
 _W, _R, _O = Precedence.WAIT, Precedence.REFUSE, Precedence.OVERTAKE
@@ -75,17 +75,17 @@ _TABLE = {
     Kind.STOP:         (_O,  _O,  _O,   _O,       _O,       _O,         _O,     _W),
 }
 # fmt: on
-"""A row for what comes.
+"""One row for each requested kind.
 
-What may last is no reason to wait: CPUs are lost until the controller has given others, and exec ends a client's connection. Lost
-CPUs do not wait 15 s for a guest to release a disk; for one that releases a vCPU they do, as its vCPUs are what they move. Nothing
-is half done in a renewal, which begins anew when it was overtaken.
+A change is refused where waiting could last: CPUs are lost until the controller has given others, and exec ends a client's connection. The
+loss of CPUs does not wait 15 s for a guest to release a disk; it does wait for one that releases a vCPU, because it moves those vCPUs
+itself. A renewal leaves nothing half done: it begins anew when it was overtaken.
 """
 
 PRECEDENCE: Mapping[tuple[Kind, Kind], Precedence] = {
     (coming, other): found for coming, row in _TABLE.items() for other, found in zip(Kind, row, strict=True)
 }
-"""What the first does about the second."""
+"""(requested, in progress) → the decision."""
 
 
 class StopRequestedError(Exception):
@@ -103,7 +103,7 @@ class StopRequest:
         self._event = trio.Event()
         self.reason = ""
         self.signals: set[int] = set()
-        """The signals that were received and are not obeyed yet: the event loop has to pass them on, and may end before it does."""
+        """The signals that were received and not acted upon yet: the event loop has to deliver them, and may end before it does."""
         self.log_limit = LogRateLimit()
         self.overtake: Callable[[], None] = lambda: None
         """Called by the first request."""
@@ -129,13 +129,13 @@ class LiveChange:
 
     kind: Kind
     what: str
-    """A clause, such as ``a disk is being attached``."""
+    """A clause that names it, such as ``a disk is being attached``."""
     since: float = attrs.field(factory=trio.current_time)
-    """When it was asked for, then when it has begun, on trio's clock."""
+    """The time of the request, later that of the begin, on trio's clock."""
     done: str = ""
-    """What of it stays when it is overtaken, as a clause; empty if nothing does."""
+    """The part of the change that remains when it is overtaken, as a clause; empty if none does."""
     by: LiveChange | None = None
-    """What has overtaken it."""
+    """The change that has overtaken it."""
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
     def __str__(self) -> str:
@@ -153,9 +153,9 @@ class Changes:
         self._stop = stop
         self._current: LiveChange | None = None
         self._waiting: list[LiveChange] = []
-        """The next one first."""
+        """The waiting changes; the next one is first."""
         self._moved = Announcements()
-        """One has come or gone."""
+        """Announces that a change was requested or has ended."""
         self._clients = 0
         stop.overtake = self._stop_is_asked_for
         if stop.reason:
@@ -176,14 +176,14 @@ class Changes:
             await self._moved.next.wait()
 
     async def stopping(self) -> str:
-        """Wait until the instance ends, and return why, as a clause."""
+        """Wait until the instance ends, and return the reason as a clause."""
         while self._current is None or self._current.kind is not Kind.STOP:
             await self._moved.next.wait()
         return self._current.what
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Count a client that waits for its change in the block, at whose end :meth:`answered` looks."""
+        """Count a client that waits for its change in the block; :meth:`answered` waits for the end of each block."""
         self._clients += 1
         try:
             yield
@@ -192,17 +192,17 @@ class Changes:
             self._moved.announce()
 
     async def answered(self) -> None:
-        """Wait until each client knows what has become of its change; what answers them ends with the instance."""
+        """Wait until each client has received the result of its change; the tasks that answer them end with the instance."""
         with trio.move_on_after(ANSWERED_WITHIN):
             while self._clients:
                 await self._moved.next.wait()
 
     @asynccontextmanager
     async def begin(self, kind: Kind, what: str) -> AsyncIterator[LiveChange]:
-        """Change the instance in the block, as soon as :data:`PRECEDENCE` says; *what* is a clause.
+        """Change the instance in the block, as soon as :data:`PRECEDENCE` allows it; *what* is a clause that names the change.
 
-        Raises :exc:`~runner.base.errors.RefusedError` instead of running the block, and :exc:`OvertakenError` when it was
-        cancelled for another change; for a step of the start :exc:`StopRequestedError` in both cases.
+        Raises :exc:`~runner.base.errors.RefusedError` if the change is refused, and :exc:`OvertakenError` if the block was cancelled for
+        another change; for a step of the start, :exc:`StopRequestedError` in both cases.
         """
         change = self._come(kind, what)
         try:
@@ -219,7 +219,7 @@ class Changes:
             with change.scope:
                 yield change
         finally:
-            if kind is not Kind.STOP:  # after which nothing comes
+            if kind is not Kind.STOP:  # nothing follows a stop
                 self._current = None
             self._moved.announce()
         if change.scope.cancelled_caught and change.by is not None:
@@ -229,7 +229,7 @@ class Changes:
         return [*(() if self._current is None else (self._current,)), *self._waiting]
 
     def _come(self, kind: Kind, what: str) -> LiveChange:
-        """Take a place among those that wait, and cancel what is overtaken. Raises as :meth:`begin` does."""
+        """Enter the queue, and cancel the change that is overtaken. Raises as :meth:`begin` does."""
         if kind is Kind.STOP and (asked := next((each for each in self._waiting if each.kind is kind), None)):
             asked.what = what
             return asked
@@ -244,7 +244,7 @@ class Changes:
         return change
 
     def _check(self, change: LiveChange) -> None:
-        """Raise as :meth:`begin` does if *change* is not to be made because of one that is in progress, or before it."""
+        """Raise as :meth:`begin` does if *change* is refused because of one in progress, or one before it in the queue."""
         for other in self._known():
             if other is change:
                 return
@@ -252,7 +252,7 @@ class Changes:
                 self._give_up(change, other)
 
     def _give_up(self, change: LiveChange, other: LiveChange) -> NoReturn:
-        """Raise what ends *change*, because of *other*."""
+        """Raise the error that ends *change* because of *other*."""
         if change.kind is Kind.START:
             raise StopRequestedError(self._stop.reason)
         if change.by is not None:

@@ -1,10 +1,9 @@
 """Disks that are attached, detached and grown while the guest runs; each change is followed by a check of every thread.
 
-An attachment is all or nothing: one that fails is undone. What can fail does so before the guest gets the disk, because only
-the guest can release it, and may not: the threads are verified and the receipt is written before the device is added, and once
-more after it. A guest that does not release a disk keeps it, and detaching it again goes on from there. A disk that was detached
-or grown stays so even if a thread is found out of its place afterwards, or the receipt cannot be written, which is reported as
-an error that says so.
+An attachment is all or nothing: one that fails is undone. Steps that can fail come before the guest gets the disk, because only the guest
+can release it, and it may refuse: the threads are verified and the receipt is written before the device is added, and again afterwards. A
+guest that does not release a disk keeps it; a second detach continues from there. A disk that was detached or grown stays so even if a
+thread is found out of its place afterwards, or the receipt cannot be written, which is reported as an error that says so.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ RELEASED_WITHIN = 15.0
 """Seconds the guest may take to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
 
 UNDONE_WITHIN = 5.0
-"""Seconds in which QEMU must take back what was created for a disk; it takes milliseconds, unless a file system hangs."""
+"""Seconds in which QEMU must remove the objects created for a disk; it takes milliseconds, unless a file system hangs."""
 
 UndoCommand = tuple[str, dict[str, object]]
 """A QMP command, with its arguments, that undoes another one."""
@@ -58,7 +57,7 @@ class AttachedDisk:
     plan: DiskPlan
     slot: int
     undo: tuple[UndoCommand, ...]
-    """In the order in which it was done."""
+    """Commands that undo each step, in the order of the steps."""
 
 
 class DiskMachine(Protocol):
@@ -66,11 +65,11 @@ class DiskMachine(Protocol):
 
     @property
     def monitor(self) -> Monitor:
-        """Return the conversation with the QEMU that has the guest."""
+        """Return the connection to the QEMU that has the guest."""
 
     @property
     def disk_events(self) -> DiskEvents:
-        """Return what the guest has released."""
+        """Return QEMU's events about disks, such as the guest's release of one."""
 
 
 @define
@@ -96,7 +95,7 @@ class DiskHotplug:
         return len(list(self._free_slots()))
 
     async def listed(self) -> list[DiskDocument]:
-        """Return each disk as JSON; those the machine was started with come first."""
+        """Return each disk as JSON; those present at the start come first."""
         return self._listed(await self._sizes())
 
     def listed_without_sizes(self) -> list[DiskDocument]:
@@ -124,7 +123,7 @@ class DiskHotplug:
     async def attach(self, disk: DiskSpec) -> DiskDocument:
         """Attach *disk* and return it as :meth:`listed` does.
 
-        Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then.
+        Raises :exc:`~runner.base.errors.RunnerError`, in which case the machine is unchanged.
         """
         async with self._changes.begin(Kind.DISK, "a disk is being attached") as change:
             number = next(self._free_slots(), None)
@@ -151,7 +150,7 @@ class DiskHotplug:
             return self._described(plan, await self._sizes(), attached)
 
     async def _take_back(self, attached: AttachedDisk, failure: RunnerError) -> NoReturn:
-        """Detach a disk that the guest has already, and raise *failure*, or with it why the disk stays."""
+        """Detach a disk that the guest already has, and raise *failure*, together with the reason if the disk stays."""
         try:
             await self._detach(attached)
             await self._verify()  # the receipt may name a thread that has ended with the disk
@@ -191,11 +190,11 @@ class DiskHotplug:
         return plan
 
     async def _create(self, plan: DiskPlan, numbers: Mapping[str, int]) -> tuple[UndoCommand, ...]:
-        """Create the fdsets, nodes and iothread of *plan*; return the commands that undo it, in the order it was done."""
+        """Create the fdsets, nodes and iothread of *plan*; return the commands that undo each step, in the order of the steps."""
         done: list[UndoCommand] = []
 
         async def execute(command: str, arguments: Mapping[str, object], undo: UndoCommand) -> None:
-            done.append(undo)  # before its answer, which is not waited for where the change is overtaken
+            done.append(undo)  # recorded first: an overtaken change does not wait for the answer
             try:
                 await self._machine.monitor.execute(command, arguments)
             except ExecuteError:
@@ -220,7 +219,7 @@ class DiskHotplug:
         return tuple(done)
 
     async def _add(self, attached: AttachedDisk) -> None:
-        """Give the guest the disk, of which everything else was created; that is undone where QEMU refuses it."""
+        """Give the guest the disk, whose other parts exist already; undo those if QEMU refuses the device."""
         failure: RunnerError | None = None
         try:
             await self._machine.monitor.execute("device_add", disk_device(attached.plan, bus=slot(attached.slot)))
@@ -237,18 +236,18 @@ class DiskHotplug:
         )
 
     async def _undo(self, done: Sequence[UndoCommand]) -> None:
-        """Undo what was *done*, also when this change is overtaken."""
+        """Undo the steps *done*, even when this change is overtaken."""
         with trio.move_on_after(UNDONE_WITHIN, shield=True):
             for command, arguments in reversed(done):
                 try:
                     await self._machine.monitor.execute(command, arguments)
-                except ExecuteError as error:  # the rest can still go
+                except ExecuteError as error:  # the other steps can still be undone
                     log.warning(InstanceEvent.DISK_UNDO_FAILED, explain(error))
 
     async def detach(self, name: str) -> None:
         """Detach the disk *name*; the guest may refuse to release it.
 
-        Raises :exc:`~runner.base.errors.RunnerError`; the disk is still attached then, unless the error says otherwise.
+        Raises :exc:`~runner.base.errors.RunnerError`, in which case the disk is still attached, unless the error says otherwise.
         """
         async with self._changes.begin(Kind.DISK, f"the disk {name!r} is being detached") as change:
             if any(disk.name == name for disk in self._plan.machine.disks):
@@ -284,7 +283,7 @@ class DiskHotplug:
     async def grow(self, name: str, size: int | None) -> DiskDocument:
         """Grow the disk *name* to *size* bytes, or to all of its block device, and return it as :meth:`listed` does.
 
-        Raises :exc:`~runner.base.errors.RunnerError`; nothing has changed then, unless the error says otherwise.
+        Raises :exc:`~runner.base.errors.RunnerError`, in which case nothing has changed, unless the error says otherwise.
         """
         async with self._changes.begin(Kind.DISK, f"the disk {name!r} is being grown") as change:
             attached = self._attached.get(name)
@@ -300,7 +299,7 @@ class DiskHotplug:
             return self._described(disk, await self._sizes(), attached)
 
     async def _verify_after(self, done: str) -> None:
-        """Verify every thread. Raises :exc:`~runner.base.errors.HostError`, which says what was *done*."""
+        """Verify every thread. Raises :exc:`~runner.base.errors.HostError`, which names the steps *done*."""
         try:
             await self._verify()
         except RunnerError as error:
@@ -324,7 +323,7 @@ class DiskHotplug:
 
 
 def refuse_elsewhere(path: PurePosixPath, fd: int, user: User) -> None:
-    """Refuse *fd*, opened by *path*, if the file lies elsewhere, or a link of QEMU's *user* leads there: that may have come meanwhile."""
+    """Refuse *fd*, opened by *path*, if the path now leads elsewhere, or leads through a link of QEMU's *user*."""
     from runner.kernel.shared_directories import followed, place_of  # here, because few instances get disks later
 
     place, found = place_of(fd), followed(path)

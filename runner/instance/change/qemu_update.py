@@ -1,12 +1,11 @@
-"""QEMU is replaced by another QEMU under a guest that runs: ``cpr-transfer`` (``docs/devel/migration/CPR.rst`` of QEMU).
+"""Replacing QEMU under a running guest: ``cpr-transfer`` (``docs/devel/migration/CPR.rst`` of QEMU).
 
-1. What cannot go along is refused by name, before anything is touched.
-2. A second QEMU is started, in the pod's cgroup as the first was, with the same machine and the same descriptors: RAM, files,
-   taps, console. Each share gets a second virtiofsd, which serves it. It waits for the first one.
-3. The first one sends it the descriptors of its other memory (``aux-ram-share``), stops the guest, and sends the devices' state,
-   with that of each virtiofsd in it (``docs/interop/vhost-user.rst``, *Migrating back-end state*).
-4. The second one's vCPU threads are confined, pinned and read back, and it must show the guest the same CPU.
-5. ``cont``: the guest is the second one's, and the first one is ended, with each virtiofsd that served it.
+1. Parts of the machine that cannot be transferred are refused by name, before anything is touched. 2. A second QEMU is started, in the
+pod's cgroup as the first was, with the same machine and the same descriptors: RAM, files, taps, console. Each share gets a second
+virtiofsd, which serves it. It waits for the first one. 3. The first one sends it the descriptors of its other memory (``aux-ram-share``),
+stops the guest, and sends the devices' state, with that of each virtiofsd in it (``docs/interop/vhost-user.rst``, *Migrating back-end
+state*). 4. The second one's vCPU threads are confined, pinned and read back, and it must show the guest the same CPU. 5. ``cont``: the
+guest is the second one's, and the first one is ended, with each virtiofsd that served it.
 
 Whatever fails before 5, and a request to stop, ends the second one, and the first one continues. It keeps the guest's memory and
 devices until then, a virtiofsd the guest's files; the two never run the guest at the same time, because the first one continues
@@ -64,13 +63,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SINCE = (10, 1)
-"""The QEMU from which on this is done; 11.1 was seen."""
+"""The first QEMU version that can be replaced in this way; 11.1 was tried."""
 
 CONTINUES_WITHIN = 10.0
 """Seconds in which the first QEMU must run the guest again after a failure."""
 
 ASKED_AGAIN = 0.002
-"""Seconds between two questions about a state that QEMU sends no event for."""
+"""Seconds between two queries of a state for which QEMU sends no event."""
 
 _AGAIN = "start the instance again"
 _OVER = frozenset({"completed", "failed", "cancelled", "none"})
@@ -88,15 +87,15 @@ class QemuProgram:
     """The QEMU that is to take over, as the request names it."""
 
     path: PurePosixPath | None
-    """``None``: that of the plan."""
+    """``None`` stands for the plan's program."""
     digest: str | None
-    """What its file must have, unless ``None``."""
+    """The required digest of its file; ``None`` accepts any."""
 
 
 async def check(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> QemuCheckAnswer:
-    """Return the versions of the QEMU that runs and of *program*, and why it cannot take over.
+    """Return the versions of the running QEMU and of *program*, and the reasons why *program* cannot take over.
 
-    With *no_way_back*, devices are no reason although the first QEMU cannot continue then if the update fails.
+    With *no_way_back*, passed-through devices are allowed, although the first QEMU then cannot continue if the update fails.
     """
     found, reasons = await _checked(status, program, no_way_back=no_way_back)
     return {
@@ -114,8 +113,8 @@ async def _checked(status: StatusReader, program: QemuProgram, *, no_way_back: b
     for daemon in dict.fromkeys(share.program.path for share in status.plan.machine.shares):
         reasons += await _unusable(daemon)
     if unusable := await _unusable(path, program.digest):
-        return _NextQemu(path, ""), [*reasons, *unusable]  # it is not executed
-    # As QEMU will run: a program that is asked for its version has executed code of its own already.
+        return _NextQemu(path, ""), [*reasons, *unusable]  # the program is not executed
+    # With QEMU's own rights: asking a program for its version already executes its code.
     output, failure = await version_output(status.supervisor.processes, "qemu", path, status.plan.machine.user)
     match = re.search(r"version ([0-9.]+)", output, re.ASCII)
     found = _NextQemu(path, "" if match is None else match[1])
@@ -129,14 +128,14 @@ async def _checked(status: StatusReader, program: QemuProgram, *, no_way_back: b
 
 
 async def _asked(status: StatusReader) -> list[str]:
-    """Return why it cannot be done, as far as QEMU says so."""
+    """Return QEMU's own reasons against the update."""
     monitor = status.machine.monitor
     blocked = [] if _older(monitor.version) else await _blocked(monitor)
     return [*blocked, *await _changed_vcpus(status), *await _not_now(status)]
 
 
 async def _unusable(program: PurePosixPath, digest: str | None = None) -> list[str]:
-    """Return why *program* may not be executed: others than root may change it, or it has not this *digest*."""
+    """Return the reasons why *program* must not be executed: users other than root may change it, or its digest is not *digest*."""
     try:
         await check_file(program, digest)
     except RefusedError as error:
@@ -157,7 +156,7 @@ def _not_started_for_it(status: StatusReader) -> Iterator[str]:
 
 
 def _cannot_go_along(status: StatusReader, *, no_way_back: bool) -> Iterator[str]:
-    """Yield what of the machine cannot go along to another QEMU, by its name in the spec."""
+    """Yield the parts of the machine that cannot be transferred to another QEMU, by their names in the spec."""
     machine = status.plan.machine
     for share in machine.shares:
         if not share.updatable:
@@ -180,7 +179,7 @@ def _cannot_go_along(status: StatusReader, *, no_way_back: bool) -> Iterator[str
 
 
 def _stays(share: SharePlan) -> str:
-    """Return why another virtiofsd cannot take the place of the one of *share*."""
+    """Return the reason why another virtiofsd cannot take over *share*."""
     if share.program.hands_over:
         return f"its virtiofsd was not started for it; {_AGAIN}"
     version = ".".join(map(str, share.program.version))
@@ -188,7 +187,7 @@ def _stays(share: SharePlan) -> str:
 
 
 def _held_back(device: DevicePlan, accel: Accel, *, no_way_back: bool) -> str:
-    """Return why *device* cannot go along, empty if it can.
+    """Return the reason why *device* cannot be transferred, empty if it can.
 
     QEMU 11.1.3 was seen to crash in ``vfio_cpr_set_msi_virq``: without KVM at once, and with KVM when the transfer fails.
     """
@@ -210,9 +209,9 @@ def _connection(network: NetworkPlan) -> str:
 
 
 async def _blocked(monitor: Monitor) -> list[str]:
-    """Return what QEMU itself will not hand over, such as a device whose kernel has no ``IOMMU_IOAS_CHANGE_PROCESS``.
+    """Return QEMU's own blockers, such as a device whose kernel has no ``IOMMU_IOAS_CHANGE_PROCESS``.
 
-    It answers for the mode that is set, in which the state is transferred afterwards.
+    QEMU answers for the migration mode that is set, which is the one used for the transfer.
     """
     await monitor.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
     found = await monitor.query(
@@ -222,7 +221,7 @@ async def _blocked(monitor: Monitor) -> list[str]:
 
 
 async def _changed_vcpus(status: StatusReader) -> list[str]:
-    """Return why the vCPUs cannot go along: the next QEMU is started with those of the spec."""
+    """Return the reason why the vCPUs cannot be transferred: the next QEMU is started with the number in the spec."""
     count = status.plan.machine.vcpus
     if status.plan.machine.vcpu_hotplug is None:
         return []
@@ -238,7 +237,7 @@ async def _changed_vcpus(status: StatusReader) -> list[str]:
 
 
 async def _not_now(status: StatusReader) -> list[str]:
-    """Return why it cannot be done at this moment."""
+    """Return the reason why the update is not possible at this moment."""
     running, state = await status.machine.monitor.query(
         "query-status", lambda reply: (reply["running"], words(reply["status"]))
     )
@@ -254,9 +253,9 @@ async def _machine_type(monitor: Monitor) -> str:
 
 
 async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> QemuUpdateAnswer:
-    """Put *program* in the place of the QEMU that runs; return what was done.
+    """Replace the running QEMU by *program*; return both versions, the process and the pause.
 
-    Raises :exc:`~runner.base.errors.RunnerError`; the QEMU before has the guest then, unless the error says otherwise.
+    Raises :exc:`~runner.base.errors.RunnerError`; the previous QEMU then still has the guest, unless the error says otherwise.
     """
     async with status.supervisor.changes.begin(Kind.QEMU_UPDATE, "QEMU is being updated"):
         found, reasons = await _checked(status, program, no_way_back=no_way_back)
@@ -277,23 +276,23 @@ class _Moved:
 
 @attrs.define
 class _Move:
-    """One guest on its way from the QEMU that has it, the *source*, to another one, the *successor*."""
+    """The transfer of one guest from the QEMU that has it, the *source*, to another one, the *successor*."""
 
     status: StatusReader
     program: _NextQemu
     threads: QemuThreads
-    """The source's."""
+    """The source's threads."""
     successor: Qemu | None = None
     stopped: float | None = None
-    """When the guest was stopped, on the clock of the event loop."""
+    """The time at which the guest was stopped, on the clock of the event loop."""
     daemons: list[Process] = attrs.field(factory=list)
-    """The virtiofsd that serves the successor, for each share."""
+    """The virtiofsd that serves the successor, one for each share."""
     over: trio.Event = attrs.field(factory=trio.Event)
-    """Set when the source says that the transfer has ended, well or not."""
+    """Set when the source reports the end of the transfer, successful or not."""
     displaced: bool = False
     """Whether the source's vCPU threads have left their CPUs."""
     queues: dict[int, bool] = attrs.field(factory=dict)
-    """Queues of taps that were attached for the successor, as our descriptors, and whether they were detached before."""
+    """The tap queues that were attached for the successor: our descriptor → whether the queue was detached before."""
 
     @property
     def source(self) -> Qemu:
@@ -301,7 +300,7 @@ class _Move:
         return self.status.machine
 
     async def carry_out(self) -> _Moved:
-        """Do it. Raises :exc:`~runner.base.errors.HostError`; the source has the guest then, unless the error says otherwise."""
+        """Transfer the guest. Raises :exc:`~runner.base.errors.HostError`; the source then keeps it, unless the error says otherwise."""
         moved: _Moved | None = None
         failure, continues = "", False
         try:
@@ -322,7 +321,7 @@ class _Move:
         return moved
 
     async def _prepared(self) -> Qemu:
-        """Return the successor, which could run the guest now, as the source could."""
+        """Return the successor, ready to run the guest, as the source still is."""
         within = self.status.supervisor.timeouts.next_qemu
         try:
             with trio.fail_after(within), ExitStack() as held:
@@ -378,11 +377,11 @@ class _Move:
         except ExecuteError as error:
             refused = error
         if refused is not None:
-            with trio.move_on_after(EXITS_WITHIN):  # what it listened on is closed before its end is known
+            with trio.move_on_after(EXITS_WITHIN):  # its listening socket is closed before its end is known
                 await successor.process.wait()
             if successor.process.returncode is None:
                 raise refused
-        await successor.greeted()  # else it says why it has ended
+        await successor.greeted()  # or raises the reason why it has ended
         await first_of(self.over.wait, successor.process.wait, self.source.process.wait)
         transferred, reason = await monitor.query(
             "query-migrate", lambda reply: (words(reply["status"]), words(reply.get("error-desc", "")))
@@ -391,8 +390,8 @@ class _Move:
             raise HostError(f"its state was not transferred: {reason or transferred}")
         while (state := await successor.monitor.run_state()) == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event then
             await trio.sleep(ASKED_AGAIN)
-        self.source.process.send_signal(signal.SIGSTOP)  # else it reads a packet of each tap, which nobody would get
-        if state != "paused":  # what it was before the transfer, but for a guest that ran
+        self.source.process.send_signal(signal.SIGSTOP)  # otherwise it reads a packet from each tap, which is lost
+        if state != "paused":  # the state before the transfer, unless the guest ran
             raise HostError(f"the guest did not run: the next one says {state!r}")
         return successor
 
@@ -436,7 +435,7 @@ class _Move:
             yield connection
 
     async def _place(self, successor: Qemu) -> None:
-        """Give the successor's vCPU threads the CPUs of the source's, and read every thread back."""
+        """Give the successor's vCPU threads the CPUs of the source's threads, and read every thread back."""
         receipts = self.status.receipts
         threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
         receipts.active.admit(successor.process.pid)
@@ -444,7 +443,7 @@ class _Move:
         enter_places(receipts.active, receipts.active.placement, threads)
         self.displaced = True
         for vcpu in self.threads.vcpus:
-            with contextlib.suppress(HostError, PlacementError):  # it has ended, or is found when they are read back
+            with contextlib.suppress(HostError, PlacementError):  # it has ended, or reading back detects it
                 receipts.active.release(vcpu.tid)
         self._read_back_successor(threads)
 
@@ -456,9 +455,9 @@ class _Move:
             supervisor.guest_state.placed(receipts.receipt)
 
     async def _let_run(self, successor: Qemu) -> _Moved:
-        """Let the successor run the guest; from here on the source has an old state of it and never runs it again.
+        """Let the successor run the guest; from here on the source's state is out of date, and it never runs the guest again.
 
-        It has all of the guest: that the source has ended since then costs nothing.
+        The successor has the whole guest: the source may have ended meanwhile.
         """
         if self.source.guest_ended:
             raise HostError("the guest ends")
@@ -473,7 +472,7 @@ class _Move:
                     await successor.resume()
             except ExecuteError:
                 raise
-            except QmpError as error:  # it has ended, or nobody knows what it does: that is the guest's end
+            except QmpError as error:  # the successor has ended, or is in an unknown state: the guest's end
                 log.error(InstanceEvent.NEXT_QEMU_LOST, explain(error))  # noqa: TRY400 - one line
             pause = 0.0 if self.stopped is None else trio.current_time() - self.stopped
             process, monitor = self.source.replace(successor.process, successor.monitor)
@@ -482,7 +481,7 @@ class _Move:
             supervisor = self.status.supervisor
             supervisor.counters.qemu_updates["updated"] += 1
             monitor.close()
-            with supervisor.faults.recorded("end the QEMU before"):  # its disks are inactive: it has nothing to write
+            with supervisor.faults.recorded("end the QEMU before"):  # its disks are inactive: nothing to write
                 await supervisor.processes.kill(process)
             for daemon in daemons:
                 with supervisor.faults.recorded(f"end the {daemon.role} before"):
@@ -494,7 +493,7 @@ class _Move:
         return _Moved(successor.process.pid, pause)
 
     async def _go_back(self) -> bool:
-        """End the successor, have the source run the guest again, and return whether it does."""
+        """End the successor, let the source run the guest again, and return whether it does."""
         supervisor = self.status.supervisor
         outcome: QemuUpdateOutcome = "lost"
         try:
@@ -516,14 +515,14 @@ class _Move:
         return outcome == "fell_back"
 
     async def _end_daemons(self) -> None:
-        """End what serves the successor; it ends by itself with its connection, unless it hangs."""
+        """End the successor's daemons, which normally end by themselves with their connections."""
         supervisor = self.status.supervisor
         for daemon in self.daemons:
             with supervisor.faults.recorded(f"end the next {daemon.role}"):
                 await supervisor.processes.kill(daemon)
 
     async def _continue(self) -> None:
-        """Let the source run the guest, wherever it was in the transfer."""
+        """Let the source run the guest, whatever state of the transfer it is in."""
         monitor = self.source.monitor
         self.source.process.send_signal(signal.SIGCONT)
         ask = partial(monitor.query, "query-migrate", lambda reply: words(reply.get("status", "none")))
@@ -542,21 +541,20 @@ class _Move:
 
 
 def _devices(plan: MachinePlan, any_fd: int) -> dict[str, int]:
-    """Return what takes the places of the descriptors of *plan*'s devices in the successor's options.
+    """Return the successor's substitutes for the descriptors of *plan*'s devices.
 
-    It takes the source's, which it receives by the devices' names, instead of the numbers in its options
-    (``cpr_get_fd_param``, and ``iommufd_backend_complete`` of QEMU); they must be numbers.
+    The successor ignores the numbers in its options and uses the descriptors that the source sends under the devices' names
+    (``cpr_get_fd_param``, and ``iommufd_backend_complete`` of QEMU); the options still have to be numbers.
     """
     names = [device.address for device in plan.passthrough.devices]
     return dict.fromkeys([*names, "iommufd"] if names else [], any_fd)
 
 
 def _more_queues(kept: QemuFds) -> Iterator[int]:
-    """Yield each queue of a tap but the first, of the copies *kept*.
+    """Yield each queue of a tap except the first, from the copies *kept*.
 
-    QEMU detaches them when it makes its machine, and attaches them when the guest uses them. It takes for granted that they
-    are attached before, and ends otherwise (``virtio_net_set_queue_pairs``): the successor finds them so, and its doing is
-    undone where the source continues.
+    QEMU detaches them when it makes its machine, and attaches them when the guest uses them. It requires that they are attached before, and
+    ends otherwise (``virtio_net_set_queue_pairs``). So they are attached for the successor, and detached again if the source continues.
     """
     for wire in kept.wires:
         yield from wire.taps[1:]
@@ -571,9 +569,9 @@ _MEETING_POINT = "qemu-update"
 
 
 async def _pass_on(listener: Socket, successor: Socket) -> NoReturn:
-    """Copy what the source sends to *listener* to the successor; end only when cancelled.
+    """Copy the data that the source sends to *listener* to the successor; end only when cancelled.
 
-    The successor takes a connection here, no socket that listens, and the source takes a path, by which it connects.
+    The successor takes a connected socket, not a listening one, while the source takes a path to connect to.
     """
     listener.setblocking(False)
     successor.setblocking(False)
@@ -587,7 +585,7 @@ def _channel(name: str, **address: str) -> dict[str, object]:
 
 
 async def _take_back_fds(monitor: Monitor) -> None:
-    """Let QEMU close what it has received for a transfer."""
+    """Close the descriptors that QEMU has received for a transfer."""
 
     def parse(reply: Any) -> list[int]:
         return [
@@ -601,7 +599,7 @@ async def _take_back_fds(monitor: Monitor) -> None:
 
 
 async def _cpu(monitor: Monitor) -> object:
-    """Return what the guest sees of its first vCPU: CPUID's features, and the model's name and numbers."""
+    """Return the first vCPU as the guest sees it: CPUID's features, and the model's name and numbers."""
 
     def parse(reply: Any) -> str:
         return words(min(reply, key=lambda vcpu: whole_number(vcpu["cpu-index"]))["qom-path"])

@@ -1,8 +1,8 @@
-"""vCPUs that are plugged and unplugged while the guest runs, and CPUs that the kubelet takes from the container or exchanges.
+"""vCPUs that are plugged and unplugged while the guest runs, and CPUs that the kubelet takes from the container or replaces.
 
-To plug is all or nothing: what fails is undone. A vCPU that was plugged may be started by the guest at once, so the guest is
-stopped until each new thread is confined, pinned and read back. Only the guest can release a vCPU, and may not: it keeps it
-then, and the error says so. vCPU indexes have no gaps: the last one is unplugged first, and the first one never.
+Plugging is all or nothing: on failure it is undone. The guest may start a plugged vCPU at once, so it is stopped until each new thread is
+confined, pinned and read back. Only the guest can release a vCPU, and it may refuse: then it keeps the vCPU, and the error says so. vCPU
+indexes have no gaps: the last one is unplugged first, and the first one never.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EMULATED_SINCE = (11, 1)
-"""The QEMU from which on a vCPU that is emulated may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
+"""The first QEMU version of which an emulated vCPU may be unplugged: 7.2 was seen to corrupt its heap, 11.1 was not."""
 
 _ORDER = ("node-id", "drawer-id", "book-id", "socket-id", "die-id", "cluster-id", "module-id", "core-id", "thread-id")
 """The properties of a slot, from the largest unit to the smallest: QEMU numbers vCPUs in this order."""
@@ -60,7 +60,7 @@ class VcpuSlot:
 
 
 class GuestStoppedError(HostError):
-    """The guest was stopped for a change, and does not run on."""
+    """The guest was stopped for a change, and cannot be continued."""
 
 
 class Vcpus:
@@ -91,14 +91,14 @@ class Vcpus:
         return {"vcpus": vcpus, "unused": str(unused), "most": len(vcpus) if plan is None else plan.most}
 
     async def set(self, count: int) -> VcpusAnswer:
-        """Plug or unplug vCPUs until there are *count*; return what :meth:`listed` does, with the ``pause_ms`` of the guest.
+        """Plug or unplug vCPUs until there are *count*; return the result of :meth:`listed` with the guest's ``pause_ms``.
 
-        Raises :exc:`~runner.base.errors.RunnerError`; the machine is as before then, unless the error says otherwise.
+        Raises :exc:`~runner.base.errors.RunnerError`, in which case the machine is unchanged, unless the error says otherwise.
         """
         async with self._receipts.supervisor.changes.begin(Kind.VCPUS, "the vCPUs are being changed"):
             plan = self._allowed(count)
             await self._drop_released()
-            await self._release_from(len(self._receipts.threads.vcpus))  # what an earlier change could not undo
+            await self._release_from(len(self._receipts.threads.vcpus))  # vCPUs that an earlier change could not remove
             before, pause = len(self._receipts.threads.vcpus), 0.0
             if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
                 raise RefusedError(
@@ -120,7 +120,7 @@ class Vcpus:
             return {**await self.listed(), "pause_ms": round(pause * 1000, 1)}
 
     def _allowed(self, count: int) -> VcpuHotplugPlan:
-        """Return what the plan says of other numbers of vCPUs. Raises :exc:`RefusedError` if *count* is none of them."""
+        """Return the plan's rules for other numbers of vCPUs. Raises :exc:`RefusedError` if they do not allow *count*."""
         plan = self._receipts.plan.machine.vcpu_hotplug
         if plan is None:
             raise RefusedError(
@@ -137,7 +137,7 @@ class Vcpus:
     # -- more --------------------------------------------------------------------------------------------------------
 
     async def _grow(self, count: int, plan: VcpuHotplugPlan) -> float:
-        """Plug vCPUs until there are *count*; return for how many seconds the guest did not run."""
+        """Plug vCPUs until there are *count*; return the pause of the guest in seconds."""
         receipts, before = self._receipts, self._placement
         wanted = self._with_more(count, plan, read_hardware(Roots().sys.parent))
         slots = await self._slots()
@@ -184,7 +184,7 @@ class Vcpus:
         return with_pins(self._placement, given, found)
 
     def _check_guarantee(self, placement: Placement) -> None:
-        """Check that the kernel keeps all others off the CPUs of *placement*, if the spec demands it."""
+        """Check that the kernel keeps all other tasks off the CPUs of *placement*, if the spec requires it."""
         if not isinstance(placement, ControllerPlacement) or not placement.enforced:
             return
         threads = self._receipts.read().threads
@@ -196,9 +196,9 @@ class Vcpus:
 
     @asynccontextmanager
     async def _stopped(self) -> AsyncIterator[_Pause]:
-        """Stop the guest for the block. Raises :exc:`RefusedError` if it does not run anyway.
+        """Stop the guest for the block. Raises :exc:`RefusedError` if it is not running.
 
-        Raises :exc:`GuestStoppedError` if it does not run afterwards: the instance is asked to stop then.
+        Raises :exc:`GuestStoppedError` if it cannot be continued afterwards; the instance is then asked to stop.
         """
         monitor = self._receipts.machine.monitor
         if await monitor.query("query-status", lambda reply: reply["running"]) is not True:
@@ -217,7 +217,7 @@ class Vcpus:
                 self._give_up(reason)
 
     async def _let_run(self) -> str:
-        """Let the guest run again; return why it does not, empty if it does."""
+        """Let the guest run again; return the reason if that fails, empty if it works."""
         try:
             await self._receipts.machine.monitor.execute("cont")
         except QmpError as error:
@@ -225,7 +225,7 @@ class Vcpus:
         return ""
 
     def _give_up(self, reason: str) -> NoReturn:
-        """End the instance, whose guest does not run on. Raises :exc:`GuestStoppedError`."""
+        """End the instance, whose guest cannot be continued. Raises :exc:`GuestStoppedError`."""
         if not self._receipts.machine.ends:
             log.error(InstanceEvent.GUEST_NOT_CONTINUED, reason)
             self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
@@ -254,7 +254,7 @@ class Vcpus:
     ) -> None:
         """Unplug the vCPUs from index *first* on; if that fails, raise *failure* with the reason.
 
-        A vCPU that the guest keeps is in float then; the next change that is asked for begins with it.
+        A vCPU that the guest keeps stays in float; the next change tries again to release it.
         """
         receipts = self._receipts
         left: RunnerError | None = None
@@ -263,7 +263,7 @@ class Vcpus:
         except RunnerError as error:
             left = error
             for tid in placed:
-                with suppress(HostError, PlacementError):  # it has ended, or never was there
+                with suppress(HostError, PlacementError):  # it has ended, or was never there
                     receipts.active.release(tid)
         try:
             for tid in placed:
@@ -277,7 +277,7 @@ class Vcpus:
             raise HostError(f"{explain(failure)}; and not all of it is undone: {explain(left)}") from None
 
     async def _release_from(self, first: int) -> None:
-        """Ask the guest to release all vCPUs from index *first* on, also those that the receipt does not have."""
+        """Ask the guest to release all vCPUs from index *first* on, including those that the receipt does not list."""
         for index, slot in reversed(list(enumerate(await self._slots()))):
             if index >= first and slot.path is not None:
                 await self._release(index, slot.path)
@@ -294,26 +294,26 @@ class Vcpus:
         except RunnerError as error:
             refusal = error
         try:
-            await self._follow_threads(available)  # those that were released stay so
+            await self._follow_threads(available)  # released vCPUs stay released
         except RunnerError as error:
             raise HostError(f"{len(self._receipts.threads.vcpus)} vCPUs are left, but {explain(error)}") from refusal
         if refusal is not None:
             raise refusal
 
     def _held(self) -> CpuSet:
-        """Return the CPUs that the placement in force divides: nothing is registered for fewer vCPUs."""
+        """Return the CPUs that the placement in force divides: fewer vCPUs need no new registration."""
         placement = self._placement
         return placement.cpus if isinstance(placement, ControllerPlacement) else self._receipts.active.container_cpus()
 
     async def _follow_threads(self, available: CpuSet) -> None:
-        """Write placement and receipt anew, of the vCPUs that are left."""
+        """Write placement and receipt anew, for the remaining vCPUs."""
         receipts, before = self._receipts, self._placement
         await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
         receipts.follow(receipts.threads)
         receipts.publish_change()
 
     async def _drop_released(self) -> None:
-        """Forget the vCPUs that the guest has released late, or unasked, as it may at any moment.
+        """Forget the vCPUs that the guest has released late or unasked, which it may do at any moment.
 
         Raises :exc:`HostError` if it keeps others with higher indexes: indexes have no gaps.
         """
@@ -376,7 +376,7 @@ class Vcpus:
             )
 
     async def _ask_for(self, path: str) -> bool:
-        """Let QEMU ask the guest to release the vCPU with the QOM *path*; return whether it can be asked already."""
+        """Let QEMU ask the guest to release the vCPU with the QOM *path*; return ``False`` if the guest cannot be asked yet."""
         try:
             await self._receipts.machine.monitor.execute("device_del", {"id": path})
         except ExecuteError as error:
@@ -390,11 +390,11 @@ class Vcpus:
     # -- other CPUs --------------------------------------------------------------------------------------------------
 
     async def fit(self, find: Callable[[], CpuSet | None]) -> None:
-        """Put the vCPUs on the CPUs that *find* returns, all that the container has left, one on each.
+        """Put the vCPUs, one each, on the CPUs that *find* returns, which are all that the container still has.
 
-        ``None``: nothing is to be done any more. The threads leave the other CPUs at once; then as many vCPUs as are too many
-        are unplugged. Raises :exc:`~runner.base.errors.RunnerError` if that cannot be; no vCPU's thread may run on other CPUs than
-        those then, either. The caller has begun this change of the instance.
+        ``None`` means that there is no more to do. The threads leave the other CPUs at once; then surplus vCPUs are unplugged. Raises
+        :exc:`~runner.base.errors.RunnerError` if that fails; even then no vCPU thread may run on other CPUs. The caller has begun this
+        change of the instance.
         """
         if (available := find()) is not None:
             self.leave(available)
@@ -414,14 +414,14 @@ class Vcpus:
                 receipts.follow(receipts.threads)
                 done = True
             finally:
-                if not done:  # the controller may be away, and has not given the CPUs that are new
+                if not done:  # the controller may be away, and has not assigned the new CPUs yet
                     receipts.active.adopt(before)
             receipts.publish_change()
             receipts.supervisor.log_limit.log(log.info, InstanceEvent.VCPUS_PLACED_ANEW, len(found), CpuSet(found))
             _tell_if_shared(wanted, before)
 
     def _pin(self, pins: Sequence[int]) -> None:
-        """Put each vCPU thread on its one of *pins*. Raises :exc:`~runner.base.errors.PlacementError`."""
+        """Pin each vCPU thread to its CPU in *pins*. Raises :exc:`~runner.base.errors.PlacementError`."""
         for vcpu in self._receipts.threads.vcpus:
             own = CpuSet([pins[vcpu.index]])
             try:
@@ -432,9 +432,9 @@ class Vcpus:
                 pin(vcpu.tid, own)
 
     def leave(self, available: CpuSet) -> None:
-        """Take each vCPU thread off all CPUs but *available*; the controller has done so unless it is away."""
+        """Move each vCPU thread off all CPUs but *available*; the controller has done so unless it is away."""
         for vcpu in self._receipts.threads.vcpus:
-            with suppress(ProcessLookupError, PlacementError):  # it has ended, or the kernel gives it fewer
+            with suppress(ProcessLookupError, PlacementError):  # it has ended, or its cgroup has fewer CPUs
                 if not read_mask(vcpu.tid) <= available:
                     pin(vcpu.tid, available)
 
@@ -465,10 +465,10 @@ def _older(version: str) -> bool:
 @attrs.define
 class _Pause:
     seconds: float = 0.0
-    """For how long the guest did not run; known after the block."""
+    """The duration of the pause; known after the block."""
 
 
 def _tell_if_shared(wanted: Placement, before: Placement) -> None:
-    """Log that no CPU is left for float, if there was one *before*."""
+    """Log that no CPU is left for float alone, if there was one *before*."""
     if wanted.shared and not before.shared:
         log.warning(InstanceEvent.FLOAT_WITHOUT_CPUS)

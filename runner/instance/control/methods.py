@@ -5,7 +5,8 @@ from __future__ import annotations
 from runner.base.values import frozen
 
 PROTOCOL = 1
-"""The number of the protocol, ``version`` of each result: it grows when a method, a parameter or a field goes or means something else."""
+"""The version of the protocol, ``version`` of each result: it grows when a method, a parameter or a field is removed or changes its
+meaning."""
 
 
 @frozen
@@ -13,17 +14,17 @@ class ControlMethod:
     """One method."""
 
     result: str
-    """What it answers with: the name of the schema (``instance-runner schema``)."""
+    """The type of its result: the name of the schema (``instance-runner schema``)."""
     params: tuple[str, ...] = ()
-    """The parameters that it takes; any other is refused."""
+    """The parameters that it accepts; any other is refused."""
     keys_of_disk: bool = False
-    """It takes the keys of a ``[[disk]]`` besides."""
+    """Whether it also accepts the keys of a ``[[disk]]``."""
     changes: bool = False
-    """It changes the instance, which may wait for the guest; each has a bound of its own there."""
+    """Whether it changes the instance, which may wait for the guest; each change has a time limit of its own."""
     needs_qemu: bool = True
     """It is refused while QEMU does not answer."""
     waits_for_qemu: bool = False
-    """It may wait for QEMU without a bound of its own."""
+    """Whether it may wait for QEMU without a time limit of its own."""
 
 
 _QEMU = ("qemu", "digest", "no_way_back")

@@ -35,20 +35,20 @@ MOST_CLIENTS = 4
 
 
 async def accept(listener: Socket, monitor: Callable[[], Monitor]) -> None:
-    """Serve the clients that connect to *listener* from what *monitor* returns, until cancelled."""
+    """Serve the clients that connect to *listener* with the monitor that *monitor* returns, until cancelled."""
     await serve_connections(listener, OperatorMonitor(monitor, Peers(Roots().proc)).serve)
 
 
 @frozen
 class OperatorMonitor:
-    """Serves QMP clients from what *monitor* returns: an update replaces QEMU, and the conversation with it."""
+    """Serves QMP clients with the monitor that *monitor* returns, which changes when an update replaces QEMU."""
 
     monitor: Callable[[], Monitor]
     peers: Peers
     _places: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MOST_CLIENTS))
 
     async def serve(self, connection: trio.socket.SocketType, accepted_at: float) -> None:
-        """Serve the client if it may ask and there is a place for it. Raises ``OSError`` when the connection fails."""
+        """Serve the client if it is allowed and there is a place for it. Raises ``OSError`` when the connection fails."""
         identify = partial(self.peers.identify, connection, accepted_at)
         try:
             allowed_peer(self.peers, identify)
@@ -73,9 +73,9 @@ class OperatorMonitor:
     async def _execute(
         self, identify: Identify, command: str, arguments: Mapping[str, object] | None, wanted: trio.CancelScope
     ) -> object:
-        """Execute *command* for the client, if it may. Raises :exc:`~runner.base.errors.RunnerError`."""
+        """Execute *command* for the client, if that is allowed. Raises :exc:`~runner.base.errors.RunnerError`."""
         try:
-            peer = allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
+            peer = allowed_peer(self.peers, identify)  # each time: it may have ended and passed its connection on
         except RpcError as error:
             raise RefusedError(error.message) from error
         reason = refusal(command)

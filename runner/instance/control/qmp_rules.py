@@ -1,4 +1,4 @@
-"""The QMP commands that an operator may execute: those that only show, and a few that concern the guest alone.
+"""The QMP commands that an operator may execute: those that only show state, and a few that affect only the guest.
 
 Everything else is refused, with the reason and what to do instead. What PID 1 has decided and verified must stay true: where
 each thread runs, which files and connections QEMU has, and whether the guest runs.
@@ -12,7 +12,7 @@ from runner.base.values import frozen
 
 _SHOWING = re.compile(r"(x-)?query-[a-z0-9-]+|qom-(get|list|list-types)|trace-event-get-state")
 _HARMLESS = frozenset({"announce-self", "inject-nmi", "send-key"})
-"""Commands that change nothing but what the guest, or the network around it, gets to see."""
+"""Commands whose only effect is on the guest, or the network around it."""
 
 
 @frozen
@@ -80,7 +80,7 @@ _REFUSALS = tuple(
 
 
 def refusal(command: str) -> str | None:
-    """Return why *command* is refused and the remedy, or ``None`` if an operator may execute it."""
+    """Return the reason why *command* is refused and the remedy, or ``None`` if an operator may execute it."""
     if command in _HARMLESS or _SHOWING.fullmatch(command):
         return None
     for each in _REFUSALS:

@@ -1,7 +1,7 @@
 """The runner's own control socket: JSON-RPC 2.0, one message a line, for root of this container only.
 
-It is ``control.sock`` in the state directory. The kernel names the process that connects (:mod:`runner.kernel.peers`). A
-client that goes away while its change is being made does not stop it.
+It is ``control.sock`` in the state directory. The kernel names the process that connects (:mod:`runner.kernel.peers`). A client that
+disconnects during its change does not stop the change.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Answer = Mapping[str, object]
 Params = Mapping[str, object]
 
 REFUSED = -32000
-"""The error code for a request that is understood and cannot be done."""
+"""The error code for a valid request that cannot be carried out."""
 NOT_ALLOWED = -32001
-"""The error code for a client that may not ask."""
+"""The error code for a client that has no permission."""
 PROGRAM_ELSEWHERE = "put the program elsewhere"
 LIMITS = SocketLimits(connections=8, newcomers=0, connections_per_peer=8, in_flight=8, first_byte=30.0, idle=30.0)
 """A client of this socket is a person's command or a script: few, and patient."""
@@ -61,7 +61,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 def control_server(
     receipts: Receipts, attached: Sequence[AttachedDisk]
 ) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
-    """Return the disks of a running instance, of which some are *attached*, and what serves the clients of its socket."""
+    """Return the disks of a running instance, of which *attached* are attached already, and the server of its socket's clients."""
     plan, machine, supervisor = receipts.plan, receipts.machine, receipts.supervisor
     in_pod_cgroup = receipts.active.in_pod_cgroup
     known = {each.plan.name: each for each in attached}
@@ -83,19 +83,19 @@ class ControlMethods:
     status: StatusReader
     peers: Peers
     nursery: trio.Nursery
-    """For what goes on although it is not waited for any longer."""
+    """For tasks that continue although their client no longer waits."""
 
     def admit(self, identify: Identify) -> int:
         """Return the number of the client's process. Raises :exc:`RpcError` unless it is root's, in our PID namespace."""
         return allowed_peer(self.peers, identify).pid
 
     def busy(self, reason: str) -> RpcError:
-        """Return the error for a client that is over a limit."""
+        """Return the error for a client that exceeds a limit."""
         return RpcError(BUSY, f"cannot take more: {reason}; wait for them")
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
-        """Do what the client asks for. Raises :exc:`RpcError`."""
-        allowed_peer(self.peers, identify)  # each time: it may have ended and given its connection away
+        """Carry out the client's request. Raises :exc:`RpcError`."""
+        allowed_peer(self.peers, identify)  # checked each time: it may have ended and passed its connection on
         act = partial(_call, self.status, method, _checked(method, params))
         if not METHODS[method].waits_for_qemu:
             return RpcResult({"version": PROTOCOL, **await act()})
@@ -103,9 +103,9 @@ class ControlMethods:
             return RpcResult({"version": PROTOCOL, **await self._waited_for(act)})
 
     async def _waited_for(self, change: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return what *change* returns. Raises :exc:`RpcError`; the change goes on where that says that QEMU is silent.
+        """Return the result of *change*. Raises :exc:`RpcError`; if the error is that QEMU is silent, the change continues.
 
-        It is not given up then: what QEMU has received it does as soon as it goes on, and nobody would know of it.
+        It is not cancelled, because QEMU will execute the received commands as soon as it continues, unnoticed by this program.
         """
         ended, outcome, silence = trio.Event(), list[Callable[[], Answer]](), list[SilentError]()
 
@@ -147,7 +147,7 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
 
 
 def _checked(method: str, params: Mapping[str, object] | list[object]) -> Params:
-    """Return *params*. Raises :exc:`RpcError` for those that *method* does not take, and for a method that there is not."""
+    """Return *params*. Raises :exc:`RpcError` for parameters that *method* does not accept, and for an unknown method."""
     if method not in METHODS:
         raise RpcError(METHOD_NOT_FOUND, f"Method not found: {method!r}")
     if isinstance(params, list):
@@ -167,7 +167,7 @@ async def _call(status: StatusReader, method: str, params: Params) -> Answer:
     except RunnerError as error:
         failure = error
     ends = ""
-    if isinstance(failure, ExecInterruptedError):  # QEMU has hung up, and why is known in a moment
+    if isinstance(failure, ExecInterruptedError):  # QEMU has hung up; the reason is known in a moment
         with trio.move_on_after(EXITS_WITHIN):
             ends = f"; {await status.supervisor.changes.stopping()}"
     problems = problem_documents("", problems_of(failure), {"disk": params})
@@ -205,7 +205,7 @@ async def _upgrade(status: StatusReader, params: Params) -> NoReturn:
 
 
 def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy: str) -> None:
-    """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change what is at *path*, or below it."""
+    """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change the files at or below *path*."""
     for share in status.plan.shares:
         if not share.read_only:
             directories = shared_directories((share.path,), Roots())
@@ -216,7 +216,7 @@ def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy:
 
 
 def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
-    """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may have taken over."""
+    """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may control."""
     user = status.plan.machine.user
     if user.user_id != 0 and user.user_id in followed(path).link_owners:
         raise RefusedError(
@@ -262,7 +262,7 @@ def _name(params: Params, key: str) -> str:
 
 
 def _real_path(params: Params, key: str) -> PurePosixPath:
-    """Return the path *key*; links are followed once, so that what was checked is what is executed."""
+    """Return the path *key*; links are followed once, so that the checked file is the executed one."""
     given = PurePosixPath(_name(params, key))
     if not given.is_absolute():
         raise RpcError(INVALID_PARAMS, f"Invalid params: {key!r} must be an absolute path")
@@ -308,4 +308,4 @@ ACTIONS: Mapping[str, Callable[[StatusReader, Params], Awaitable[Answer]]] = {
     "disk.detach": _detach,
     "disk.grow": lambda status, params: status.disks.grow(_name(params, "name"), _size(params)),
 }
-"""What each of :data:`~runner.instance.control.methods.METHODS` does."""
+"""The function of each of :data:`~runner.instance.control.methods.METHODS`."""

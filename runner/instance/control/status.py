@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @frozen
 class StatusReader:
-    """Reads the state of a running instance, everything that can change from where it is true now."""
+    """Reads the state of a running instance, always from the source of each value."""
 
     supervisor: Supervisor
     plan: InstancePlan
@@ -48,14 +48,14 @@ class StatusReader:
     """Seconds that QEMU may take to answer."""
 
     async def qemu_answers(self) -> None:
-        """Raise :exc:`~runner.protocol.qmp.SilentError` unless QEMU answers; for requests that it is needed for."""
+        """Raise :exc:`~runner.protocol.qmp.SilentError` unless QEMU answers, for requests that need it."""
         self.supervisor.guest_state.ask_qemu()
         await self.machine.monitor.within(self.answers_within, self.machine.monitor.answers)
 
     async def read(self) -> StatusDocument:
         """Return the state as JSON: sizes in bytes, times in seconds, CPU sets in the kernel's list format.
 
-        Where QEMU does not answer, it is what this program knows alone, and ``qemu`` has the error.
+        If QEMU does not answer, the state has only this program's own knowledge, and ``qemu`` the error.
         """
         plan, machine, state, error = self.plan, self.plan.machine, self.supervisor.guest_state, ""
         status, disks = "unknown", self.disks.listed_without_sizes()
@@ -103,7 +103,7 @@ class StatusReader:
     def runner(self) -> RunnerDocument:
         """Return the version and the digest of this program, and its renewals.
 
-        It is known without QEMU, which may not answer.
+        They are known without QEMU, which may not answer.
         """
         renewal = self.supervisor.renewal
         return {
@@ -115,7 +115,7 @@ class StatusReader:
         }
 
     def _placement(self) -> StatusPlacementDocument:
-        """Return where the vCPUs are, and whether every thread is in its place, read from the kernel now."""
+        """Return the places of the vCPUs, and the misplaced threads, read from the kernel now."""
         lost = self.supervisor.guest_state.cpus_lost
         try:
             receipt = self.receipts.read()
@@ -139,7 +139,7 @@ class StatusReader:
         return "connected" if self.machine.agent_listens else "absent"
 
     def _networks(self) -> Iterator[StatusNetworkDocument]:
-        """Yield the guest's networks; *addresses* are those that it gets by DHCP, as far as this program gives them."""
+        """Yield the guest's networks; *addresses* are its DHCP addresses, if this program assigns them."""
         for network in self.plan.networks:
             addresses = list[str]()
             mode: NetworkMode

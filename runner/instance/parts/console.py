@@ -35,7 +35,7 @@ from runner.plan.instance import ConsolePlan
 log = logging.getLogger(__name__)
 
 FLUSHED_WITHIN = 0.25
-"""Seconds given to the guest's last output, when QEMU has ended already."""
+"""Seconds for the guest's last output to be shown after QEMU has ended."""
 
 REPLAYED = 8 << 10
 """Bytes of earlier output that a client receives first."""
@@ -43,7 +43,7 @@ REPLAYED = 8 << 10
 MOST_CLIENTS = 8
 """Clients attached at a time."""
 MOST_CONNECTIONS = 32
-"""Open connections, those that have not sent their request yet included; one more is hung up on."""
+"""Open connections, including those that have not sent their request yet; a further one is closed."""
 REQUEST_WITHIN = 5.0
 """Seconds a client may take to send its request."""
 LONGEST_REQUEST = 256
@@ -76,13 +76,13 @@ class Console:
         self.replay = b""
         """The last output, which a client receives first."""
         self.received = b""
-        """What was read of the guest's output and not passed on yet."""
+        """Guest output that was read and not passed on yet."""
         self._clients: list[ConsoleClient] = []
         self._writer: ConsoleClient | None = None
         self._waiting = trio.Lock()
-        """Only one task may wait until the guest reads again: another client may have become the writer meanwhile."""
+        """Only one task may wait until the guest reads again: meanwhile another client may have become the writer."""
         self.ended = trio.Event()
-        """QEMU has closed its end, and all of its output was shown."""
+        """Set when QEMU has closed its end, and all of its output was shown."""
 
     async def read_guest(self) -> None:
         """Pass the guest's output on until it ends; each piece of few lines is one step of the event loop."""
@@ -106,7 +106,7 @@ class Console:
             return b""
 
     def take_leave(self) -> None:
-        """Tell every client that it is to attach again: its connection does not go along."""
+        """Tell every client to attach again, because its connection does not survive a renewal."""
         for client in self._clients:
             client.output.write(RENEWED)
 
@@ -120,7 +120,7 @@ class Console:
             client.output.write(data)
 
     def _report_log_file(self, missing: int) -> None:
-        """Log that the log file cannot be written, or can be again; output is *missing* in it then."""
+        """Log that the log file cannot be written, or can be written again; it then lacks *missing* bytes of output."""
         if (error := self._log_file.error) is not None:
             self._log_limit.log(log.warning, InstanceEvent.CONSOLE_LOG_GIVEN_UP, error)
         else:
@@ -171,7 +171,7 @@ class Console:
     async def _pass_on_input(self, connection: trio.socket.SocketType, client: ConsoleClient, data: bytes) -> None:
         """Pass on *data* and what *client* types while it is the writer; return when it has detached.
 
-        A guest that does not read makes this client wait, and no other. Input that was not passed on when it detaches is lost.
+        A guest that does not read delays this client only. Input not passed on when the client detaches is lost.
         """
         data = data or await _receive(connection)
         while data:
@@ -191,12 +191,12 @@ class Console:
         return True
 
     async def _hung_up(self, connection: trio.socket.SocketType) -> bool:
-        """Wait until the client has hung up, even if input of it is unread; return ``False``, as it needs no more service."""
+        """Wait until the client has hung up, even with unread input; return ``False``, because it needs no more service."""
         try:
             with select.epoll() as end:  # trio's own waits for input too
                 end.register(connection.fileno(), select.EPOLLRDHUP)
                 await trio.lowlevel.wait_readable(end.fileno())
-        except OSError as error:  # there is no descriptor, and the rest of this program needs them more
+        except OSError as error:  # descriptors are short, and the rest of this program needs them more
             self._log_limit.log(log.warning, InstanceEvent.CONSOLE_CLIENT_DETACHED, error.strerror)
         return False
 
@@ -206,13 +206,13 @@ def may_attach(connection: trio.socket.SocketType, accepted_at: float) -> bool:
     peers = Peers(Roots().proc)
     try:
         peer = peers.identify(connection, accepted_at)
-    except PeerError:  # it has ended, or its PID namespace is not to be seen from here
+    except PeerError:  # it has ended, or its PID namespace is not visible
         return False
     return peer.user_id in {0, os.geteuid()} and peer.pid_namespace == peers.own_namespace()
 
 
 async def _attach_request(connection: trio.socket.SocketType, framer: LineFramer) -> dict[str, object] | None:
-    """Return the client's first line, or ``None`` if it sends none that can be understood; *framer* keeps what follows it."""
+    """Return the client's first line, or ``None`` if it is not a valid request; *framer* keeps the data after it."""
     line = None
     with trio.move_on_after(REQUEST_WITHIN):
         try:
@@ -231,7 +231,7 @@ def _line(**values: object) -> bytes:
 
 
 async def _receive(connection: trio.socket.SocketType, size: int = 1 << 16) -> bytes:
-    """Receive up to *size* bytes; return none when the other end has closed, or has gone with input of ours unread."""
+    """Receive up to *size* bytes; return none when the peer has closed its end, even if it left data of ours unread."""
     try:
         return await persistently(partial(connection.recv, size))
     except OSError:

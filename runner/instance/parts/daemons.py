@@ -34,7 +34,7 @@ class RestartedChildRecord(NamedTuple):
 
     process: ProcessRecord
     born: float
-    """When it was started, on the monotonic clock."""
+    """Start time, on the monotonic clock."""
     pause: float
     down: bool
 
@@ -45,23 +45,23 @@ class RestartedChild:
 
     process: Process
     command: Command
-    """What is started the next time."""
+    """The command of the next start."""
     pause: float
-    """Seconds before that."""
+    """Seconds to wait before the next start."""
     born: float = attrs.field(factory=trio.current_time)
     down: bool = False
-    """Whether its end was logged, and it is to be started again."""
+    """Whether its end was logged and it is about to be started again."""
 
     def record(self, clock: trio.abc.Clock) -> RestartedChildRecord:
-        """Return what another program needs to go on with it; *clock* is the event loop's."""
+        """Return the state that the next program needs to continue; *clock* is the event loop's."""
         return RestartedChildRecord(self.process.record(), kernel_time(self.born, clock), self.pause, self.down)
 
 
 @asynccontextmanager
 async def restarted_child(supervisor: Supervisor, command: Command, name: str) -> AsyncIterator[RestartedChild]:
-    """Hold a daemon that is started again, as :data:`~runner.placement.children.RESTARTS` says, whenever it ends; *name* is its own alone.
+    """Hold a daemon that is restarted whenever it ends, by :data:`~runner.placement.children.RESTARTS`; *name* is its name in the store.
 
-    Raises :exc:`~runner.base.errors.HostError` if it never comes up: its first start is part of the instance's.
+    Raises :exc:`~runner.base.errors.HostError` if its first start fails, which is part of the instance's start.
     """
     policy = RESTARTS[command.role]
     held, clock = supervisor.held, supervisor.clock
@@ -102,7 +102,7 @@ async def _wait_until_it_serves(process: Process) -> None:
 
 
 def refuse_dead(daemons: Sequence[Process]) -> None:
-    """Raise :exc:`~runner.base.errors.HostError` if one of *daemons* has ended: the guest would begin without what it promises."""
+    """Raise :exc:`~runner.base.errors.HostError` if one of *daemons* has ended: the guest would start without its service."""
     for daemon in daemons:
         if daemon.returncode is not None:
             raise HostError(f"cannot let the guest run: {daemon.role} {daemon.how_it_ended()}", remedy=daemon.limit())
@@ -112,7 +112,7 @@ def refuse_dead(daemons: Sequence[Process]) -> None:
 async def anchored(
     supervisor: Supervisor, argv: tuple[str, ...]
 ) -> AsyncIterator[tuple[RestartedChild, RestartedChild]]:
-    """Hold the anchors, which keep the pod's cgroup populated: two, so that one is there while the other is restarted.
+    """Hold the anchors, which keep the pod's cgroup populated: two of them, so that one is there while the other is restarted.
 
     systemd ends a scope within milliseconds after it became empty, which is faster than a process can be started.
     """
@@ -129,7 +129,7 @@ async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChil
         if not child.down:
             await _ended(supervisor, policy, child)
         await trio.sleep(child.pause)
-        await supervisor.changes.over(Kind.RENEWAL)  # it would inherit the signals that this process blocks
+        await supervisor.changes.over(Kind.RENEWAL)  # a child would inherit the signals blocked during a renewal
         child.pause = min(max(2 * child.pause, 0.1), policy.longest)
         child.born, child.down = trio.current_time(), False
         try:

@@ -31,7 +31,7 @@ def opened(disk: DiskPlan, directory: PurePosixPath) -> Iterator[dict[str, int]]
             top = overlay(directory, disk.overlay.size, disk.overlay.limit)
         numbers = {disk.name: held.enter_context(top)}
         for name, layer in disk.below():
-            # A path in the spec is its author's choice; one in an image's header must still lead where it was found.
+            # The spec's author chooses the paths in it; a path from an image's header must still lead to the file that was examined.
             reopened = files.opened if layer.path == disk.path else files.opened_in_place
             numbers[name] = held.enter_context(reopened(layer.path))
         yield numbers

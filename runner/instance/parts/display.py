@@ -1,6 +1,6 @@
 """The guest's screen by VNC: connections are accepted here and passed to QEMU, which does not listen itself.
 
-The same clients may see the screen as may attach to the console.
+The clients that may attach to the console may see the screen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def display_shown(supervisor: Supervisor, machine: Qemu, directory: int) -
 async def _pass_on(
     turn: trio.Lock, machine: Qemu, log_limit: LogRateLimit, viewer: trio.socket.SocketType, accepted_at: float
 ) -> None:
-    """Pass *viewer* to QEMU in its *turn*: so there is at most one connection that QEMU has not accepted yet."""
+    """Pass *viewer* to QEMU in its *turn*, so that QEMU has at most one connection that it has not accepted yet."""
     if not may_attach(viewer, accepted_at):
         log_limit.log(log.warning, InstanceEvent.VNC_VIEWER_NOT_ROOT)
         return

@@ -1,7 +1,7 @@
-"""Copies of QEMU's descriptors that this process keeps where QEMU can be updated: the next QEMU gets the same.
+"""Copies of QEMU's descriptors that this process keeps if QEMU can be updated: the next QEMU gets the same descriptors.
 
-Not among them are those by which another process serves one QEMU alone (vhost-net, a share), and those of devices, which the
-first QEMU hands over. The copy of a tap keeps the interface, and that of the RAM the guest's memory, until QEMU has ended.
+They do not include descriptors through which another process serves a single QEMU (vhost-net, a share), nor those of devices, which the
+first QEMU passes on itself. The copy of a tap keeps the interface, and that of the RAM the guest's memory, until QEMU has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runner.plan.argv.wires import WireNumbers
 
 
 def kept_fds(held: Held, descriptors: Callable[[], QemuFds]) -> AbstractContextManager[QemuFds]:
-    """Hold copies of QEMU's *descriptors*, or those that another program has made."""
+    """Hold copies of QEMU's *descriptors*, or the copies that the previous program has made."""
     return held.block("QEMU's descriptors", lambda: _copied(descriptors()), _adopted)
 
 
@@ -45,7 +45,7 @@ def _copied(fds: QemuFds) -> Iterator[QemuFds]:
 
 @contextmanager
 def _adopted(found: QemuFds) -> Iterator[QemuFds]:
-    """Hold copies that another program has made."""
+    """Hold the copies that the previous program has made."""
     with ExitStack() as held:
         for number in found.numbers():
             if number >= 0:

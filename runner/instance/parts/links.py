@@ -46,13 +46,13 @@ def _macvtap(supervisor: Supervisor, plan: MacvtapPlan, name: str) -> Iterator[i
 
 @attrs.define
 class AddressWatch:
-    """A watch over the address of *network* that the guest asks for, by what dnsmasq prints (``src/rfc2131.c``)."""
+    """Watches whether the guest gets its address of *network*, by the output of dnsmasq (``src/rfc2131.c``)."""
 
     network: BridgedPlan
     note: Callable[[str, str], None]
-    """Called with the bridge, and why the guest does not get the address; empty if it does."""
+    """Called with the bridge, and the reason why the guest does not get the address; empty if it does."""
     given: bool = False
-    """Whether it was seen to have the address, as one has for which another program goes on: its lease does not end."""
+    """Whether the guest was seen to have the address; true after a renewal, because its lease does not end."""
 
     def read(self, line: str) -> None:
         """Take in a *line* of dnsmasq's output."""
@@ -78,7 +78,7 @@ class AddressWatch:
 
 @asynccontextmanager
 async def bridged(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[None]:
-    """Hold the bridges of *plan*, whose taps exist already, and a dnsmasq on every one that has one."""
+    """Hold the bridges of *plan*, whose taps exist already, and the dnsmasq of each bridge that has one."""
 
     def note(bridge: str, reason: str) -> None:
         if reason:
@@ -100,7 +100,7 @@ def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[Non
     before: Mapping[str, frozenset[str]] = {}
     supervisor.held.value("networks recovered", lambda: network.recover(bridges))
     try:
-        # Inside, because a build that fails may leave something behind; removing what is not there does no harm.
+        # Inside the block, because a failed build may leave parts behind; removing a missing part does no harm.
         before = supervisor.held.value("networks", lambda: network.build(bridges))
         yield
     finally:

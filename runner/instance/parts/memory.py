@@ -30,10 +30,10 @@ FULL_REMEDY = "raise the pod's limits of memory and huge pages, or give the gues
 async def guest_memory(
     supervisor: Supervisor, plan: InstancePlan, pod_cgroup_fd: int | None
 ) -> AsyncIterator[tuple[files.Descriptor, ...]]:
-    """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none where only QEMU may have it.
+    """Hold the RAM of each of the guest's NUMA nodes until QEMU has it; none where QEMU allocates the RAM itself.
 
-    It is preallocated in the pod's cgroup, which a child enters by *pod_cgroup_fd* (``None``: it is born there): on all
-    NUMA nodes at once, by threads on their CPUs.
+    It is preallocated in the pod's cgroup, which a child enters by *pod_cgroup_fd* (``None``: it starts there): on all NUMA nodes at once,
+    by threads on their CPUs.
     """
     machine = plan.machine
     if not machine.ram.shared:

@@ -1,4 +1,4 @@
-"""The carriers of a guest's packets, held by descriptor: taps of bridges and macvtaps, passt, and inherited descriptors."""
+"""The backends that carry a guest's packets, held by descriptor: taps of bridges, macvtaps, passt, and inherited descriptors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def networked(
     macvtaps: Mapping[int, int],
     in_pod_cgroup: Callable[[], AbstractContextManager[None]],
 ) -> AsyncIterator[tuple[NicBackend, ...]]:
-    """Hold every network of the guest, by descriptor; the indices of its *macvtaps* are by their place in *plans*.
+    """Hold every network of the guest, by descriptor; *macvtaps* maps a position in *plans* to the index of its macvtap.
 
     Device nodes are made and, as far as the pod may use them, opened *in_pod_cgroup*.
     """
@@ -111,6 +111,6 @@ async def _passt(supervisor: Supervisor, plan: PasstPlan, name: str) -> AsyncIte
         try:
             yield NicBackend(stream=stream, daemon=daemon)
         finally:
-            held.close()  # it ends by itself when its client disconnects
+            held.close()  # passt ends by itself when its client disconnects
             with supervisor.faults.recorded("stop passt"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await supervisor.processes.stop(daemon, STOPPED_WITHIN)

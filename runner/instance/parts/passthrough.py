@@ -1,4 +1,4 @@
-"""PCI devices of the host: opened for QEMU, and checked to be as they were when QEMU has gone."""
+"""PCI devices of the host: opened for QEMU, and checked to be in their former state after QEMU has ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def opened_device_nodes(passthrough: PassthroughPlan) -> Iterator[dict[str, int]
 def group_nodes_owned_by_qemu(faults: Faults, passthrough: PassthroughPlan) -> Iterator[None]:
     """Let QEMU's user own the nodes of IOMMU groups while the block runs; QEMU opens them once, before its greeting.
 
-    Raises :exc:`~runner.base.errors.HostError` without CAP_CHOWN; the nodes that were given are taken back.
+    Raises :exc:`~runner.base.errors.HostError` without CAP_CHOWN; nodes whose owner was changed get their former owner back.
     """
     owners = {device.group_node: device.lent_to for device in passthrough.devices}
     with ExitStack() as held:
@@ -58,10 +58,10 @@ def _take_back(faults: Faults, node: PurePosixPath, owner: int) -> None:
 async def devices_returned(
     supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: Callable[[], AbstractContextManager[None]]
 ) -> AsyncIterator[None]:
-    """Check at the end that every device is as it was: it answers, has its driver, and no process has it open.
+    """Check at the end that every device is as before: it answers, has its driver, and no process has it open.
 
-    All devices together get their share of the grace period. One that has not come back by then is a recorded fault. Nodes are opened
-    *in_pod_cgroup*, whose device filter lets them be.
+    All devices share one part of the grace period. A device that is not as before by then is recorded as a fault. Nodes are opened
+    *in_pod_cgroup*, whose device filter allows it.
     """
     try:
         yield
@@ -73,7 +73,7 @@ async def devices_returned(
 
 @frozen
 class _Left:
-    """The reason why a device is not as it was, and whether that is the device's own state."""
+    """The reason why a device is not as before, and whether it is the device's own state."""
 
     reason: str
     wedged: bool = False
@@ -85,9 +85,9 @@ async def _take_back_devices(
     deadline: float,
     in_pod_cgroup: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Wait until all *devices* are as they were; those that are wedged are reset once meanwhile.
+    """Wait until all *devices* are as before; those that are wedged are reset once meanwhile.
 
-    VFIO has reset each when its last user closed it (``vfio_pci_core_disable``), and says nothing where that has failed.
+    VFIO resets a device when its last user closes it (``vfio_pci_core_disable``), and does not report a failure.
     """
     resets: dict[str, Process] = {}
     left = {device.address: _Left("") for device in devices}
@@ -117,7 +117,7 @@ async def _take_back_devices(
 def _reset_command(sysfs: Path) -> Command:
     """Return the command that resets the device by the first of its methods that works.
 
-    It is another process that writes: the kernel waits up to a minute for a device that does not come back.
+    Another process writes to sysfs, because the kernel waits up to a minute for a device that does not answer after the reset.
     """
     script = 'echo 1 >"$1"'
     return Command("device-reset", ("/bin/sh", "-c", script, "sh", str(sysfs / "reset")), level=logging.DEBUG)

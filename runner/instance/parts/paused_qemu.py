@@ -1,4 +1,4 @@
-"""The start of QEMU: what it inherits, until it has greeted and its guest is paused."""
+"""The start of QEMU: its descriptors and endpoints, until it has greeted and its guest is paused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class GuestAgentChannel(NamedTuple):
-    """Both ends of the guest agent's channel, if it has one."""
+    """Both ends of the guest agent's channel, if the guest has one."""
 
     ours: Socket | None = None
     theirs: Socket | None = None
@@ -66,9 +66,9 @@ class OpenedFiles(NamedTuple):
 
 @contextmanager
 def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
-    """Hold every file and device that QEMU inherits and that a path names, until its copies are there.
+    """Hold every file and device that QEMU inherits and that a path names, until QEMU has its copies.
 
-    To be opened before this process enters float, whose device filter knows nothing of what this pod was given.
+    They must be opened before this process enters float, whose device filter does not allow the devices given to this pod.
     """
     machine = plan.machine
     with ExitStack() as held:
@@ -91,14 +91,14 @@ def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
 
 
 class QemuEndpoints(NamedTuple):
-    """The descriptors that QEMU inherits; our copies are closed then, so that each peer sees the other's death."""
+    """The descriptors that QEMU inherits; our copies are closed afterwards, so that each side notices the other's death."""
 
     opened: OpenedFiles
     ram: Sequence[files.Descriptor]
     nic_backends: Sequence[NicBackend]
     shares: Sequence[HeldShare]
     console: Socket | None
-    """``None`` if QEMU has it already, as this runner has taken it over."""
+    """``None`` if QEMU has it already, because this runner is a renewed one."""
     agent: GuestAgentChannel
 
     def close_our_copies(self) -> None:
@@ -175,7 +175,7 @@ async def paused_qemu(
             bound = plan.shutdown.quit + stop_bound(plan.shutdown.terminate)
             with supervisor.faults.recorded("end QEMU"), trio.move_on_after(bound, shield=True):
                 await machine.quit(plan.shutdown, supervisor)
-            machine.monitor.close()  # of a QEMU that has taken the place of the first
+            machine.monitor.close()  # possibly that of a later QEMU
 
 
 def _descriptors(qmp: Socket, endpoints: QemuEndpoints) -> QemuFds:

@@ -44,7 +44,7 @@ EXITS_WITHIN = 1.0
 """Seconds between the end of the QMP conversation and QEMU's exit, when it is QEMU that ends."""
 
 QEMU_ANSWERS_WITHIN = 5.0
-"""Seconds that QEMU may take to answer before the guest is not ready; a main loop of an emulated guest may be busy for one."""
+"""Seconds that QEMU may take to answer before the guest is not ready; the main loop of an emulated guest may be busy for one second."""
 
 AGENT_ANSWERS_WITHIN = 1.0
 """Seconds an agent in the guest may take to answer before the guest's power button is pressed instead."""
@@ -59,7 +59,7 @@ REMEDIES = (
         MBIND_REMEDY,
     ),
     (
-        # EINVAL is what a second process that binds a device by its own node gets (vfio_df_device_first_open).
+        # A second process that binds a device by its own node gets EINVAL (vfio_df_device_first_open).
         re.compile(": vfio .*(Device or resource busy|error bind device .*Invalid argument)"),
         "another process has the device or one of its IOMMU group; `fuser /dev/vfio/*` on the node names it",
     ),
@@ -81,7 +81,7 @@ REMEDIES = (
 
 
 def _remedy(output: str) -> str:
-    """Return the remedy of what QEMU has printed before it ended, empty if none is known."""
+    """Return the remedy for the error that QEMU printed before it ended, empty if none is known."""
     return next((remedy for words, remedy in REMEDIES if words.search(output)), "")
 
 
@@ -122,27 +122,27 @@ class Qemu:
         self._monitor = monitor
         self._agent = agent
         self.agent_listens = False
-        """Whether a program in the guest has the agent's port open, by QEMU's last event about it."""
+        """Whether a program in the guest has the agent's port open, according to QEMU's last event about it."""
         self._suspended = False
-        """Whether the guest sleeps, by QEMU's last event about it."""
+        """Whether the guest sleeps, according to QEMU's last event about it."""
         self._observers: list[Callable[[QmpEvent], None]] = []
         self._end: GuestEnd | None = None
         self.fds: QemuFds | None = None
-        """Copies of its descriptors, which the next QEMU gets as well; ``None`` where it cannot be updated."""
+        """Copies of its descriptors, which the next QEMU gets as well; ``None`` if it cannot be updated."""
         self.updates = 0
-        """How often another QEMU has taken its place."""
+        """Number of times that another QEMU has taken over the guest."""
         self.shares: tuple[ShareDaemon, ...] = ()
         """The virtiofsd of each share."""
         self._replaced = Announcements()
-        """Another QEMU has the guest."""
+        """Announces that another QEMU has taken over the guest."""
 
     @property
     def monitor(self) -> Monitor:
-        """The conversation with QEMU; only :meth:`ended` receives its events."""
+        """The connection to QEMU; only :meth:`ended` receives its events."""
         return self._monitor
 
     def go_on(self, held: Held) -> None:
-        """Continue with what is held of what its events have said."""
+        """Continue with the recorded state that QEMU's events have led to."""
         self.agent_listens = held.current("agent listens", lambda: self.agent_listens)
         self.updates = held.current("QEMU's updates", lambda: self.updates)
         self._suspended = held.current("suspended", lambda: self._suspended)
@@ -163,7 +163,7 @@ class Qemu:
 
     @property
     def guest_ended(self) -> bool:
-        """Return whether QEMU has said that the guest has ended."""
+        """Return whether QEMU has reported the guest's end."""
         return self._end is not None
 
     async def decided(self) -> None:
@@ -171,7 +171,7 @@ class Qemu:
         await self._changes.over(Kind.QEMU_UPDATE)
 
     def replace(self, process: Process, monitor: Monitor) -> tuple[Process, Monitor]:
-        """Let another QEMU have the guest; return the one before, whose end means nothing any more."""
+        """Let another QEMU have the guest; return the previous one, whose end then has no meaning."""
         before = self.process, self._monitor
         monitor.continue_event_copies(self._monitor)
         self.process, self._monitor = process, monitor
@@ -191,7 +191,7 @@ class Qemu:
         with trio.move_on_after(EXITS_WITHIN):
             await self.process.wait()
             how = self.process.how_it_ended()
-            # QEMU prints hints after an error of VFIO: the last line is not the error.
+            # QEMU prints hints after an error of VFIO, so the last line is not the error.
             output = next((line for line in reversed(self.process.last_lines) if ": vfio " in line), how)
             ended = how if output in how else f"{how}, and before {output!r}"
             raise HostError(f"cannot start QEMU: it {ended}", remedy=_remedy(output) or self.process.limit())
@@ -200,7 +200,8 @@ class Qemu:
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
         """Return the vCPUs' threads by index.
 
-        Raises :exc:`~runner.protocol.qmp.BadReplyError` where one is none of QEMU's: it may be the guest's, and name this process.
+        Raises :exc:`~runner.protocol.qmp.BadReplyError` if a thread does not belong to QEMU, which may be under the guest's control and
+        name this process.
         """
         found = await self._monitor.vcpu_threads()
         for vcpu in found:
@@ -234,7 +235,7 @@ class Qemu:
             self._observers.remove(observe)
 
     async def agent_answers(self) -> bool:
-        """Tell whether the guest agent answers; the caller bounds the time, as one that is not there says nothing."""
+        """Tell whether the guest agent answers; the caller sets a time limit, because an absent agent sends no error."""
         if self._agent is None:
             return False
         try:
@@ -245,7 +246,7 @@ class Qemu:
         return True
 
     async def ended(self) -> GuestEnd:
-        """Wait until the guest no longer runs, and return why."""
+        """Wait until the guest no longer runs, and return the reason."""
         while True:
             process = self.process
             ended: GuestEnd | None = await first_of(self._stopped_running, self._exited, self._replaced.next.wait)
@@ -260,7 +261,7 @@ class Qemu:
             while self._end is None:
                 event = await monitor.event()
                 if monitor is not self._monitor:
-                    await trio.sleep_forever()  # the guest is another QEMU's
+                    await trio.sleep_forever()  # another QEMU has the guest
                 self._log(event)
                 self._log_unknown(event)
                 if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
@@ -278,7 +279,7 @@ class Qemu:
         return self._end
 
     def _log(self, event: QmpEvent) -> None:
-        """Log what the guest did, which it may do without end."""
+        """Log the guest's events at a limited rate."""
         match event.name:
             case "VSERPORT_CHANGE" if event.data.get("id") == "agent":
                 there = event.data.get("open") is True
@@ -306,11 +307,11 @@ class Qemu:
     async def power_down(self, plan: ShutdownPlan, over: float) -> GuestEnd:
         """Ask the guest to power down, again and again, within its share of the grace period, which has begun at *over*.
 
-        Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, else why it ended instead.
+        Returns ``STOPPED`` if it did, ``FORCED_OFF`` if its time ran out, otherwise the other reason of its end.
         """
         with trio.move_on_at(over + plan.power_down):
             ended = await first_of(self.ended, partial(self._ask_to_power_down, plan.power_down / 2))
-            # It powered down because it was asked to; it reboots instead where its button is configured to.
+            # It powered down on request; a guest may be configured to reboot on the button instead.
             if ended.status in {Status.GUEST_SHUTDOWN, Status.GUEST_RESET}:
                 return GuestEnd(Status.STOPPED, "the guest powered down when asked to")
             return ended
@@ -319,7 +320,7 @@ class Qemu:
         )
 
     async def _ask_to_power_down(self, agent_seconds: float) -> GuestEnd:
-        """Ask the agent, which gets *agent_seconds* if it is there, then press the power button until cancelled.
+        """Ask the agent, if there is one, for *agent_seconds*; then press the power button until cancelled.
 
         When QEMU refuses or does not answer, the button is not pressed again, because a reply may never come.
         """
@@ -328,7 +329,7 @@ class Qemu:
             if self._agent is not None and self.agent_listens:
                 await _shut_down_by_agent(self._agent, agent_seconds)
             while True:
-                if self._suspended:  # it sees no button then, and has not written what it had to write
+                if self._suspended:  # a suspended guest ignores the button, and may have unwritten data
                     await self._monitor.execute("system_wakeup")
                 await self._monitor.execute("system_powerdown")
                 await trio.sleep(PRESSED_EVERY)
@@ -355,7 +356,7 @@ class Qemu:
 
 
 async def _shut_down_by_agent(reach: Callable[[], GuestAgent], seconds: float) -> None:
-    """Ask the agent to shut the guest down; return when it refuses, or the guest still runs after so many *seconds*.
+    """Ask the agent to shut the guest down; return when it refuses, or the guest still runs after *seconds*.
 
     The guest is not trusted: an agent that does not answer costs :data:`AGENT_ANSWERS_WITHIN` seconds.
     """
@@ -408,7 +409,7 @@ def spawn_qemu(
     incoming: tuple[str, ...] = (),
     more: tuple[int, ...] = (),
 ) -> Process:
-    """Start QEMU with copies of all *descriptors*, and *more* of them, which the options *incoming* name."""
+    """Start QEMU with copies of all *descriptors*, and of *more*, which the options *incoming* name."""
     argv = (*qemu_argv(plan, descriptors), *incoming)
     command = Command("qemu", argv, (*descriptors.numbers(), *more), entering=memory_cgroup_fd)
     return supervisor.processes.spawn(command.of_user(plan.user.user_id, plan.user.group_id, plan.user.groups))

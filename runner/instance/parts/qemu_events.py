@@ -1,4 +1,4 @@
-"""QEMU's events: for each of its schema what handles it, or why nothing does; and what handles those about disks.
+"""QEMU's events: for each event of its schema the handler or the reason why there is none; and the handler of events about disks.
 
 A test compares them with the schema of the QEMU at hand.
 
@@ -34,7 +34,7 @@ HANDLED: dict[str, str] = {
     "WAKEUP": "the guest runs again",
     "WATCHDOG": "the end of the guest, or logged",
 }
-"""Event → what it means for the instance."""
+"""Event → its meaning for the instance."""
 
 _NO_DEVICE = "the machine has no such device"
 _NO_JOB = "no job runs: neither backup nor mirror, and operators may begin none"
@@ -88,20 +88,20 @@ IGNORED: dict[str, str] = {
     "VNC_DISCONNECTED": "this program hands clients over itself",
     "VNC_INITIALIZED": "this program hands clients over itself",
 }
-"""Event → why nothing is done."""
+"""Event → the reason why it is ignored."""
 
 
 class DiskEvents:
-    """QEMU's events about disks: what was unplugged, and errors, which are logged."""
+    """QEMU's events about disks: released devices, and errors, which are logged."""
 
     def __init__(self, log_limit: LogRateLimit) -> None:
         self._unplugged: dict[str, trio.Event] = {}
         self._log_limit = log_limit
 
     def handle(self, event: QmpEvent) -> None:
-        """Handle *event*, which may be about something else."""
+        """Handle *event*, if it is about a disk."""
         if event.name == "DEVICE_DELETED":
-            # Only of what was attached: QEMU may be the guest's, and name devices without end.
+            # Only for attached devices: QEMU may be under the guest's control, and name devices without end.
             if (known := self._unplugged.get(str(event.data.get("device")))) is not None:
                 known.set()
         elif event.name == "BLOCK_IO_ERROR":
@@ -121,7 +121,7 @@ class DiskEvents:
         return tuple(device for device, event in self._unplugged.items() if event.is_set())
 
     def watch(self, device: str) -> None:
-        """Watch for the release of a *device* that is attached now, whatever an earlier one of this name has done."""
+        """Watch for the release of *device*, which is attached now, regardless of an earlier device of this name."""
         self._unplugged[device] = trio.Event()
 
     def _report(self, disk: object, operation: object, reason: object) -> None:

@@ -19,7 +19,7 @@ from runner.plan.shares import SharePlan
 
 @attrs.define
 class ShareDaemon:
-    """The virtiofsd of a share; another one takes its place when QEMU is updated."""
+    """The virtiofsd of a share; another one replaces it when QEMU is updated."""
 
     plan: SharePlan
     directory: int
@@ -27,13 +27,13 @@ class ShareDaemon:
     process: Process
 
     def replace(self, process: Process) -> Process:
-        """Let another virtiofsd serve the share; return the one before, whose end means nothing any more."""
+        """Let another virtiofsd serve the share; return the previous one, whose end then has no meaning."""
         before, self.process = self.process, process
         return before
 
 
 class HeldShare(NamedTuple):
-    """The virtiofsd of a share, and the connection to it until QEMU has that."""
+    """The virtiofsd of a share, and the connection to it until QEMU has it."""
 
     daemon: ShareDaemon
     client: Socket | None

@@ -1,4 +1,4 @@
-"""The files of the state directory: those that others read as signs of a guest that runs, and what a killed runner has left."""
+"""The files of the state directory: those that show others a running guest, and leftovers of a killed runner."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runner.kernel.files import closing, discard
 from runner.kernel.meeting_point import discard_meeting_point
 
 READY = "ready"
-"""There while the guest runs."""
+"""Exists while the guest is ready."""
 
 RECEIPT = "receipt.json"
-"""Where every thread is, while the guest runs."""
+"""The place of every thread, while the guest runs."""
 
 
 PUBLISHED_AGAIN = 1.0
-"""Seconds until the next attempt to write one of them, where the last has failed: a volume that is full may have room again."""
+"""Seconds until the next attempt to write one of them after a failure: a full volume may have room again."""
 
 
 def discard_signs(path: PurePosixPath) -> None:
-    """Remove from the state directory *path* the signs that a killed runner has left; never raises.
+    """Remove the signs of a running guest that a killed runner has left in the state directory *path*, if it is ours.
 
     Does nothing where others than this process's user may write, or while another process has claimed the directory.
     """
@@ -39,12 +39,12 @@ def discard_signs(path: PurePosixPath) -> None:
 
 
 _LEFT_DIRECTORY, _LEFT_FILE = r"meeting-[0-9a-f]{16}", r"([0-9a-f]{16}\.sock|overlay\.[0-9a-f]{16})"
-"""What is there for a moment: :mod:`runner.kernel.meeting_point`, :func:`runner.kernel.sockets.listening_pair`,
+"""Temporary entries of :mod:`runner.kernel.meeting_point`, :func:`runner.kernel.sockets.listening_pair` and
 :func:`runner.kernel.disk_images.overlay`."""
 
 
 def discard_leftovers(fd: int, path: PurePosixPath) -> None:
-    """Remove what a runner that was killed has left in the state directory *path*, which is claimed and open as *fd*.
+    """Remove the leftovers of a killed runner from the state directory *path*, which is claimed and open as *fd*.
 
     Raises :exc:`~runner.base.errors.HostError`.
     """

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from runner.instance.parts.cgroups.active import ActivePlacement
 
 READINGS = 3
-"""Readings of all threads in a row, each of a few milliseconds; float's CPUs change once for a pod that comes or goes."""
+"""Consecutive readings of all threads, each of a few milliseconds; float's CPUs change once for a pod that starts or ends."""
 
 
 @frozen
 class QemuThreads:
-    """QEMU, and what it says its threads are."""
+    """QEMU's process, and its threads by role as QEMU reports them."""
 
     process: Process
     vcpus: Sequence[VcpuThread]
@@ -52,7 +52,7 @@ class QemuThreads:
 def place_threads(
     processes: Processes, procfs: Procfs, active: ActivePlacement, placement: Placement, qemu: QemuThreads
 ) -> Receipt:
-    """Give every vCPU thread its CPU, read every thread of the instance back from the kernel, and return what was read.
+    """Give every vCPU thread its CPU, read every thread of the instance back from the kernel, and return the receipt.
 
     Raises :exc:`~runner.base.errors.PlacementError` when anything is not as *placement* wants it.
     """
@@ -78,7 +78,7 @@ def enter_places(active: ActivePlacement, placement: Placement, qemu: QemuThread
 def read_back(
     processes: Processes, procfs: Procfs, active: ActivePlacement, placement: Placement, qemu: QemuThreads
 ) -> Receipt:
-    """Read every thread of the instance from the kernel, and return what was read.
+    """Read every thread of the instance from the kernel, and return the receipt.
 
     Raises :exc:`~runner.base.errors.PlacementError` when anything is not as *placement* wants it.
     """
@@ -96,9 +96,9 @@ def verified(receipt: Receipt) -> Receipt:
 def read_threads(
     processes: Processes, procfs: Procfs, active: ActivePlacement, qemu: QemuThreads
 ) -> tuple[ObservedThread, ...]:
-    """Return every thread that this process and its children have now, as the kernel shows it.
+    """Return the current threads of this process and its children, as the kernel shows them.
 
-    Float's CPUs change with the kubelet's shared pool: where they did while the threads were read, they are read again.
+    Float's CPUs change with the kubelet's shared pool: if they changed during the reading, the threads are read again.
     """
     readings = 0
     while True:
@@ -124,21 +124,21 @@ def _threads(processes: Processes, reader: ThreadReader, qemu: QemuThreads) -> I
 
 @define
 class ThreadReader:
-    """Reads threads of this container, most of them by what the kernel says of a whole cgroup.
+    """Reads the threads of this container, most of them from the kernel's data about a whole cgroup.
 
-    A thread's own files in /proc take the kernel and this process ten times as long as its line in ``cgroup.threads``
-    and ``sched_getaffinity(2)``, which say the same. Of each group one thread is read in full: it tells the group's path,
-    and the memory nodes, which the kernel sets alike for all threads of a cpuset (``cpuset_update_tasks_nodemask``).
+    A thread's own files in /proc take the kernel and this process ten times as long as its line in ``cgroup.threads`` and
+    ``sched_getaffinity(2)``, which have the same information. One thread of each group is read in full, for the group's path and the memory
+    nodes, which the kernel sets alike for all threads of a cpuset (``cpuset_update_tasks_nodemask``).
     """
 
     procfs: Procfs
     groups: Sequence[frozenset[int]]
     """The threads of each cgroup; a thread that is in none of them is read in full."""
     _known: dict[int, ThreadStatus] = attrs.field(factory=dict, init=False)
-    """Group, by its index → the thread of it that was read in full."""
+    """Index of a group → its thread that was read in full."""
 
     def threads(self, pid: int) -> Iterator[ThreadStatus]:
-        """Yield the threads that *pid* has now; one that ends meanwhile is left out."""
+        """Yield the current threads of *pid*; a thread that ends meanwhile is left out."""
         for tid in self.procfs.thread_ids(pid):
             if (thread := self._read(pid, tid)) is not None:
                 yield thread

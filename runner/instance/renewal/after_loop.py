@@ -1,7 +1,7 @@
-"""The steps after the event loop itself has ended under a guest that runs: it runs no task, and no release, any more.
+"""The steps after the event loop itself has ended under a running guest: no task and no release runs any more.
 
-A failed system call of the loop's own is enough, such as the write that wakes it up (``WakeupSocketpair`` of trio), or a lack of
-memory in it. Everything that the tasks held is held still, so that, in this order,
+It ends by a failed system call of its own, such as the write that wakes it up (``WakeupSocketpair`` of trio), or by a lack of memory in it.
+Everything that the tasks held is still held, so that, in this order,
 
 1. a fresh image of this program takes it over, as after another fault of this program's;
 2. where that may not be, or fails, another event loop of this process takes it over, powers the guest down and releases it;
@@ -33,14 +33,14 @@ _POWER_BUTTON = b'{"execute": "system_powerdown"}\n'
 
 
 def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
-    """Become a fresh image of this program; return what another loop takes over if that may not be, or fails.
+    """Become a fresh image of this program; if that is not allowed or fails, return the state for another event loop.
 
-    If *error* has ended that other loop, power the guest down without one, and return what could not be released.
+    If *error* has ended that other loop, power the guest down without a loop, and return the resources that could not be released.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     renewal = supervisor.renewal
     if renewal.loop_ended_by is None:
-        # One that was received is obeyed by what goes on: the kernel keeps it until that unblocks it.
+        # A signal received from here on reaches the program or loop that continues: the kernel keeps it until that one unblocks it.
         for number in supervisor.stop.signals or ({signal.SIGTERM} if supervisor.stop.reason else ()):
             os.kill(os.getpid(), number)
         try:
@@ -54,7 +54,7 @@ def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tup
 
 
 def _for_another_loop(renewal: Renewal, error: Exception) -> Renewal:
-    """Return what is held, to be taken over in this process and released."""
+    """Return the held state, to be taken over in this process and released."""
     return Renewal(
         Held({name: read() for name, read in renewal.held.read.items()}),
         renewal.generation,
@@ -68,9 +68,9 @@ def _for_another_loop(renewal: Renewal, error: Exception) -> Renewal:
 
 
 def _end_children(supervisor: Supervisor) -> tuple[str, ...]:
-    """Press the power button, end the children, and return what could not be released."""
+    """Press the power button, end the children, and return the resources that could not be released."""
     children = list(supervisor.processes)
-    with contextlib.suppress(Exception):  # then QEMU gets its signal at once
+    with contextlib.suppress(Exception):  # then QEMU is sent its signal at once
         _power_down(supervisor.held, next(child for child in children if child.role == "qemu"))
     alive = children
     for number, within in ((signal.SIGTERM, STOPPED_WITHIN), (signal.SIGKILL, KILLED_WITHIN)):

@@ -1,4 +1,4 @@
-"""Values of known types as plain JSON, and back: what :mod:`runner.instance.renewal.names` lists.
+"""Values of known types as plain JSON, and back, for the state listed in :mod:`runner.instance.renewal.names`.
 
 ================================ =============================================================================
 type                             JSON
@@ -47,10 +47,10 @@ _TEXTS: Final[Mapping[type, Callable[[str], object]]] = {
         )
     },
 }
-"""Classes whose values are written as a text → how that is read."""
+"""Classes whose values are written as text → the function that reads the text."""
 _PLAIN = (bool, int, float, str)
 _MADE = (list, set, frozenset, tuple, Counter)
-"""Collections that are made as their type says; others are made as tuples and dictionaries."""
+"""Collections that are created with the type of the field; others become tuples and dictionaries."""
 
 
 def to_document(value: Any, kind: Any, descriptors: list[int]) -> Any:
@@ -83,7 +83,7 @@ def _scalar_document(value: Any, kind: Any) -> Any:
 
 
 def _has_fields(kind: Any) -> bool:
-    return isinstance(kind, type) and (attrs.has(kind) or hasattr(kind, "_fields"))  # which a named tuple has
+    return isinstance(kind, type) and (attrs.has(kind) or hasattr(kind, "_fields"))  # a named tuple has it
 
 
 def _is_plain(value: Any, kind: Any, of: tuple[Any, ...]) -> bool:
@@ -166,9 +166,9 @@ def _default(field: attrs.Attribute[Any]) -> object:
 
 
 def from_document(document: Any, kind: Any, where: str) -> Any:
-    """Return the value of the type *kind* that *document* stands for; *where* names it for an error.
+    """Return the value of the type *kind* that *document* describes; *where* names it in an error.
 
-    Raises :exc:`~runner.base.errors.HostError` for what this program does not know.
+    Raises :exc:`~runner.base.errors.HostError` for fields, kinds and values that this program does not know.
     """
     try:
         return _value(document, kind, where)

@@ -1,9 +1,9 @@
-"""The first code that runs after exec when a runner is renewed: it goes back to the program before unless the next one commits.
+"""The first code that runs after exec in a renewal: it returns to the previous program unless the next one commits.
 
-It is executed as a script by the interpreter of the runner before, with the standard library alone (``-I -S``), and is that
-runner's own file in sealed memory, which is known to work. Usage: ``first_stage.py MODE FD INDEX REASON``. FD is a sealed file
-with the state as JSON. INDEX is the place of a program in its list ``programs``: the one to become comes first, the one before
-second. REASON says why it is not the first one, empty if it is.
+It is executed as a script by the previous runner's interpreter, with the standard library alone (``-I -S``), from that runner's own copy in
+sealed memory, which is known to work. Usage: ``first_stage.py MODE FD INDEX REASON``. FD is a sealed file with the state as JSON. INDEX is
+the place of a program in its list ``programs``: the one to become comes first, the one before second. REASON says why it is not the first
+one; it is empty if it is.
 
 ======== ===========================================================================================================
 resume   become that program and go on with what the runner before has held
@@ -17,13 +17,13 @@ import os
 import sys
 
 MOST_ATTEMPTS = 3
-"""How often this stage is executed until it has read its modules and the state: what fails may fail for a moment alone."""
+"""Attempts of this stage to read its modules and the state, each a new exec: the cause of a failure may be momentary."""
 AGAIN = "again"
-"""The word that is added to its command line each time."""
+"""The word added to its command line for each attempt."""
 
 
 def try_again() -> None:
-    """Execute this stage once more, as it has changed nothing yet; return if that was often enough, or it is no program."""
+    """Execute this stage once more, as it has changed nothing yet; return if all attempts are used up, or it is no program."""
     if __name__ == "__main__" and sys.argv.count(AGAIN) + 1 < MOST_ATTEMPTS:
         os.execve(sys.orig_argv[0], [*sys.orig_argv, AGAIN], os.environ)
 
@@ -39,11 +39,11 @@ except BaseException:
     raise
 
 COMMITTED_WITHIN = 10
-"""Seconds from exec until a program must have taken everything over, unless it has ``within`` of its own; 0.2 are usual."""
+"""Seconds from exec until a program must have taken everything over, unless it brings its own ``within``; 0.2 are usual."""
 LONGEST_REASON = 1000
-"""Characters of the reason that the program before receives."""
+"""Characters of the reason that is passed to the previous program."""
 NAME = "instance-runner"
-"""What ``ps`` shows: the name of the program before exec, and not the interpreter's."""
+"""The name shown by ``ps``: that of the program before exec, not the interpreter's."""
 FLAGS = ("-I", "-S", "-B")
 """The interpreter's options: neither environment nor site-packages nor new bytecode files change what is executed."""
 
@@ -69,15 +69,15 @@ class FirstStage:
 
     @property
     def program(self) -> dict[str, Any]:
-        """The program that goes on."""
+        """The program that continues."""
         program: dict[str, Any] = self.document["programs"][self.index]
         return program
 
     def import_program(self) -> Any:
-        """Return the module of the program that goes on."""
+        """Return the entry module of the program that continues."""
         sys.path[:0] = self.program["path"]
-        sys.pycache_prefix = self.program.get("bytecode")  # PYTHONPYCACHEPREFIX of the runner before, which -I ignores
-        return import_module(self.document["entry"])  # the path says which runner that is
+        sys.pycache_prefix = self.program.get("bytecode")  # the previous runner's PYTHONPYCACHEPREFIX, which -I ignores
+        return import_module(self.document["entry"])  # the import path decides whose module this is
 
     def commit(self) -> None:
         """Give up the way back: everything has been taken over."""
@@ -92,7 +92,7 @@ class FirstStage:
             comm.write(NAME)
 
     def fall_back(self, error: BaseException) -> None:
-        """Execute the program before this one; return if there is no way back."""
+        """Execute the previous program; return if there is no way back."""
         if self.committed or self.index + 1 >= len(self.document["programs"]):
             return
         signal.alarm(0)
@@ -122,7 +122,7 @@ class FirstStage:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Carry out the command line."""
     mode, fd, index, reason = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
         document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))

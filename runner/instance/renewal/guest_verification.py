@@ -1,4 +1,4 @@
-"""The first step of a renewed runner once everything is its own: it proves the receipt again, and asks QEMU for the guest."""
+"""The first step of a renewed runner after it has taken everything over: it verifies the receipt, and asks QEMU for the guest's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 async def verify_guest(machine: Qemu, receipts: Receipts) -> None:
-    """Publish the receipt, with this program's generation, and log a guest that does not run; may take any time."""
+    """Publish the receipt, with this program's generation, and log a guest that does not run; this may take any time."""
     try:
         receipts.publish()
     except RunnerError as error:

@@ -1,8 +1,7 @@
-"""The state that goes from one program to the next, by name: the promise between two versions of this program.
+"""The state that one program passes to the next, by name: the contract between two versions of this program.
 
-A document of the state is ``{name: value}``. How a value of a type looks is in :mod:`runner.instance.renewal.documents`; the names
-and types of the fields of a class are those of its attributes. What is after a colon in a name, as in ``anchor:0``, tells those of
-one kind apart.
+A document of the state is ``{name: value}``. :mod:`runner.instance.renewal.documents` defines the JSON form of each type; the fields of a
+class have the names and types of its attributes. A suffix after a colon in a name, as in ``anchor:0``, distinguishes values of one kind.
 
 * A name, or a field with a default, may be added: it gets the number of the next :data:`FORMAT`, and a program that finds an older
   document makes what it needs. A field is left out while it has its default, so that an older program understands.
@@ -48,7 +47,7 @@ OLDEST: Final = 2
 
 @frozen
 class Name:
-    """The type that a name stands for; *since* is the first format that has it."""
+    """The type of a named value; *since* is the first format that has the name."""
 
     type: Any
     since: int = 2
@@ -61,7 +60,7 @@ NAMES: Final[Mapping[str, Name]] = {
     "termination log": Name(Fd | None),
     "stdout": Name(bytes),  # not written yet
     "stderr": Name(bytes),
-    "console line": Name(bytes),  # of the guest's output, not shown as JSON yet, because it is no whole line
+    "console line": Name(bytes),  # guest output not yet shown as JSON: an incomplete line
     # what is run, and how
     "pid1": Name(bool),
     "http address": Name(tuple[str, int] | None),
@@ -73,7 +72,7 @@ NAMES: Final[Mapping[str, Name]] = {
     "inherited descriptors": Name(dict[str, InheritedFd]),
     "state directory": Name(Fd),
     "anchor": Name(RestartedChildRecord),
-    "placement": Name(Placement),  # that is in force
+    "placement": Name(Placement),  # the one in force
     "registration": Name(tuple[CgroupPaths, CgroupFds]),  # controller
     "pod's cgroup": Name(str),  # delegated
     "controllers": Name(frozenset[str]),  # delegated: of the container's cgroup, before
@@ -142,7 +141,7 @@ KINDS: Final[Mapping[type, str]] = {
     ConsoleSign: "console",
     GuestPort: "port",
 }
-"""The class of a value where it may be of several → its ``kind``."""
+"""The class of a value where a field allows several classes → its ``kind``."""
 
 ELSEWHERE: Final = {
     "DhcpPlan": DhcpPlan,
@@ -155,7 +154,7 @@ ELSEWHERE: Final = {
 
 
 def name_of(name: str) -> Name:
-    """Return what *name* stands for. Raises :exc:`~runner.base.errors.HostError` for one that this program does not know."""
+    """Return the entry of *name*. Raises :exc:`~runner.base.errors.HostError` for a name that this program does not know."""
     try:
         return NAMES[name.partition(":")[0]]
     except KeyError:

@@ -1,14 +1,13 @@
-"""A runner becomes another program, or a fresh image of its own, under a guest that runs on.
+"""Replacing a runner under a running guest, by another program or by a fresh image of its own.
 
-1. The program is checked: its owner, its digest; then that it can be imported and understands what is carried over, by a child
-   that does nothing else; and the same of the program that runs now, which is the way back. Until here nothing was touched.
-   What is imported of it, also much later, is in a sealed archive in memory, as it was when its digest was taken.
-2. This process waits for a moment at which nothing is half done, blocks the signals, and lets those be handled that came before.
-   The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death (execve(2)).
-3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec follows.
-4. The first stage (:mod:`runner.instance.renewal.first_stage`) imports the program, which takes over everything in one step of its own
-   event loop: it reads nothing from any stream, reaps no child, removes no file. Then it commits. Before that, any error, and
-   10 s (more on a host where the child has taken long), execute the program before with the same state.
+1. The program is checked: its owner and its digest; then a child checks that it can be imported and understands the state; then the same is
+done for the running program, which is the way back. Up to this point nothing was changed. All later imports come from a sealed archive in
+memory, made when the digest was taken. 2. This process waits for a moment at which nothing is half done, blocks the signals, and lets those
+be handled that came before. The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death (execve(2)).
+3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec follows. 4. The first
+stage (:mod:`runner.instance.renewal.first_stage`) imports the program, which takes over everything in one step of its own event loop: it
+reads nothing from any stream, reaps no child, removes no file. Then it commits. Before that, any error, and 10 s (more on a host where the
+child has taken long), execute the program before with the same state.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ log = logging.getLogger(__name__)
 QUIET_WITHIN = 5.0
 """Seconds to wait for a moment at which nothing is half done, for a renewal that was asked for."""
 QUIET_WITHIN_AFTER_FAULT = 20.0
-"""The same after a fault: a disk that is being detached takes 15 s."""
+"""The same limit after a fault: detaching a disk takes up to 15 s."""
 LOOKED_AGAIN = 0.02
-"""Seconds between two looks for such a moment."""
+"""Seconds between two checks for such a moment."""
 
 REHEARSED_WITHIN = 60.0
 """Seconds in which a program must show that it can be imported and understands the state; 0.5 are usual."""
@@ -55,15 +54,15 @@ MOST_FAULTS, FORGIVEN = 2, 600.0
 """Faults of its own that a runner survives, and the seconds after which one no longer counts."""
 
 MARGIN = 3
-"""How many times as long as its child a program may take to take everything over: it does what the child did, and little more."""
+"""The time limit of a program's takeover, as a multiple of the time its child took: it does the same work, and little more."""
 
 _REFUSED = f"{RefusedError.__name__}: "
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-"""Signals that the program that goes on receives."""
+"""Signals that are kept for the program that continues."""
 
 
 def running_program(digest: str) -> dict[str, Any]:
-    """Return this program as the first stage takes it: where it is imported from, its bytecode and *digest*."""
+    """Return the running program in the form that the first stage takes: its import path, its bytecode directory and *digest*."""
     own = str(Path(first_stage.__file__).parents[3])
     path = [own, *(each for each in sys.path if each.startswith("/") and each != own)]
     return {"path": path, "bytecode": sys.pycache_prefix, "digest": digest}
@@ -72,7 +71,7 @@ def running_program(digest: str) -> dict[str, Any]:
 async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str) -> NoReturn:
     """Become the program in *directory*, which has this *digest*.
 
-    Raises :exc:`~runner.base.errors.RunnerError`, and nothing has changed then.
+    Raises :exc:`~runner.base.errors.RunnerError`, in which case nothing has changed.
     """
     with memory("program") as archive:
         programs = [
@@ -90,7 +89,7 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
 
 
 async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
-    """Become a fresh image of this program after its own fault; return if that was so too often, or cannot be."""
+    """Become a fresh image of this program after its own fault; return if there were too many faults, or it is impossible."""
     renewal = supervisor.renewal
     if not _is_survivable(renewal):
         return
@@ -101,7 +100,7 @@ async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
 
 
 def execute_again(supervisor: Supervisor, error: Exception) -> None:
-    """Become a fresh image of this program at once, whatever is half done; return if that may not be, or fails."""
+    """Become a fresh image of this program at once, even in the middle of a change; return if that is not allowed, or fails."""
     if _is_survivable(supervisor.renewal):
         try:
             _execute(supervisor, _again(supervisor.renewal), "fault", _reason(error))
@@ -110,7 +109,7 @@ def execute_again(supervisor: Supervisor, error: Exception) -> None:
 
 
 def _is_survivable(renewal: Renewal) -> bool:
-    """Count a fault of this program's own, and tell whether it may be survived; it is logged if there were too many."""
+    """Count a fault of this program, and tell whether it may be survived; log if there were too many."""
     now = time.monotonic()
     renewal.own_faults = [each for each in renewal.own_faults if now - each < FORGIVEN]
     if len(renewal.own_faults) >= MOST_FAULTS:
@@ -121,7 +120,7 @@ def _is_survivable(renewal: Renewal) -> bool:
 
 
 def _again(renewal: Renewal) -> list[dict[str, Any]]:
-    """Return this program twice: where something fails while it takes over, it is tried once more."""
+    """Return this program twice: if the takeover fails, it is tried once more."""
     return [running_program(renewal.digest)] * 2
 
 
@@ -157,7 +156,7 @@ async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str
         raise RefusedError(f"cannot renew the runner: {what} could not be tried within {REHEARSED_WITHIN:g} s")
     if process.returncode:
         output = process.last_lines[-1] if process.last_lines else process.how_it_ended()
-        refused = output.removeprefix(_REFUSED)  # of the directory, by the program that runs
+        refused = output.removeprefix(_REFUSED)  # the running program refused the directory
         raise RefusedError(
             f"cannot renew the runner: {refused if refused != output else f'{what} cannot go on: {output}'}"
         )
@@ -183,10 +182,10 @@ def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tu
 async def _become(
     supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, within: float, reason: str = ""
 ) -> NoReturn:
-    """Become the first of *programs* as soon as nothing is half done. Raises :exc:`~runner.base.errors.RunnerError`."""
+    """Become the first of *programs* as soon as no change is in progress. Raises :exc:`~runner.base.errors.RunnerError`."""
     changes, deadline, unfinished = supervisor.changes, trio.current_time() + within, ""
     while trio.current_time() < deadline:
-        # Nothing was half done when another change has overtaken it, and it begins anew.
+        # Another change has overtaken it before anything was done; it begins anew.
         with trio.move_on_at(deadline), suppress(OvertakenError):
             async with changes.begin(Kind.RENEWAL, "the runner is being renewed"):
                 while True:
@@ -206,16 +205,16 @@ async def _become(
 
 
 def _unfinished(supervisor: Supervisor) -> str:
-    """Return why the state cannot be carried over at this moment, empty if it can."""
+    """Return the reason why the state cannot be carried over at this moment, empty if it can."""
     if supervisor.renewal.resume_after_fault is None:
         return "the guest does not run"
     return supervisor.renewal.unfinished()
 
 
 async def _signals_handled() -> None:
-    """Return when the tasks that wait for signals have received all that came before they were blocked.
+    """Return when the tasks that wait for signals have received all signals that came before they were blocked.
 
-    The event loop's handler of a signal adds a call to the queue that this adds one to as well; a signal's own comes first.
+    The event loop's signal handler appends a call to the same queue as this function, so the calls of earlier signals come first.
     """
     for _ in range(3):
         handled = trio.Event()
@@ -225,9 +224,9 @@ async def _signals_handled() -> None:
 
 
 def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str) -> NoReturn:
-    """Carry everything over to the first of *programs*.
+    """Carry the state over to the first of *programs*, and execute it.
 
-    Raises :exc:`~runner.base.errors.HostError`, and nothing has changed then.
+    Raises :exc:`~runner.base.errors.HostError`, in which case nothing has changed.
     """
     supervisor.log_limit.log_left_out()
     with doing("carry over what this process holds"):
@@ -239,7 +238,7 @@ def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: 
 
 
 def state_of(document: Any) -> dict[str, Any]:
-    """Return what the runner before has held, by name. Raises :exc:`~runner.base.errors.HostError` for what is not known here."""
+    """Return the previous runner's state, by name. Raises :exc:`~runner.base.errors.HostError` for names and formats not known here."""
     if not OLDEST <= document["format"] <= FORMAT:
         raise HostError(
             f"cannot understand the state of the runner before: its format is {document['format']}, and this program knows {FORMAT}"
@@ -248,7 +247,7 @@ def state_of(document: Any) -> dict[str, Any]:
 
 
 def taken_over(document: Any, index: int, reason: str) -> Renewal:
-    """Return what the program *index* of *document* has taken over; *reason* says why it is not the first one."""
+    """Return the state that the program *index* of *document* takes over; *reason* says why it is not the first program."""
     resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
     outcome: Any = "resumed" if resumed else "renewed" if upgraded else "fell_back"
     found = state_of(document)

@@ -1,4 +1,4 @@
-"""The search for the pattern of ``guest.ready`` in what the guest prints."""
+"""The search for the pattern of ``guest.ready`` in the guest's output."""
 
 from __future__ import annotations
 

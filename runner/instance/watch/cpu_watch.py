@@ -1,8 +1,8 @@
-"""The CPUs of the container, looked at while the guest runs: the kubelet takes some of them, or exchanges them (resize in place).
+"""Watching the container's CPUs while the guest runs: the kubelet takes or replaces some of them (resize in place).
 
-No event reports all of it. The kubelet writes its state first, by which the controller takes the CPUs from the instance's cgroup
-at once, and the container's ``cpuset.cpus`` up to 10 s later; where the controller is away it is the other way round. So both are
-read: what the vCPU threads may run on, and that file.
+No event reports all of it. The kubelet first writes its state, from which the controller takes the CPUs from the instance's cgroup at once,
+and up to 10 s later the container's ``cpuset.cpus``; while the controller is away, the file changes first. So both are read: the CPUs that
+the vCPU threads may use, and that file.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 
 @frozen
 class LostCpus:
-    """CPUs of vCPUs that the container has no longer."""
+    """CPUs of vCPUs that the container no longer has."""
 
     cpus: CpuSet
     available: CpuSet
-    """The CPUs that it has."""
+    """The CPUs that the container has."""
     sure: bool
-    """Whether its own cgroup says so; otherwise only the vCPU threads show it."""
+    """Whether the container's own cgroup shows the loss; otherwise only the vCPU threads' masks do."""
 
     def __str__(self) -> str:
         return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
 
 
 async def lost_cpus_left(receipts: Receipts) -> GuestEnd:
-    """Put the vCPUs on the CPUs that the container has left, each time it has lost some; return when that fails."""
+    """Put the vCPUs on the remaining CPUs, each time the container has lost some; return when that fails."""
     supervisor, vcpus = receipts.supervisor, Vcpus(receipts)
     try:
         while True:
@@ -55,22 +55,22 @@ async def lost_cpus_left(receipts: Receipts) -> GuestEnd:
                 supervisor.log_limit.log(log.warning, InstanceEvent.CPUS_LOST, lost)
                 supervisor.guest_state.set_cpus_lost(str(lost))
                 if lost.sure:
-                    vcpus.leave(lost.available)  # now: a change in progress may take long
+                    vcpus.leave(lost.available)  # at once: a change in progress may take long
                 async with supervisor.changes.begin(Kind.CPUS_LOST, str(lost)) as change:
                     if (end := await _make_room(receipts, vcpus, change)) is not None:
                         return end
             elif _unsettled(receipts):
                 async with supervisor.changes.begin(Kind.PLACEMENT, "the vCPUs are being put back on their CPUs"):
                     await _restore(receipts, vcpus)
-    except RefusedError:  # for a stop, which ends this task
+    except RefusedError:  # refused for a stop, which ends this task
         pass
     return await trio.sleep_forever()
 
 
 async def _make_room(receipts: Receipts, vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
-    """Put the vCPUs on the CPUs that are left, or on their own if the container has them all again.
+    """Put the vCPUs on the remaining CPUs, or on their own if the container has them all again.
 
-    Returns when they are there, and the guest's end if they cannot be.
+    Return ``None`` when they are there, and the guest's end if that is impossible.
     """
     state, timeouts = receipts.supervisor.guest_state, receipts.supervisor.timeouts
     since, before = change.since, find_lost_cpus(receipts)
@@ -92,10 +92,10 @@ async def _make_room(receipts: Receipts, vcpus: Vcpus, change: LiveChange) -> Gu
 
 
 def _watch_offline(receipts: Receipts) -> None:
-    """Log which CPUs of vCPUs went offline, and which are online again.
+    """Log the vCPUs' CPUs that have gone offline, and those that are online again.
 
-    The container has them still, and nothing can be done about it: the kernel runs their vCPUs on the other CPUs of the
-    instance's cgroup (``Documentation/core-api/cpu_hotplug.rst``), and each on its own again when that is back.
+    The container still has them, so there is nothing to do: the kernel runs their vCPUs on the other CPUs of the instance's cgroup
+    (``Documentation/core-api/cpu_hotplug.rst``), and on their own again once these are online.
     """
     state = receipts.supervisor.guest_state
     offline = _offline(receipts)
@@ -107,7 +107,7 @@ def _watch_offline(receipts: Receipts) -> None:
 
 
 def _offline(receipts: Receipts) -> CpuSet:
-    """Return the CPUs of vCPUs that are offline; those that were, while the kernel's list cannot be read."""
+    """Return the vCPUs' CPUs that are offline; the last known ones if the kernel's list cannot be read."""
     try:
         return CpuSet(receipts.active.placement.pins) - read_online(Roots().sys)
     except HostError:
@@ -115,21 +115,21 @@ def _offline(receipts: Receipts) -> CpuSet:
 
 
 async def _restore(receipts: Receipts, vcpus: Vcpus) -> None:
-    """Put each vCPU on its own CPU alone, and all others off the CPUs of the instance, if no vCPU's CPU is lost."""
+    """Pin each vCPU to its own CPU, and move all other threads off the instance's CPUs, if no vCPU's CPU is lost."""
 
     def kept() -> CpuSet | None:
         return _kept(receipts) if _unsettled(receipts) and find_lost_cpus(receipts) is None else None
 
-    with contextlib.suppress(RunnerError):  # found by the next look
+    with contextlib.suppress(RunnerError):  # the next check finds it
         await vcpus.fit(kept)
         receipts.supervisor.guest_state.set_cpus_lost("")
 
 
 def _unsettled(receipts: Receipts) -> bool:
-    """Tell whether something is not as the placement in force says, while all vCPUs' CPUs are the container's.
+    """Tell whether threads or cgroups differ from the placement in force, although the container has all vCPUs' CPUs.
 
-    A thread may have ended, or have another mask: Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have
-    changed. CPUs without a vCPU may be the instance's no longer.
+    A thread may have ended, or have another mask: Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed. CPUs
+    without a vCPU may no longer belong to the instance.
     """
     placement = receipts.active.placement
     placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in _masks(receipts))
@@ -142,24 +142,24 @@ def _unsettled(receipts: Receipts) -> bool:
 
 
 def _kept(receipts: Receipts) -> CpuSet:
-    """Return the CPUs that the container has, when it has all of the vCPUs'.
+    """Return the container's CPUs, provided that it has all of the vCPUs' CPUs.
 
-    The controller takes those without a vCPU as it takes the others, and then they are in float, where this process is.
+    The controller also takes CPUs without a vCPU; they are then in float, in which this process runs.
     """
     placement = receipts.active.placement
     kept = _named_by_container(receipts) or _divided(placement)
     if isinstance(placement, ControllerPlacement):
         kept -= read_mask()
-    return kept | CpuSet(placement.pins)  # one that is offline is named by no effective cpuset
+    return kept | CpuSet(placement.pins)  # no effective cpuset lists an offline CPU
 
 
 def _divided(placement: Placement) -> CpuSet:
-    """Return the CPUs that *placement* divides among vCPUs and, where it has a say, float."""
+    """Return the CPUs that *placement* divides among the vCPUs and, in some back ends, float."""
     return placement.cpus if isinstance(placement, ControllerPlacement) else placement.cpus | placement.float_cpus
 
 
 async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd | None:
-    """Put the vCPUs on the CPUs that are left; return the guest's end if they cannot all be there."""
+    """Put the vCPUs on the remaining CPUs; return the guest's end if these are too few."""
     supervisor = receipts.supervisor
 
     def available() -> CpuSet | None:
@@ -170,13 +170,13 @@ async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd |
         await vcpus.fit(available)
     except RefusedError as error:
         if receipts.machine.ends:
-            await trio.sleep_forever()  # that is the guest's end
+            await trio.sleep_forever()  # the guest's end follows
         if find_lost_cpus(receipts) != lost:
-            return None  # it has others now
+            return None  # the container has other CPUs by now
         detail = f"{lost}: {explain(error)}"
         log.error(InstanceEvent.GUEST_WITHOUT_CPUS, detail)  # noqa: TRY400 - one line
         return GuestEnd(Status.CPUS_LOST, detail)
-    except RunnerError as error:  # the controller may be away; the vCPUs share what they may have until it is back
+    except RunnerError as error:  # the controller may be away; until it is back the vCPUs share the allowed CPUs
         supervisor.log_limit.log(log.warning, InstanceEvent.VCPUS_NOT_PLACED_ANEW, explain(error))
     else:
         supervisor.guest_state.set_cpus_lost("")
@@ -184,22 +184,22 @@ async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd |
 
 
 def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
-    """Return which CPUs of vCPUs the container has no longer, ``None`` if it has all."""
+    """Return the vCPUs' CPUs that the container no longer has, ``None`` if it has all."""
     own, named = CpuSet(receipts.active.placement.pins), _named_by_container(receipts)
     shown = _shown_by_threads(receipts, named)
     sure = bool(named) and not own <= named
     available = named if sure else shown
     if available is None:
         return None
-    # One that is offline is still the container's: the kernel moves its threads, too.
+    # An offline CPU still belongs to the container, although the kernel has moved its threads.
     lost = own - available - _offline(receipts)
     return LostCpus(lost, available, sure) if lost else None
 
 
 def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
-    """Return the CPUs of a thread that cannot run on its own CPU, which are all that its cgroup has; ``None`` if each can.
+    """Return the CPUs of a thread that cannot run on its own CPU, which are all CPUs of its cgroup; ``None`` if each thread can.
 
-    A thread that is not on its own CPU although its container has that may only have another mask.
+    A thread that is not on its own CPU, although the container has that CPU, may merely have another mask.
     """
     pins = receipts.active.placement.pins
     for vcpu, mask in _masks(receipts):
@@ -209,7 +209,7 @@ def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
 
 
 def _may_have(receipts: Receipts, vcpu: int, cpu: int) -> bool:
-    """Put the thread of a vCPU on its own CPU, and return whether the kernel lets it be there."""
+    """Pin the thread of a vCPU to its own CPU, and return whether the kernel allows it."""
     try:
         pin(receipts.threads.vcpus[vcpu].tid, CpuSet([cpu]))
     except PlacementError:
@@ -218,14 +218,14 @@ def _may_have(receipts: Receipts, vcpu: int, cpu: int) -> bool:
 
 
 def _masks(receipts: Receipts) -> Iterator[tuple[int, CpuSet]]:
-    """Yield each vCPU that has a CPU, and what its thread may run on."""
+    """Yield each vCPU that has a CPU, with the CPUs that its thread may run on."""
     for vcpu in receipts.threads.vcpus[: len(receipts.active.placement.pins)]:
         with contextlib.suppress(ProcessLookupError):  # it has been unplugged
             yield vcpu.index, read_mask(vcpu.tid)
 
 
 def _named_by_container(receipts: Receipts) -> CpuSet:
-    """Return the CPUs that the container's cgroup names; empty where it cannot be seen."""
+    """Return the CPUs listed by the container's cgroup; empty if it is not visible."""
     try:
         return receipts.active.container_cpus()
     except HostError:

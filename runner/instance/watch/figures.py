@@ -1,4 +1,4 @@
-"""The figures of an instance, read when they are asked for: at its own port, and by its controller."""
+"""The figures of an instance, read on request: for its own port, and for its controller."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from runner.instance.watch.metrics import NamedSamples
 
 READ_AGAIN = 1.0
-"""Seconds for which one reading of all threads answers every request: it is three files for each of them."""
+"""Seconds for which one reading of all threads answers every request, because it reads three files of each thread."""
 
 
 @attrs.define
 class Figures:
-    """The state of an instance in numbers, one for all who ask for it."""
+    """The state of an instance in numbers, one object for all who ask."""
 
     supervisor: Supervisor
     plan: InstancePlan
@@ -33,7 +33,7 @@ class Figures:
     _read_at: float = 0.0
 
     def placed(self, receipt: Receipt) -> None:
-        """Begin to count what runs on the vCPUs' CPUs, none of which runs yet."""
+        """Begin to count the time of other tasks on the vCPUs' CPUs, while no vCPU runs yet."""
         if not self.plan.placement.shared:
             with suppress(HostError):  # no reason to give up a start
                 begun, procfs = self.foreign, self.supervisor.procfs
@@ -42,7 +42,7 @@ class Figures:
                 )
 
     def receipt(self) -> Receipt | None:
-        """Return where every thread is, read at most :data:`READ_AGAIN` seconds ago; ``None`` unless the guest runs."""
+        """Return the place of every thread, read at most :data:`READ_AGAIN` seconds ago; ``None`` unless the guest runs."""
         read, now = self.supervisor.guest_state.read, trio.current_time()
         if read is None:
             return None
@@ -51,21 +51,21 @@ class Figures:
         return self._receipt
 
     def state(self) -> list[NamedSamples]:
-        """Return what is known without reading anything of threads, disks and networks."""
-        from runner.instance.watch.metrics import state_samples  # here, as not all that is probed is scraped
+        """Return the samples that need no reading of threads, disks and networks."""
+        from runner.instance.watch.metrics import state_samples  # here: not all is scraped
 
         return list(state_samples(self.supervisor, self.plan))
 
     async def samples(self) -> list[NamedSamples]:
         """Return all samples."""
-        from runner.instance.watch.metrics import all_samples  # here, as not all that is probed is scraped
+        from runner.instance.watch.metrics import all_samples  # here: not all is scraped
 
         self.supervisor.guest_state.ask_qemu()  # the answer is for the next scrape: this one must not wait
         return await all_samples(self.supervisor, self.plan, self.receipt(), self.foreign)
 
 
 def held_figures(supervisor: Supervisor, plan: InstancePlan) -> Figures:
-    """Return the figures of an instance, counted from its first receipt on, or from where another program has begun."""
+    """Return the figures of an instance, counted from its first receipt on, or continued from the previous program."""
     figures = Figures(supervisor, plan)
     figures.foreign = supervisor.held.current("foreign time", lambda: figures.foreign)
     supervisor.guest_state.placed = figures.placed

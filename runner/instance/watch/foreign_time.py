@@ -22,12 +22,12 @@ class PinnedThread:
 
 @attrs.define
 class ForeignTime:
-    """The time of other tasks on each vCPU's CPU since its thread was pinned: what tasks ran there, less what the thread ran.
+    """The time of other tasks on each vCPU's CPU since its thread was pinned: the CPU's task time less the thread's.
 
-    The kernel adds a task's time to its CPU's when the task leaves, so a vCPU that runs without a pause lessens the
-    difference until it leaves. Nothing else runs there meanwhile, so the highest difference so far is what is reported. For
-    the same reason the first reading must be made while the vCPUs sleep, before the guest runs. With
-    ``CONFIG_IRQ_TIME_ACCOUNTING`` a thread's time is without interrupts, so that those that hit the vCPU count here.
+    The kernel adds a task's time to its CPU's when the task leaves, so while a vCPU runs without a pause the difference shrinks. Nothing
+    else runs there meanwhile, so the highest difference so far is reported. For the same reason the first reading must be made while the
+    vCPUs sleep, before the guest runs. With ``CONFIG_IRQ_TIME_ACCOUNTING`` a thread's time excludes interrupts, so interrupts during the
+    vCPU's time count here.
     """
 
     _threads: Mapping[int, PinnedThread]
@@ -38,14 +38,14 @@ class ForeignTime:
 
     @classmethod
     def begin(cls, procfs: Procfs, receipt: Receipt) -> ForeignTime:
-        """Begin to count for the vCPUs of *receipt*, none of which runs yet; where the kernel has no such sums, for none."""
+        """Begin to count for the vCPUs of *receipt*, while none runs yet; for none if the kernel has no such sums."""
         threads = _pinned(receipt)
         return cls(threads, _differences(procfs, threads))
 
     def succeeded_by(self, procfs: Procfs, receipt: Receipt) -> ForeignTime:
-        """Continue to count for the vCPUs of *receipt*, now that some have other threads or other CPUs.
+        """Continue to count for the vCPUs of *receipt*, of which some have other threads or CPUs now.
 
-        A thread that has stayed on its CPU may run at this moment; the others do not, or were moved just now.
+        A thread that stayed on its CPU may be running; the others are not, or were moved just now.
         """
         self.read(procfs)
         threads = _pinned(receipt)
@@ -74,7 +74,7 @@ def _pinned(receipt: Receipt) -> dict[int, PinnedThread]:
 
 
 def _differences(procfs: Procfs, threads: Mapping[int, PinnedThread]) -> dict[int, int]:
-    cpus = procfs.cpu_run_times()  # first: what a vCPU runs between the two readings then only lessens the difference
+    cpus = procfs.cpu_run_times()  # first: time that a vCPU runs between the readings only lessens the difference
     return {
         vcpu: cpus[thread.cpu] - ran
         for vcpu, thread in threads.items()

@@ -23,20 +23,20 @@ MINUTE = 60.0
 """Seconds for which a reset of the guest counts."""
 
 RESETS_OF_A_LOOP = 3
-"""Resets within :data:`MINUTE` by which a guest does not get up; an installer, or a first boot, makes one or two."""
+"""Resets within :data:`MINUTE` from which on a guest counts as unable to boot; an installer, or a first boot, makes one or two."""
 
 Phase = Literal["starting", "running", "stopping"]
 
 
 class RunningQemu(Protocol):
-    """The QEMU that has the guest, as far as its figures are asked for."""
+    """The QEMU that has the guest, as far as the figures need it."""
 
     updates: int
-    """How often another QEMU has taken its place."""
+    """Number of times that another QEMU has taken over the guest."""
 
     @property
     def monitor(self) -> Monitor:
-        """The conversation with it."""
+        """The connection to QEMU."""
 
 
 @define
@@ -45,39 +45,39 @@ class GuestState:
 
     phase: Phase = "starting"
     since: float | None = None
-    """When it began to run, on trio's clock."""
+    """The time at which it began to run, on trio's clock."""
     read: Callable[[], Receipt] | None = None
-    """Reads back from the kernel where every thread is now; only while it runs."""
+    """Reads back the current place of every thread from the kernel; only while it runs."""
     machine: RunningQemu | None = None
-    """The QEMU that has it; only while it runs."""
+    """The QEMU that has the guest; only while it runs."""
     changes: Announcements = attrs.field(factory=Announcements)
-    """Changes of :attr:`phase` and :meth:`reasons`."""
+    """Announces changes of :attr:`phase` and :meth:`reasons`."""
     registered: trio.Event = attrs.field(factory=trio.Event)
     """Set when the controller knows the instance."""
     placed: Callable[[Receipt], None] | None = None
     """Called with the first receipt of a QEMU, while the guest does not run yet."""
     waits_for: str = ""
-    """Why a guest that runs is not ready yet: the sign that it has not given since it was reset; empty if it has."""
+    """The reason why a running guest is not ready yet: the sign still missing since its last reset; empty if it was given."""
     cpus_lost: str = ""
-    """Which CPUs the container has lost, while the vCPUs make room; empty otherwise."""
+    """The CPUs that the container has lost, while the vCPUs make room; empty otherwise."""
     offline: CpuSet = attrs.field(factory=CpuSet)
     """The CPUs of vCPUs that the machine has taken offline."""
     panic: str = ""
-    """How its kernel has said that it has panicked since it was reset, such as a line of its console; empty if it has not."""
+    """The sign of a panic of its kernel since the last reset, such as a console line; empty if there was none."""
     halted: str = ""
-    """Why a guest that has not ended executes nothing, such as that it is suspended; empty if it runs."""
+    """The reason why a guest that has not ended executes nothing, such as being suspended; empty if it runs."""
     no_address: dict[str, str] = attrs.field(factory=dict)
-    """Why the guest does not get the address of a network that it has asked for, by the network's bridge."""
+    """Bridge of a network → the reason why the guest does not get the address that it has requested there."""
     qemu_silent: str = ""
-    """Why nothing is known of a guest whose QEMU does not answer; empty if it does."""
+    """The reason why the state of a guest whose QEMU does not answer is unknown; empty if QEMU answers."""
     resets: deque[float] = attrs.field(factory=lambda: deque(maxlen=1000))
-    """When it was reset in the last minute, on trio's clock; see :meth:`resets_lately`."""
+    """The times of resets in the last minute, on trio's clock; see :meth:`resets_lately`."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
     changed: Callable[[], None] = lambda: None
     """Called when :attr:`cpus_lost`, :attr:`offline` or :attr:`no_address` has changed."""
     ask_qemu: Callable[[], None] = lambda: None
-    """Asks QEMU whether it answers, without waiting for it: only where a client asks for the guest's state, so that an idle
-    PID 1 stays asleep."""
+    """Starts a check whether QEMU answers, without waiting: only when a client asks for the guest's state, so that an idle PID 1 stays
+    asleep."""
 
     def set_cpus_lost(self, cpus_lost: str) -> None:
         """Set :attr:`cpus_lost`."""
@@ -98,7 +98,7 @@ class GuestState:
             self.changed()
 
     def resets_lately(self) -> int:
-        """Return how often the guest was reset in the last minute."""
+        """Return the number of resets in the last minute."""
         since = trio.current_time() - MINUTE
         while self.resets and self.resets[0] <= since:
             self.resets.popleft()
@@ -106,13 +106,13 @@ class GuestState:
 
     @property
     def unready(self) -> str:
-        """Return why the guest is not ready; empty if it is."""
+        """Return the reason why the guest is not ready; empty if it is."""
         return next(filter(None, (sentence for _, sentence in self.reasons())), "")
 
     def reasons(self) -> Iterator[tuple[str, str]]:
-        """Yield what may keep it from being ready, first what the others follow from: the reason's name, and the sentence.
+        """Yield the possible reasons why it is not ready, causes before their consequences: the reason's name, and the sentence.
 
-        The name is that of a label of a metric; the sentence is empty for what is as it should be.
+        The name is the value of a metric's label; the sentence is empty if the reason does not apply.
         """
         yield "phase", "" if self.phase == "running" else self.phase
         yield "cpus_lost", self.cpus_lost
@@ -131,7 +131,7 @@ class GuestState:
 
     @contextmanager
     def running(self, read: Callable[[], Receipt], machine: RunningQemu, since: float | None = None) -> Iterator[None]:
-        """Note that the guest runs in *machine* for as long as the block does; it has run *since* then, by default now."""
+        """Note that the guest runs in *machine* while the block does; it has run *since* that time, by default from now on."""
         self.phase, self.since = "running", trio.current_time() if since is None else since
         self.read, self.machine = read, machine
         self.changes.announce()

@@ -1,6 +1,6 @@
 """The metrics of an instance; imported at the first request for them.
 
-The names stand in :mod:`runner.protocol.instance_metrics`. The instance's own endpoint has all of it; the controller gets sums.
+Their names are in :mod:`runner.protocol.instance_metrics`. The instance's own endpoint has all of them; the controller gets sums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runner.protocol.instance_metrics import PHASES, QEMU_UPDATE_OUTCOMES, RENEW
 from runner.protocol.qmp import QmpError, whole_number, words
 
 DISKS_WITHIN = 0.5
-"""Seconds that QEMU may take to say what its disks have done; a scrape is not held up by one that is silent."""
+"""Seconds that QEMU may take to answer about its disks; a silent QEMU must not delay a scrape."""
 
 _DISK_COUNTERS = {
     "disk_read_bytes_total": ("rd_bytes", 1),
@@ -47,7 +47,7 @@ NamedSamples = tuple[str, Samples]
 
 
 def state_samples(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:
-    """Yield what is known of the instance of *plan* without reading anything of its threads, or asking QEMU."""
+    """Yield the samples of the instance of *plan* that need no reading of its threads and no question to QEMU."""
     yield from _state(supervisor, plan)
     yield from _counters(supervisor)
 
@@ -134,12 +134,12 @@ def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float
 
 
 def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:
-    """Yield what the guest has received and sent; of passt and inherited descriptors the kernel has no counters here."""
+    """Yield the guest's received and sent traffic; for passt and inherited descriptors the kernel has no counters here."""
     links = supervisor.procfs.links()
     received, sent = dict[str, LinkTraffic](), dict[str, LinkTraffic]()
     for index, network in enumerate(plan.networks):
         match network:
-            case BridgedPlan(tap=tap) if tap in links:  # what the guest receives, its tap sends
+            case BridgedPlan(tap=tap) if tap in links:  # the tap sends what the guest receives
                 sent[str(index)], received[str(index)] = links[tap]
             case MacvtapPlan(link=link) if link in links:
                 received[str(index)], sent[str(index)] = links[link]
@@ -149,15 +149,15 @@ def _networks(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSampl
 
 
 async def _disks(supervisor: Supervisor, plan: InstancePlan, machine: RunningQemu) -> list[NamedSamples]:
-    """Return what the guest has done with its disks, by the name of each; nothing while QEMU does not answer.
+    """Return the guest's disk statistics, by the name of each disk; nothing while QEMU does not answer.
 
-    Each name makes new series: those that QEMU makes up are none of *plan*'s, and of what may be attached.
+    Each name makes new series, so names that QEMU makes up are dropped: only those of *plan* and of disks that may be attached count.
     """
     disks = plan.machine.disks
     names = {disk.name for disk in disks} | {f"disk{len(disks) + number}" for number in range(plan.machine.slots)}
 
     def parse(reply: Any) -> list[NamedSamples]:
-        # A device of virtio is below the one on the bus, which has the name: /machine/peripheral/disk0/virtio-backend.
+        # A virtio device is a child of the bus device that has the name: /machine/peripheral/disk0/virtio-backend.
         stats = {
             words(each["qdev"]).removeprefix("/machine/peripheral/").partition("/")[0]: each["stats"]
             for each in reply
@@ -189,6 +189,6 @@ def _charged(supervisor: Supervisor, receipt: Receipt) -> Samples:
     path = supervisor.procfs.cgroup() if cgroups is None else cgroups.pod
     try:
         charge = Cgroup(Roots().cgroup).at(path).charge()
-    except (HostError, ValueError):  # no cgroup v2 is mounted here, or not the pod's
+    except (HostError, ValueError):  # cgroup v2, or the pod's part of it, is not mounted here
         return ()
     return ((("memory",), charge.memory), (("hugetlb",), charge.hugetlb))

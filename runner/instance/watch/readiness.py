@@ -1,9 +1,9 @@
-"""The readiness of the guest: it runs, it has given its sign if ``guest.ready`` names one, and nothing says that it is down.
+"""The readiness of the guest: it runs, has given the sign that ``guest.ready`` names, if any, and nothing shows that it is down.
 
-It is down while QEMU does not answer, while it is suspended or QEMU has stopped it, from a panic to the next reset, and while it
-is reset again and again. The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. A guest that is reset
-begins anew. Nothing that a guest prints ends it: a line on the console is a claim that any program in the guest can make, and the
-pvpanic device, whose driver is the kernel's, is what ends an instance by a panic.
+It is down while QEMU does not answer, while it is suspended or QEMU has stopped it, from a panic to the next reset, and while it is reset
+again and again. The file ``ready`` in the state directory, ``/readyz`` and ``ctl status`` show it. After a reset the sign is awaited again.
+No console output ends a guest: a line on the console is a claim that any program in the guest can make, and the pvpanic device, whose
+driver is the kernel's, is what ends an instance by a panic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AGENT_ANSWERS_WITHIN = 5.0
-"""Seconds an agent may take to answer, and until it is asked again: its guest boots."""
+"""Seconds for an agent's answer, and until it is asked again, as long as its guest boots."""
 
 CONNECTED_WITHIN = 5.0
 """Seconds a connection to the guest's port may take."""
@@ -49,14 +49,15 @@ HALTED = {
     "guest-panicked": "QEMU has stopped it after a panic of its kernel (guest-panicked)",
     "watchdog": "QEMU has stopped it, because it fed its watchdog no more (watchdog)",
 }
-"""``RunState`` (``qapi/run-state.json``) → why the guest executes nothing. In the others it runs, or this program has stopped it."""
+"""``RunState`` (``qapi/run-state.json``) → the reason why the guest executes nothing. In other states it runs, or this program has stopped
+it."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
-"""Seconds between two attempts to connect; each pause is twice the one before, as a guest boots in a second or in minutes."""
+"""Seconds between two attempts to connect; each pause is twice the one before, because a guest boots in a second or in minutes."""
 
 
 class Readiness:
-    """The readiness of the guest, kept by what the console, QEMU's events, the agent and the guest's port say."""
+    """The readiness of the guest, derived from the console, QEMU's events, the agent and the guest's port."""
 
     def __init__(self, supervisor: Supervisor, plan: InstancePlan) -> None:
         self._supervisor = supervisor
@@ -65,13 +66,13 @@ class Readiness:
         self._sign = plan.machine.guest.ready
         self._accel = plan.machine.accel
         self._pattern = self._sign.compiled() if isinstance(self._sign, ConsoleSign) else None
-        if isinstance(self._sign, AgentSign):  # now: later on, files may be short, and a guest runs
+        if isinstance(self._sign, AgentSign):  # now: later, with a running guest, files may be short
             optional_parts.guest_agent()
         search = None if self._pattern is None else optional_parts.console_search()
         self._shown = ExitStack()
         self._running = False
         self._unshown = trio.Event()
-        """Set when the file could not be made."""
+        """Set when the file could not be created."""
         self._events = 0
         """Number of QEMU's events that were handled."""
         self._state.changed = self._show
@@ -83,10 +84,10 @@ class Readiness:
     async def kept(
         self, machine: Qemu, read: Callable[[], Receipt], busiest: Callable[[], float | None]
     ) -> AsyncIterator[None]:
-        """Show for as long as the block runs whether the guest is ready: by a file, and to probes, metrics and ``ctl``.
+        """Show, while the block runs, whether the guest is ready: by a file, and to probes, metrics and ``ctl``.
 
-        *read* reads back where every thread is; *busiest* returns the CPU time of the busiest vCPU in seconds. The guest
-        runs, and no stop was requested.
+        *read* reads back the place of every thread; *busiest* returns the CPU time of the busiest vCPU in seconds. The guest runs, and no
+        stop was requested.
         """
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
         since = self._go_on()
@@ -99,7 +100,7 @@ class Readiness:
                 yield
 
     def _go_on(self) -> float:
-        """Continue with what is held of the guest's state; return when it has begun to run, on trio's clock."""
+        """Continue with the guest's recorded state; return the time at which it began to run, on trio's clock."""
         held, state, console, clock = self._supervisor.held, self._state, self.console, self._supervisor.clock
         signs = state.signs_of_life
         state.waits_for = held.current("awaited sign", lambda: state.waits_for)
@@ -119,7 +120,7 @@ class Readiness:
         )
 
     def _asking(self, machine: Qemu) -> Callable[[], Awaitable[bool]] | None:
-        """Return what waits for the sign and returns whether it was given; ``None`` for one that need not be asked for."""
+        """Return the function that waits for the sign and returns whether it was given; ``None`` for a sign that arrives unasked."""
         match self._sign:
             case AgentSign():
                 return partial(self._agent_answers, machine)
@@ -141,7 +142,7 @@ class Readiness:
                 self._running = False
 
     def _show(self) -> None:
-        """Make the file while the guest is ready, and remove it otherwise."""
+        """Create the file while the guest is ready, and remove it otherwise."""
         if not self._running:
             return
         self._state.changes.announce()
@@ -150,14 +151,14 @@ class Readiness:
             return
         try:
             files.publish(self._path, b"")
-        except HostError as error:  # no reason to end a guest that runs
+        except HostError as error:  # no reason to end a running guest
             self._supervisor.log_limit.log(log.warning, InstanceEvent.READY_FILE_FAILED, explain(error))
             self._unshown.set()
         else:
             self._shown.callback(self._withdraw)
 
     async def _show_again(self) -> None:
-        """Try again to have the file there when that has failed, as a volume that is full has room again."""
+        """Try again to create the file after a failure, because a full volume may have room again."""
         while True:
             await self._unshown.wait()
             await trio.sleep(PUBLISHED_AGAIN)
@@ -193,7 +194,7 @@ class Readiness:
                 self._halt("suspended")
             case "WAKEUP" | "RESUME":
                 self._halt("running")
-            case "STOP":  # why, only query-status says
+            case "STOP":  # only query-status gives the reason
                 self._ask_qemu()
             case "GUEST_CRASHLOADED" if not self._state.panic:
                 self._state.panic = "it handles that itself, as kdump does"
@@ -215,13 +216,13 @@ class Readiness:
         self._asked.set()
 
     async def _follow_qemu(self, machine: Qemu) -> None:
-        """Note, each time when it is asked for, whether QEMU answers and the guest runs; may be cancelled at any moment."""
+        """Note, at each request, whether QEMU answers and the guest runs; may be cancelled at any moment."""
         self._state.ask_qemu = self._ask_qemu
         while True:
             await self._asked.wait()
             self._asked = trio.Event()
             monitor = machine.monitor
-            with suppress(QmpError):  # it has ended, or another QEMU has taken its place
+            with suppress(QmpError):  # it has ended, or another QEMU has replaced it
                 try:
                     events = self._events
                     self._note(await monitor.within(QEMU_ANSWERS_WITHIN, monitor.answers), events)
@@ -237,12 +238,12 @@ class Readiness:
                 self._change()
 
     def _note(self, run_state: str, events: int) -> None:
-        """Note an answer to what was asked after so many *events*; one that came meanwhile is newer."""
+        """Note an answer of QEMU, requested after *events* events, unless an event came since, which is newer."""
         if run_state and events == self._events:
             self._halt(run_state)
 
     async def _follow_resets(self) -> None:
-        """Show that a guest that was reset again and again has got up; may be cancelled at any moment."""
+        """Show that a guest has stopped being reset again and again; may be cancelled at any moment."""
         while True:
             while self._state.resets_lately() < RESETS_OF_A_LOOP:
                 await self._changed.next.wait()
@@ -281,7 +282,7 @@ class Readiness:
                 self._signed()
 
     async def _agent_answers(self, machine: Qemu) -> bool:
-        """Wait until the agent listens, and return whether it answers; return later if it does not."""
+        """Wait until the agent listens, and return whether it answers; if it does not, return after a pause."""
         while not machine.agent_listens:
             await self._changed.next.wait()
         changed = self._changed.next
@@ -307,6 +308,6 @@ async def _connects(port: GuestPort) -> bool:
     try:
         with trio.socket.socket() as connection:
             await connection.connect((str(port.address), port.port))
-    except OSError:  # nothing listens there yet, the guest has not this address yet, or descriptors are short
+    except OSError:  # no listener yet, no address yet, or descriptors are short
         return False
     return True

@@ -1,4 +1,4 @@
-"""The receipt in the state directory: written when every thread is in its place, and anew after each change."""
+"""The receipt in the state directory: written when every thread is in its place, and again after each change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERIFIED_AGAIN = (0.1, 0.5, 1.0)
-"""Seconds between readings of the threads after a change: a stray on the vCPUs' CPUs is swept meanwhile."""
+"""Seconds between readings of the threads after a change: strays on the vCPUs' CPUs are moved meanwhile."""
 
 
 async def query_threads(machine: Qemu, plan: InstancePlan) -> QemuThreads:
@@ -47,10 +47,10 @@ async def query_threads(machine: Qemu, plan: InstancePlan) -> QemuThreads:
 
 
 def receipt_table(receipt: Receipt) -> LogTable:
-    """Return *receipt* for the log; a vCPU has not run yet where it is pinned, so that it is on no CPU.
+    """Return *receipt* as a table for the log; a vCPU that was just pinned has not run there yet, so it is shown on no CPU.
 
-    A line of JSON that runtimes do not cut (16 KiB, ``maxLogLineSize`` of the CRI) has room for some 130 threads:
-    ``receipt.json`` has the rest of what is known of each.
+    A JSON line that container runtimes do not split (16 KiB, ``maxLogLineSize`` of the CRI) has room for some 130 threads; ``receipt.json``
+    has the further details of each.
     """
     lines = [("ROLE", "TID", "NAME", "ALLOWED_CPUS", "RUNNING_ON")]
     rows: list[PlacedThreadDocument] = []
@@ -73,7 +73,7 @@ def receipt_table(receipt: Receipt) -> LogTable:
 
 
 class PlacedThreads(NamedTuple):
-    """QEMU's threads by role, and the receipt of where all threads are."""
+    """QEMU's threads by role, and the receipt with the places of all threads."""
 
     vcpus: tuple[VcpuThread, ...]
     iothreads: frozenset[int]
@@ -98,10 +98,9 @@ class Receipts:
     """Set when the receipt could not be written."""
 
     def read(self) -> Receipt:
-        """Return where the kernel says every thread is now.
+        """Return the current place of every thread, from the kernel.
 
-        Threads that a vCPU thread has started since the last time are released to float first: not every placement
-        sweeps.
+        Threads that a vCPU thread has started since the last call are moved to float first, because not every placement sweeps.
         """
         found = self._read_once()
         strays = [each.thread for each in found.threads if found.rules.is_child_of_vcpu(each)]
@@ -117,9 +116,9 @@ class Receipts:
         return attrs.evolve(self.receipt, threads=threads)
 
     def confirm(self, reason: str) -> None:
-        """Read every thread back now that the CPUs are sealed, or are not because of *reason*; log and publish the receipt.
+        """Read every thread back after the CPUs were sealed, or failed to be because of *reason*; log and publish the receipt.
 
-        Raises :exc:`~runner.base.errors.PlacementError` when a thread is misplaced, or the plan demands sealed CPUs.
+        Raises :exc:`~runner.base.errors.PlacementError` when a thread is misplaced, or the plan requires sealed CPUs.
         """
         self.receipt = verified(attrs.evolve(self.read(), guarantee_reason=reason))
         log.info(InstanceEvent.THREADS_PLACED, receipt_table(self.receipt))
@@ -136,9 +135,9 @@ class Receipts:
         self.publish()
 
     def follow(self, threads: QemuThreads) -> None:
-        """Write the receipt anew, of QEMU's *threads* and of the placement in force, now that these have changed.
+        """Write the receipt anew after a change of QEMU's *threads* or of the placement in force.
 
-        Raises :exc:`~runner.base.errors.RunnerError`, and the receipt is as before, when a thread is not in its place.
+        Raises :exc:`~runner.base.errors.RunnerError` when a thread is misplaced; the receipt is then unchanged.
         """
         supervisor, active = self.supervisor, self.active
         found = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
@@ -165,7 +164,7 @@ class Receipts:
             raise
 
     def publish_change(self) -> None:
-        """Publish the receipt of a change that is made already; a failure is logged, and it is tried again, as nothing is to be undone."""
+        """Publish the receipt of a completed change; a failure is logged and retried, because the change is not undone for it."""
         try:
             self.publish()
         except HostError as error:
@@ -180,16 +179,16 @@ class Receipts:
         return PlacedThreads(vcpus, iothreads, self.receipt, self.unplugged)
 
     def reread(self) -> None:
-        """Read every thread back that another program has placed.
+        """Read back every thread, all placed by the previous program.
 
-        Raises :exc:`~runner.base.errors.PlacementError` if one is misplaced, and this program is not the one that has placed it.
+        Raises :exc:`~runner.base.errors.PlacementError` if one is misplaced and the renewal is strict.
         """
         self.receipt = self.read()
         if self.supervisor.renewal.strict:
             verified(self.receipt)
 
     def misplaced(self) -> str:
-        """Return which threads are not where the receipt has them, empty if all are."""
+        """Return a description of the threads that are not where the receipt has them, empty if there are none."""
         if self.supervisor.guest_state.cpus_lost:
             return self.supervisor.guest_state.cpus_lost
         try:
@@ -198,7 +197,7 @@ class Receipts:
             return explain(error)
 
     def busiest_vcpu(self) -> float | None:
-        """Return the CPU time of the vCPU that had most, in seconds; ``None`` if the kernel does not tell."""
+        """Return the CPU time of the busiest vCPU in seconds; ``None`` if the kernel does not show it."""
         pid = self.threads.process.pid
         try:
             times = [self.supervisor.procfs.times(pid, each.tid) for each in self.threads.vcpus]
@@ -219,9 +218,9 @@ class Receipts:
         happened = self.supervisor.restarted.next
         while True:
             await first_of(happened.wait, self._unpublished.wait)
-            # The new process may still have to become its program.
+            # The new process may not have executed its program yet.
             await trio.sleep(PUBLISHED_AGAIN if self._unpublished.is_set() else VERIFIED_AGAIN[0])
-            # Before the threads are read: one meanwhile is not missed.
+            # Before the threads are read, so that a restart meanwhile is not missed.
             happened, self._unpublished = self.supervisor.restarted.next, trio.Event()
             try:
                 await self._publish_settled()
@@ -271,7 +270,7 @@ async def placed_threads(
 
 @asynccontextmanager
 async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
-    """Hold all others off the vCPUs' CPUs as far as this host can, and the receipt that says so."""
+    """Keep all other tasks off the vCPUs' CPUs as far as this host can, and record the result in the receipt."""
     async with active.sealed() as reason:
         supervisor.held.value("placement confirmed", lambda: receipts.confirm(reason))
         try:

@@ -1,11 +1,11 @@
-"""The instance's reports to the controller that has placed it, so that the node can tell about it in every network mode.
+"""The instance's reports to its controller, so that the node can show its state in every network mode.
 
-One call of ``reportInstance`` is under way for as long as the controller is there. It answers when it wants the next report,
-so that this process sleeps until then. A change is reported by another connection, which takes the place of the one before.
+One call of ``reportInstance`` is open for as long as the controller runs. The controller answers when it wants the next report, and this
+process sleeps until then. A change is reported through a new connection, which replaces the previous one.
 
-The end of a connection is all that says that the controller has gone, and nothing says that it is back: an inotify queue in
-each instance would take them from the controller and the kubelet, which share the limit of 128 with all of a node's instances
-(``fs.inotify.max_user_instances``). So an instance without a connection tries again, after random pauses.
+Only the end of a connection shows that the controller is gone, and nothing shows that it is back: the controller, the kubelet and all of a
+node's instances share the limit of 128 inotify queues (``fs.inotify.max_user_instances``), so instances use none. An instance without a
+connection tries again, after random pauses.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Pauses:
-    """Seconds."""
+    """Pauses in seconds."""
 
     change: float = 1.0
-    """From a change to the report of it, in which there may be others."""
+    """From a change to its report, so that one report can cover several changes."""
     first: float = 1.0
-    """Until the first attempt to connect again, on an average; each pause is twice the one before."""
+    """Average pause before the first attempt to reconnect; each further pause is twice the one before."""
     longest: float = 30.0
-    """The longest one, on an average."""
+    """Average of the longest pause."""
 
     def after(self, failures: int) -> float:
-        """Return a pause after so many *failures*; random, so that the instances of a node do not come together."""
+        """Return the pause after *failures* failures; random, so that the instances of a node do not reconnect together."""
         pause = min(self.first * 2.0 ** min(failures, 16), self.longest)
         return pause * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
 
@@ -56,7 +56,7 @@ async def report(figures: Figures, placement: ControllerPlacement, pauses: Pause
         try:
             async with connected(placement.socket.with_name(REPORT_SOCKET)) as controller:
                 await reporter.until_changed(controller)
-        except ControllerAbsentError as error:  # or it is busy, or older than reports
+        except ControllerAbsentError as error:  # or the controller is busy, or too old for reports
             log.debug(InstanceEvent.REPORT_MISSED, explain(error))
         except HostError as error:
             supervisor.log_limit.log(log.warning, InstanceEvent.REPORT_REFUSED, explain(error))
@@ -69,16 +69,16 @@ async def report(figures: Figures, placement: ControllerPlacement, pauses: Pause
 
 @attrs.define
 class _Reporter:
-    """The reports by one connection."""
+    """The reports through one connection."""
 
     figures: Figures
     pod_uid: str
     change: float
     answered: bool = False
-    """Whether the controller has wanted another report."""
+    """Whether the controller has asked for another report."""
 
     async def until_changed(self, controller: ControllerConnection) -> None:
-        """Report the state, and all there is to say whenever *controller* wants it; return when the state has changed."""
+        """Report the state, and all figures whenever *controller* asks for them; return when the state has changed."""
         supervisor = self.figures.supervisor
         while True:
             changes = (supervisor.guest_state.changes.next, supervisor.restarted.next)

@@ -1,4 +1,4 @@
-"""The places where an instance's figures are shown: its own port for HTTP, and the controller that has placed it."""
+"""The places that show an instance's figures: its own HTTP port, and the controller that has placed it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ async def figures_shown(
 ) -> AsyncIterator[None]:
     """Show the figures of the instance for as long as the block runs: at *http*, and to the controller that has placed it.
 
-    *http* is as :func:`~runner.protocol.http.parse_address` returns it.
+    *http* is a result of :func:`~runner.protocol.http.parse_address`.
     """
     placement = plan.placement
     async with AsyncExitStack() as stack:
         if http is None and not isinstance(placement, ControllerPlacement):
-            # Another program of this format may ask for it, or have held it.
+            # The next or the previous program may use it, even if this one shows no figures.
             supervisor.held.current("foreign time", lambda: None)
         else:
             figures = optional_parts.figures()(supervisor, plan)

@@ -1,6 +1,6 @@
 """A guest's signs of life: output on its console, and CPU time of its vCPUs.
 
-A guest without any is what a KVM looks like that makes virtual machines and runs nothing in them.
+A guest without any indicates a KVM that creates virtual machines but does not execute them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SILENT_AFTER = {"kvm": 30.0, "tcg": 120.0}
 """Seconds without a sign of life, by accelerator; emulated firmware and kernels take longer."""
 
 MUTE_AFTER = 120.0
-"""Seconds without any output on the console, whatever CPU time the vCPUs take: firmware, GRUB and a kernel print earlier."""
+"""Seconds without console output, whatever CPU time the vCPUs use: firmware, GRUB and a kernel print earlier."""
 
 MUTE_REMEDY = (
     "unless it has its own display or none, see whether boot.kernel, boot.firmware and the first disk hold what boots; Linux needs "
@@ -29,7 +29,7 @@ MUTE_REMEDY = (
 )
 
 NEARLY_NOTHING = 0.02
-"""Seconds of CPU time of a vCPU that has executed next to nothing: setting up its thread takes 2 ms, firmware 100 ms."""
+"""CPU time in seconds up to which a vCPU counts as idle: setting up its thread takes 2 ms, firmware 100 ms."""
 
 REMEDIES = {
     "kvm": 'set cpu.accel = "tcg", or "tried" for KVM where it runs guests; `instance-runner check --try-guest` tries it',
@@ -44,7 +44,7 @@ class Silence:
     accel: Literal["kvm", "tcg"]
     seconds: float
     ran: float
-    """Seconds of CPU time of the vCPU that had most."""
+    """Seconds of CPU time of the busiest vCPU."""
 
     def __str__(self) -> str:
         """Return the figures and the remedy."""
@@ -61,18 +61,18 @@ class SignsOfLife:
     console_written: trio.Event = attrs.field(factory=trio.Event)
     """Set by its first output."""
     silence: Silence | None = None
-    """How long it has shown nothing; ``None`` while that is not too long."""
+    """The period without any sign; ``None`` while it is not too long."""
     mute: str = ""
-    """What its console without output may mean, after :data:`MUTE_AFTER`; a remark, as a guest need not use its console."""
+    """A remark about a console without output after :data:`MUTE_AFTER`; only a remark, because a guest need not use its console."""
 
     async def watch(
         self, accel: Literal["kvm", "tcg"], busiest: Callable[[], float | None], changed: Callable[[], None]
     ) -> None:
         """Note and log the guest's silence until its first sign of life; may be cancelled at any moment.
 
-        *busiest* returns the CPU time of the busiest vCPU in seconds, ``None`` if it is unknown. It is asked when the time
-        is over, and again as often: there is one timer until the first sign of life, then one until the guest is mute, and none
-        afterwards. *changed* is called when the guest has become silent, and when it is no longer.
+        *busiest* returns the CPU time of the busiest vCPU in seconds, ``None`` if it is unknown. It is called each time the period is over:
+        one timer runs until the first sign of life, then one until the guest counts as mute, then none. *changed* is called when the guest
+        has become silent, and when it is no longer.
         """
         begun = trio.current_time()
         while not self.console_written.is_set():

@@ -1,4 +1,4 @@
-"""The JSON of ``plan --node``, as types (see :mod:`runner.facts.documents`). Memory is bytes, CPU requests are thousandths."""
+"""The types of the JSON of ``plan --node`` (see :mod:`runner.facts.documents`). Memory is in bytes, CPU requests in thousandths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostDocument(TypedDict):
 
 
 class KubeletDocument(TypedDict):
-    """The kubelet's configuration, as far as it decides."""
+    """The part of the kubelet's configuration that affects placement."""
 
     minor: int
     """The minor number of its version: 36 for 1.36."""
@@ -35,11 +35,11 @@ class KubeletDocument(TypedDict):
 
 
 class StateDocument(TypedDict):
-    """The resources that the node has given away, and those that are left."""
+    """The assigned resources of the node, and the free ones."""
 
     shared_pool: CpuList
     available: CpuList
-    """The CPUs that can be given away."""
+    """The CPUs that can be assigned."""
     exclusive: dict[str, dict[str, CpuList]]
     """Pod UID → container → its exclusive CPUs."""
     exclusive_pods: dict[str, CpuList]
@@ -47,9 +47,9 @@ class StateDocument(TypedDict):
     memory_free: dict[str, dict[str, int]]
     """NUMA node → resource → bytes."""
     allocatable: dict[str, int] | None
-    """Resource → what pods may request of it; ``null`` where that is not known."""
+    """Resource → the amount that pods may request; ``null`` if unknown."""
     unrequested: dict[str, int] | None
-    """Resource → what no pod requests."""
+    """Resource → the amount that no pod requests."""
     devices_free: dict[str, dict[str, int]]
     """Resource → NUMA node, ``""`` for none → devices."""
 
@@ -71,7 +71,7 @@ class HintDocument(TypedDict):
 
 
 class PinningDocument(TypedDict):
-    """The CPUs that vCPUs would be on."""
+    """The CPUs for an instance's vCPUs."""
 
     policy: Annotated[str, PinPolicy]
     threads: int
@@ -100,7 +100,7 @@ class ContainerDocument(TypedDict):
 
 
 class AskedDocument(TypedDict):
-    """The NUMA nodes that a resource can be had on."""
+    """The NUMA nodes that can provide a resource."""
 
     provider: str
     resource: str
@@ -108,7 +108,7 @@ class AskedDocument(TypedDict):
 
 
 class MergeDocument(TypedDict):
-    """The steps by which the Topology Manager came to its answer."""
+    """The steps of the Topology Manager's decision."""
 
     container: str | None
     """``null`` with scope ``pod``."""
@@ -145,7 +145,7 @@ class PlannedPodDocument(TypedDict):
     name: str
     uid: str
     source: str
-    """The document in which it stands."""
+    """The document that contains it."""
     qos: Annotated[str, QosClass]
     not_guaranteed_because: list[str]
     outcome: Annotated[str, Outcome]
@@ -162,7 +162,7 @@ class PlannedPodDocument(TypedDict):
     """The UIDs of the pods that would be ended for it."""
     otherwise: list[OtherwiseDocument]
     faults: list[str]
-    """Faults of this kubelet that decide here."""
+    """Faults of this kubelet that affect the decision."""
     notes: list[str]
 
 
@@ -178,7 +178,7 @@ class WhatIfDocument(TypedDict):
 
     name: str
     refusal: str | None
-    """Why the kubelet would not start with them."""
+    """The reason why the kubelet would not start with them."""
     pods: list[PlannedPodDocument]
     after: StateDocument | None
     if_live: OutcomesDocument | None
@@ -191,7 +191,7 @@ class FitDocument(TypedDict):
     pod: str
     container: str
     reason: str | None
-    """Why it does not; ``null`` where it does."""
+    """The reason why it does not fit; ``null`` if it does."""
     placement: PinningDocument | None
 
 
@@ -200,7 +200,7 @@ class NodeDocument(TypedDict):
 
     version: Literal[2]
     fits: bool
-    """Every pod is admitted, and SPEC, if it was given, fits."""
+    """Whether every pod is admitted, and SPEC, if given, fits."""
     host: HostDocument
     kubelet: KubeletDocument
     notes: list[str]
@@ -209,9 +209,9 @@ class NodeDocument(TypedDict):
     before: StateDocument
     pods: list[PlannedPodDocument]
     unclear_pods: list[str]
-    """The pods that only one of the state files has: taken as ended."""
+    """The pods in only one of the state files, which are taken as ended."""
     if_live: OutcomesDocument | None
-    """The same if they have not ended."""
+    """The decisions if they have not ended."""
     instance: FitDocument | None
     """``null`` without SPEC."""
     after: StateDocument

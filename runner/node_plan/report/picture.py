@@ -156,7 +156,7 @@ def title_of(numa_node: int, hardware: Hardware) -> str:
 
 
 def facts_of(plan: NodePlan, numa_node: int) -> list[str]:
-    """Return what *numa_node* has and how much of it is free, one string for each resource."""
+    """Return the resources of *numa_node* and their free amounts, one string for each resource."""
     return [cpus_words(plan, numa_node), *memory_of(plan, numa_node), *devices_of(plan, numa_node)]
 
 

@@ -335,7 +335,7 @@ def _without_cpus(pod: PodPlan) -> tuple[str, str]:
 
 
 def _key(plan: NodePlan, cells: _Cells, width: int) -> _Box:
-    """Draw what a column, a row, a gap and a bar stand for."""
+    """Draw the meanings of a column, a row, a gap and a bar."""
     numbers = "" if cells.label else ", with the number of each CPU"
     bars = " A bar is memory or huge pages: reserved for the system, given to containers, free."
     bars = bars if any(tables_of(plan, node.id) for node in plan.machine.numa_nodes) else ""

@@ -58,7 +58,7 @@ def _count(number: int, what: str) -> str:
 
 
 def node_lines(plan: NodePlan, *, width: int, colour: bool) -> Iterator[str]:
-    """Yield the whole plan for an operator: the node, each pod's answer and why, what remains, the picture."""
+    """Yield the whole plan for an operator: the node, each pod's answer and its reasons, the remaining resources, the picture."""
     yield from _wrapped("host", hardware_line(plan.hardware), width)
     yield from _wrapped("kubelet", kubelet_line(plan), width)
     yield from _wrapped("reserved", _reserved(plan), width)
@@ -142,7 +142,7 @@ def _unrequested(node: SimulatedNode) -> NodeAllocatable | None:
 
 
 def _requested(plan: NodePlan) -> str:
-    """Describe what is known of the pods that were on the node before."""
+    """Describe the known part of the pods that were on the node before."""
     active = plan.before.active.values()
     known = f"{_amounts(total_requests(active)) or 'nothing'} by {_count(len(active), 'pod') if active else 'any pod'}"
     match plan.known:

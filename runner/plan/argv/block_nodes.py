@@ -77,5 +77,5 @@ def disk_device(disk: DiskPlan, *, bus: str | None = None, boot_index: int | Non
 
 
 def slot(number: int) -> str:
-    """Return the id of the root port that takes the *number*-th disk attached later."""
+    """Return the id of the root port for the *number*-th disk that is attached later."""
     return f"slot{number}"

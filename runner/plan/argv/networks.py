@@ -20,7 +20,8 @@ from runner.plan.network_plan import (
 )
 
 DNSMASQ_UP = "started, version "
-"""What dnsmasq logs when its sockets are bound and its privileges dropped (``main`` of ``src/dnsmasq.c``); in a locale of no language."""
+"""The message that dnsmasq logs when its sockets are bound and its privileges dropped (``main`` of ``src/dnsmasq.c``), without a locale's
+translation."""
 
 
 def nic_device(index: int, nic: Nic) -> str:
@@ -30,7 +31,7 @@ def nic_device(index: int, nic: Nic) -> str:
 
 
 def netdev_by_hand(index: int, network: NetworkPlan) -> str:
-    """Return the kind and properties of the ``-netdev`` of a person's QEMU, which opens what it needs by name."""
+    """Return the kind and properties of ``-netdev`` for a QEMU started by hand, which opens its files by name."""
     match network:
         case BridgedPlan():
             queues = f",queues={network.queues}" if network.queues > 1 else ""
@@ -41,13 +42,13 @@ def netdev_by_hand(index: int, network: NetworkPlan) -> str:
         case PasstPlan():
             return f"stream,server=off,addr.type=unix,addr.path=/tmp/passt{index}.sock"
         case InheritedFdPlan():
-            return "user,restrict=on"  # a person's shell does not have the descriptors
+            return "user,restrict=on"  # a shell does not have the descriptors
         case other:
             assert_never(other)
 
 
 def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
-    """Yield the shell's lines that make a network for a person's QEMU."""
+    """Yield the shell commands that make a network for a QEMU started by hand."""
     match network:
         case BridgedPlan():
             if network.pod is not None:
@@ -78,7 +79,7 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
 def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
     """Return passt's argv; *endpoint* is ``--fd=N`` (a connected socket) or ``--socket=…``.
 
-    Without ports of its own it forwards none of the pod's to the guest, where its default is all that are free.
+    Without *ports* in the plan it forwards none; passt's own default is all free ports.
     """
     argv = [str(network.program), "--foreground", "--one-off", "--quiet", f"--mtu={network.mtu}"]
     ports = [f"--tcp-ports={each}" for each in network.ports or ("none",)]
@@ -122,7 +123,7 @@ def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:
 
 
 def _options(network: BridgedPlan) -> Iterator[str]:
-    """Yield the guest's DHCP options, the least important first: dnsmasq sends the last first, and leaves out what has no room."""
+    """Yield the guest's DHCP options, the least important first: dnsmasq sends the last ones first, and omits those that do not fit."""
     if network.search:
         yield "--dhcp-option=option:domain-search," + ",".join(network.search)
         yield f"--dhcp-option=option:domain-name,{network.search[0]}"
@@ -145,9 +146,9 @@ def _ipv6_lease(ipv6: Ipv6Plan | None) -> str:
 
 
 def _ipv6_options(network: BridgedPlan, ipv6: Ipv6Plan) -> Iterator[str]:
-    """Yield the options for the guest's IPv6 address (DHCPv6), and for the router advertisement that makes it ask for it.
+    """Yield the options for the guest's IPv6 address (DHCPv6), and for the router advertisement that makes the guest request it.
 
-    On a private network dnsmasq sends the advertisement. In a pod's network that network's own router does.
+    On a private network dnsmasq sends the advertisement. In a pod's network the network's own router sends it.
     """
     yield f"--dhcp-range={ipv6.guest.ip},static,{max(64, ipv6.guest.network.prefixlen)},infinite"
     if ipv6.host is None:

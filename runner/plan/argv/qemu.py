@@ -44,8 +44,8 @@ SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=de
 UNSEEN_VGA = "VGA,vgamem_mb=8"
 """The VGA of a guest without a screen: GRUB's ``gfxterm``, the default of distributions, hangs in a BIOS without video modes.
 
-With ``graphics=off`` SeaBIOS uses the first serial port as well, and shows there what boot loaders write as text (SeaBIOS's
-``src/sercon.c``). 8 MiB are enough for 1280 by 1024 points; nobody sees them.
+With ``graphics=off`` SeaBIOS also uses the first serial port, and shows the text output of boot loaders there (SeaBIOS's ``src/sercon.c``).
+8 MiB are enough for 1280 by 1024 pixels, which are never shown.
 """
 
 SEED = "seed.iso"
@@ -97,7 +97,7 @@ class Endpoints(Protocol):
         """Return further properties of the object ``iommufd``."""
 
     def passed(self, device: DevicePlan) -> str:
-        """Return the properties of ``vfio-pci`` that say which *device* it is."""
+        """Return the properties of ``vfio-pci`` that identify *device*."""
 
 
 @frozen
@@ -115,7 +115,7 @@ class QemuFds:
     vhost_vsock: tuple[Fd, int] | None = None
     """The descriptor and its context identifier."""
     devices: dict[str, Fd] = attrs.field(factory=dict)
-    """By PCI address, the devices that are inherited as descriptors; ``iommufd`` is ``/dev/iommu``."""
+    """PCI address → descriptor of each device that is inherited; ``iommufd`` is ``/dev/iommu``."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return every descriptor that QEMU inherits."""
@@ -156,7 +156,7 @@ class QemuFds:
         return f"guest-cid={cid},vhostfd={number}"
 
     def screen(self) -> Iterator[str]:
-        # It listens nowhere, and receives connections by QMP add_client.
+        # QEMU's VNC server does not listen; it receives connections by QMP add_client.
         yield from ("-vnc", "none")
 
     def iommufd(self) -> str:
@@ -253,11 +253,11 @@ def _qemu_options(machine: MachinePlan, endpoints: Endpoints, *, paused: bool) -
         yield from ("-uuid", machine.smbios_uuid)
     yield from ("-nodefaults", "-no-user-config")
     yield from ("-display", "none")
-    # spawn=deny and resourcecontrol=deny do not hinder us: we pin from outside and hand in every descriptor.
+    # spawn=deny and resourcecontrol=deny are no obstacle: this program pins the threads and passes every descriptor.
     yield from ("-sandbox", SANDBOX)
     if paused:
         yield "-S"
-        # QEMU stays after the guest has gone, so that the SHUTDOWN event with its reason is never lost to its exit.
+        # QEMU keeps running after the guest's end, so that the SHUTDOWN event with its reason cannot be lost.
         reboot = "shutdown" if machine.on_reboot == "exit" else "reset"
         yield from ("-action", f"reboot={reboot},shutdown=pause,panic=pause")
     flash = "".join(
@@ -309,7 +309,7 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     sockets, cores, threads = topology.sockets, topology.cores, topology.threads
     dies = f"dies={topology.dies}," if topology.dies > 1 else ""
     possible = ""
-    if machine.vcpu_hotplug is not None:  # the cores of one socket, of which some are plugged later
+    if machine.vcpu_hotplug is not None:  # one socket, some of whose cores are plugged later
         cores = machine.vcpu_hotplug.most
         possible = f"maxcpus={cores},"
     yield from ("-smp", f"cpus={machine.vcpus},{possible}sockets={sockets},{dies}cores={cores},threads={threads}")
@@ -343,8 +343,8 @@ def _topology(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int, ...]) -> list[str]:
     """Return the argv of the program that preallocates the memory of the descriptors *ram*.
 
-    It has a word for each of them: descriptor, bytes, bytes of a page (0 for ordinary pages), the NUMA nodes it is bound
-    to, the CPUs near it, and the number of threads (:mod:`runner.kernel.preallocate`).
+    It has one argument for each of them: descriptor, bytes, bytes of a page (0 for ordinary pages), the NUMA nodes to bind it to, the CPUs
+    near it, and the number of threads (:mod:`runner.kernel.preallocate`).
     """
     words = (
         ":".join(
@@ -362,7 +362,7 @@ def preallocator_argv(machine: MachinePlan, placement: Placement, ram: tuple[int
 def _bridges(planned: tuple[PciHostBridge, ...] | None, numa_nodes: int) -> Iterator[str]:
     """Yield the host bridges that are *planned*, or one for each NUMA node of a guest that has several.
 
-    They come last: a device that names no bus is put on the bus that was made last, and these take nothing but ports.
+    They come last: QEMU puts a device without a named bus on the bus made last, and these accept only ports.
     """
     if planned is None:
         numbers = range(numa_nodes if numa_nodes > 1 else 0)
@@ -374,7 +374,7 @@ def _bridges(planned: tuple[PciHostBridge, ...] | None, numa_nodes: int) -> Iter
 
 
 def _port(port: PciPort) -> str:
-    """Return a port. Nothing is ever plugged into it, so that firmware keeps no addresses free behind it."""
+    """Return a port. No device is ever hot-plugged into it, so firmware need not reserve addresses behind it."""
     place = f"id={port.name},bus={port.bus}" + ("" if port.slot is None else f",addr={port.slot:#x}")
     if port.kind == "upstream":
         return f"x3130-upstream,{place}"
@@ -388,18 +388,18 @@ def _port(port: PciPort) -> str:
 
 
 def _passed(passthrough: PassthroughPlan, endpoints: Endpoints, *, firmware: bool) -> Iterator[str]:
-    """Yield the ports, and each passed device behind its own."""
+    """Yield the ports, and each passed-through device behind its own."""
     if passthrough.window is not None:
         yield from ("-global", f"q35-pcihost.pci-hole64-size={passthrough.window}")
         if firmware:  # OVMF ignores pci-hole64-size, and uses 32 GiB without this file
             yield from ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={passthrough.window // MIB}")
     if passthrough.iommufd is not None:
-        # Not "iommufd": each device has a property of that name, by which QEMU finds more than one object from the second on.
+        # Not "iommufd": each device has a property of that name, so from the second device on the id would be ambiguous.
         yield from ("-object", f"iommufd,id=iommufd0{endpoints.iommufd()}")
     own = tuple(PciPort(f"port{n}", "root", each.bus, None, n + 1) for n, each in enumerate(passthrough.devices))
     for port in passthrough.ports or own:
         yield from ("-device", _port(port))
-    # The function 0 of a slot is made last: with it the slot counts as filled.
+    # Function 0 of a slot comes last: QEMU accepts no further functions after it.
     for index, device in sorted(enumerate(passthrough.devices), key=lambda each: -each[1].function):
         bus = device.port or own[index].name
         place = f"id=device{index},bus={bus}"
@@ -417,7 +417,7 @@ def _on_off(value: object) -> object:
 def _guest_devices(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     """Yield the devices that serve the guest, after disks and networks, whose PCI addresses must not depend on them."""
     guest = machine.guest
-    # Without it a guest may wait for entropy at its first boot; it reads getrandom(2), and needs no path.
+    # Without it a guest may wait for entropy at its first boot. QEMU's backend uses getrandom(2), and needs no path.
     yield from ("-object", "rng-builtin,id=rng")
     yield from ("-device", "virtio-rng-pci,rng=rng")
     if guest.agent:
@@ -459,8 +459,8 @@ def _networks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
     """Yield disks. Nodes are JSON: ``key=value`` cannot express that an image has no backing file.
 
-    Devices are not: QEMU makes those it is given as JSON after all others (``qemu_create_cli_devices``), on the bus that
-    was made last, and a disk's address would depend on everything else.
+    Devices are not: QEMU makes those it is given as JSON after all others (``qemu_create_cli_devices``), on the bus made last, and a disk's
+    address would depend on all other devices.
     """
     names: dict[str, str] = {}
     few = f",thread-pool-max={WORKERS}" if machine.ram.locked else ""
@@ -481,9 +481,9 @@ def _disks(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _slots(number: int) -> Iterator[str]:
-    """Yield root ports for disks that are attached later: the ports of pcie.0 itself take nothing while the guest runs.
+    """Yield root ports for disks that are attached later: pcie.0 itself does not support hot-plugging.
 
-    They come last for the reason of the bridges. Chassis and slot must differ from those of every other root port.
+    They come last for the same reason as the bridges. Chassis and slot must differ from those of every other root port.
     """
     for each in range(number):
         yield from ("-device", f"pcie-root-port,id={slot(each)},bus=pcie.0,chassis={FIRST_CHASSIS + each},slot={each}")
@@ -503,7 +503,7 @@ def _boot(machine: MachinePlan, endpoints: Endpoints) -> Iterator[str]:
 
 
 def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
-    """Yield a raw block device of QEMU's that is a file of ours."""
+    """Yield a raw block node of QEMU for one of our files."""
     first, path = endpoints.image(name)
     filename = _comma(path)
     yield from first
@@ -515,11 +515,11 @@ def _node(name: str, endpoints: Endpoints, *, read_only: bool) -> Iterator[str]:
 def virtiofsd_argv(share: SharePlan, listener: str) -> list[str]:
     """Return virtiofsd's argv; *listener* is ``--fd=N`` (a listening socket) or ``--socket-path=…``.
 
-    ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN.
-    ``--rlimit-nofile=0`` leaves the limit alone: raising it needs CAP_SYS_RESOURCE. ``--modcaps=-mknod`` (since 1.5)
-    lets the pod do without CAP_MKNOD, with which its processes could make nodes of the host's devices; the guest then
-    cannot make device nodes in the share, as in float it never can. ``--migration-verify-handles``: another virtiofsd finds the
-    guest's files by their paths, at which another process may have put other files in that moment.
+    ``sandbox=chroot`` needs CAP_SYS_CHROOT only, the default ``namespace`` needs CAP_SYS_ADMIN. ``--rlimit-nofile=0`` leaves the limit
+    alone: raising it needs CAP_SYS_RESOURCE. ``--modcaps=-mknod`` (since 1.5) makes CAP_MKNOD unnecessary, with which the pod's processes
+    could make nodes of the host's devices; the guest cannot make device nodes in the share, which float's device filter forbids anyway.
+    ``--migration-verify-handles``: after an update another virtiofsd finds the guest's files by their paths, where another process may have
+    put other files meanwhile.
     """
     if share.program.rust:
         argv = [str(share.program.path), listener, f"--shared-dir={share.path}", "--sandbox=chroot", "--cache=auto"]
@@ -537,11 +537,11 @@ def _virtiofsd_escape(value: str) -> str:
 
 
 _WITHOUT_VALUE = {"-nodefaults", "-no-user-config", "-S"}
-"""Options that have no value; all others have one, which may begin with a dash, too."""
+"""Options without a value; the value of any other option may also begin with a dash."""
 
 
 def _made_first(plan: InstancePlan, seed: bytes | None) -> Iterator[str]:
-    """Yield the commands that make the files that this program keeps in memory, or makes when they are missing."""
+    """Yield the commands that make the files which this program keeps in memory, or creates if missing."""
     import shlex
 
     machine, directory = plan.machine, shlex.quote(str(plan.state_directory))
@@ -561,7 +561,7 @@ def _made_first(plan: InstancePlan, seed: bytes | None) -> Iterator[str]:
 
 
 def pasteable(plan: InstancePlan, seed: bytes | None) -> str:
-    """Return a shell script that runs the same machine by hand: same devices, paths instead of descriptors, not pinned.
+    """Return a shell script that runs the same machine by hand: the same devices, with paths instead of descriptors, not pinned.
 
     *seed* is the image of the plan's cloud-init seed, ``None`` for a plan without one. The script needs no
     ``instance-runner``; it must be run as root when there are networks or shares.

@@ -32,11 +32,11 @@ class ActivePlacement(Protocol):
 
     @property
     def memory_cgroup_fd(self) -> int | None:
-        """The ``cgroup.procs`` by which QEMU enters the cgroup that its memory is charged to; ``None``: it is born there."""
+        """The ``cgroup.procs`` of the cgroup charged for QEMU's memory, which QEMU enters; ``None`` if it is started there."""
 
     @property
     def pod_cgroup_fd(self) -> int | None:
-        """The ``cgroup.procs`` by which a child enters the pod's cgroup, with all of its CPUs; ``None``: it is born there."""
+        """The ``cgroup.procs`` of the pod's cgroup, with all of its CPUs, for children to enter; ``None`` if they are started there."""
 
     def admit(self, pid: int) -> None:
         """Move the process *pid* with all its threads into float."""
@@ -57,37 +57,37 @@ class ActivePlacement(Protocol):
         """Forget the vCPU thread *tid*, which has ended."""
 
     def in_pod_cgroup(self) -> AbstractContextManager[None]:
-        """Hold this process in a cgroup with the pod's own device filter, if float has another one; no await in the block.
+        """Hold this process in a cgroup with the pod's own device filter, if float's filter differs; no await in the block.
 
-        For the devices that the pod was given. A move takes 20 to 30 ms (measured). Raises
+        It is needed to open devices that the pod was given. A move takes 20 to 30 ms (measured). Raises
         :exc:`~runner.base.errors.PlacementError` at the end if there is no way back to float.
         """
 
     def container_cpus(self) -> CpuSet:
-        """Return the CPUs that the container has now. Raises :exc:`~runner.base.errors.HostError` where they cannot be read."""
+        """Return the container's current CPUs. Raises :exc:`~runner.base.errors.HostError` if they cannot be read."""
 
     @property
     def loses_cpus(self) -> bool:
         """Return whether :meth:`container_cpus` may change while the guest runs."""
 
     async def change(self, placement: Placement) -> None:
-        """Change the cgroups, and all threads but the vCPUs', to what *placement* says; pins are the caller's.
+        """Change the cgroups, and all threads but the vCPUs', to *placement*; the caller pins the vCPUs.
 
-        A CPU that a vCPU gets is taken from all other threads before this returns. Raises :exc:`~runner.base.errors.RunnerError`;
-        :attr:`placement` is the one before then.
+        A CPU that a vCPU gets is taken from all other threads before this returns. Raises :exc:`~runner.base.errors.RunnerError`, in which
+        case :attr:`placement` is unchanged.
         """
 
     async def follow(self, placement: Placement) -> None:
-        """Do what :meth:`change` does for CPUs that the container has already, and that a controller has given or taken."""
+        """Do the same as :meth:`change` for CPUs that a controller has already given or taken."""
 
     def adopt(self, placement: Placement) -> None:
-        """Take *placement* for the one in force without a change of anything."""
+        """Set *placement* as the one in force without changing anything else."""
 
     def sealed(self) -> AbstractAsyncContextManager[str]:
-        """Hold the vCPUs' CPUs as an isolated partition, and return why that was not to be had, empty if it was.
+        """Hold the vCPUs' CPUs as an isolated partition, and return the reason if that failed, empty if it worked.
 
-        The threads are to be in their cgroups, and the guest's memory taken: the pod's cgroup loses these CPUs.
-        Raises :exc:`~runner.base.errors.HostError` where the controller refuses an instance without.
+        The threads must be in their cgroups, and the guest's memory allocated, because the pod's cgroup loses these CPUs. Raises
+        :exc:`~runner.base.errors.HostError` if the controller requires a partition.
         """
 
     async def settle(self) -> None:

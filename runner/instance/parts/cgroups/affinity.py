@@ -23,7 +23,7 @@ from runner.placement.backends import AffinityPlacement, Placement
 
 @define
 class FloatMask:
-    """Float without cgroups: there is nothing to move a thread into, and a child inherits the mask of this process."""
+    """Float without cgroups: threads are not moved, and children inherit the mask of this process."""
 
     placement: AffinityPlacement
     _supervisor: Supervisor
@@ -50,7 +50,7 @@ class FloatMask:
         pin(tid, read_mask())
 
     def container_cpus(self) -> CpuSet:
-        # Those of the start: what the mask of this process was then.
+        # The CPUs at the start: the mask of this process at that time.
         return self.placement.cpus | self.placement.float_cpus
 
     @property

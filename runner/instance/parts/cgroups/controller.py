@@ -50,16 +50,16 @@ from runner.protocol.controller_client import (
 log = logging.getLogger(__name__)
 
 REGISTERED_WITHIN = 30.0
-"""Seconds for the controller to come (a newer one may be replacing it) and to answer: it gives the kubelet 12 s."""
+"""Seconds for the controller to appear (a newer one may be replacing it) and to answer: it waits for the kubelet up to 12 s."""
 
 DEREGISTERED_WITHIN = 5.0
-"""Seconds; the controller gives the last thread 2 s to go, and removes by itself what dead instances leave."""
+"""Seconds; the controller waits 2 s for the last thread to end, and itself removes the cgroups of dead instances."""
 
 SEALED_WITHIN = 45.0
 """Seconds for the controller to seal the CPUs; it gives the kernel 30 s."""
 
 BUSY_FOR = 5.0
-"""Seconds for which a controller that is busy is asked to seal the CPUs, also where that is not demanded."""
+"""Seconds for which sealing is requested again from a busy controller, even where sealing is not required."""
 
 BUSY_EVERY = 0.015
 """Seconds between two such requests: it answers others meanwhile, 1 ms each."""
@@ -68,7 +68,7 @@ UNSEALED_WITHIN = 2.0
 """Seconds; the controller unseals what is deregistered or empty in any case."""
 
 SEALED_AGAIN = 30.0
-"""Seconds between two looks whether the CPUs are sealed still."""
+"""Seconds between two checks whether the CPUs are still sealed."""
 
 SETTLED_AGAIN = 5.0
 """Seconds between two attempts to have the controller move the kernel's threads."""
@@ -79,7 +79,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
     """Cgroups that the node's controller made."""
 
     sealing: Callable[[], AbstractAsyncContextManager[str]] = attrs.field(kw_only=True)
-    """What :meth:`sealed` returns."""
+    """Returns the context manager of :meth:`sealed`."""
 
     @contextmanager
     def in_pod_cgroup(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
     async def change(self, placement: Placement) -> None:
         assert isinstance(placement, ControllerPlacement)  # noqa: S101 - a change of ours keeps the back end
         await trio.lowlevel.checkpoint()
-        # The controller follows the kubelet: it has taken already what the pod has lost.
+        # The controller follows the kubelet: it has already taken the CPUs that the pod has lost.
         if placement.cpus - self.placement.cpus:
             with ExitStack() as held:
                 registration = await _register(placement, self.cgroups.pod, held)
@@ -122,7 +122,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         return self.sealing()
 
     async def settle(self) -> None:
-        # The controller moves them at every registration; this one also says that QEMU is up, and its memory charged.
+        # The controller moves them at every registration; this one also reports that QEMU runs and its memory is charged.
         warned = False
         while True:
             with ExitStack() as held:
@@ -140,7 +140,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         await self._tune()
 
     async def _tune(self) -> None:
-        """Ask for what the spec wants besides the CPUs; the instance runs without it, too."""
+        """Request the tuning that the spec asks for besides CPUs; the instance also runs without it."""
         placement, tuning = self.placement, self.placement.tuning
         if tuning == CpuTuning():
             return
@@ -164,13 +164,13 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
 def _read_cpus(pod: str) -> CpuSet:
     """Return the CPUs of the container whose cgroup has the path *pod*.
 
-    Not those in effect: the pod's cgroup has none of its own while the instance is sealed.
+    Not the effective CPUs: while the instance is sealed, the pod's cgroup has none of its own.
     """
     return Cgroup(Roots().cgroup / pod.lstrip("/")).cpus()
 
 
 def _given(placement: ControllerPlacement, pod: str) -> CpuSet:
-    """Return the CPUs of the container, which may have been given more than *placement* has; that one's if they are hidden."""
+    """Return the container's CPUs, which may be more than those of *placement*; the latter if the container's are not visible."""
     try:
         return _read_cpus(pod) or placement.cpus
     except HostError:
@@ -197,15 +197,15 @@ async def _sealed(
         with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
             try:
                 await unseal(placement.socket, placement.pod_uid)
-            except (ControllerAbsentError, ControllerError) as error:  # what is deregistered is unsealed, too
+            except (ControllerAbsentError, ControllerError) as error:  # deregistering also unseals
                 log.debug(InstanceEvent.CPUS_NOT_UNSEALED, explain(error))
 
 
 async def _seal(placement: ControllerPlacement, timeouts: InstanceTimeouts) -> str:
-    """Seal the CPUs and return why they are not sealed, empty if they are.
+    """Seal the CPUs and return the reason if they are not sealed, empty if they are.
 
-    Where that is demanded, wait for a controller that is being replaced; else :func:`_keep_sealed` asks again, and only one that
-    is busy is waited for, :data:`BUSY_FOR` seconds: any pod can make it so, and the guest would run unsealed for long.
+    If sealing is required, wait for a controller that is being replaced. Otherwise :func:`_keep_sealed` tries again later, and only a busy
+    controller is waited for, :data:`BUSY_FOR` seconds: any pod can keep it busy, and the guest would run unsealed for long.
     """
     reason = f"the controller does not answer within {SEALED_WITHIN:g} s"
     busy_until = trio.current_time() + BUSY_FOR
@@ -231,9 +231,9 @@ async def _keep_sealed(
     reason: str,
     timeouts: InstanceTimeouts,
 ) -> None:
-    """Seal again what is not sealed: the controller was away, or is newer now, or another program has changed a cpuset.
+    """Seal the CPUs again when they are not: the controller was away, was replaced, or another program has changed a cpuset.
 
-    Register again what has changed: without a kubelet, only that tells the controller which CPUs the container has lost.
+    Register again after a change: without a kubelet, the controller learns only from that which CPUs the container has lost.
     """
     registered = in_force.placement.cpus
     while True:
@@ -274,7 +274,7 @@ async def registered_cgroups(
 
     with ExitStack() as descriptors:
         async with AsyncExitStack() as held:
-            # Before the request: if the controller dies or this start is stopped, it may have registered us or not.
+            # Before the request: if the controller dies or this start is stopped, this instance may be registered or not.
             held.push_async_callback(leave)
 
             async def enter() -> tuple[CgroupPaths, CgroupFds]:
@@ -314,7 +314,7 @@ async def registered_cgroups(
 
 
 async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
-    """Deregister; a controller that is not there reconciles when it is back, so that is no fault."""
+    """Deregister; an absent controller reconciles when it returns, so its absence is no fault."""
     with faults.recorded("deregister"), trio.move_on_after(DEREGISTERED_WITHIN, shield=True) as timeout:
         try:
             await deregister(placement.socket, placement.pod_uid)
@@ -356,7 +356,7 @@ async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: 
 
 
 async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
-    """Register, waiting for a controller that is not there yet."""
+    """Register, waiting for a controller that has not started yet."""
     waiting = False
     with trio.move_on_after(REGISTERED_WITHIN):
         async with supervisor.changes.begin(Kind.START, "the controller is being asked for CPUs"):
@@ -380,7 +380,7 @@ async def _register(
 ) -> Registration:
     """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here.
 
-    With *charged* the guest's memory is charged to the pod, and the controller limits by what is left of the pod's.
+    With *charged* the guest's memory is charged to the pod already, and the controller sets limits from the remainder of the pod's.
     """
     cgroup = Cgroup(Roots().cgroup / pod.lstrip("/"))
     need = MemoryNeed(placement.overhead, charged)
@@ -390,7 +390,7 @@ async def _register(
 
 
 def check_domain(registration: Registration, pod_uid: str) -> None:
-    """Check that float is in the domain of pod *pod_uid*, unless the controller is one by the article's words.
+    """Check that float is in the domain of pod *pod_uid*, unless the controller lays out its tree as the article does.
 
     Raises :exc:`~runner.base.errors.HostError`.
     """

@@ -1,6 +1,6 @@
 """The back end ``delegated``: float and the instance's cgroup, made by this process in the container's own cgroup.
 
-They keep apart what runs in the container. What runs outside of it must be kept off its CPUs by other means.
+They separate the processes of the container from each other. Processes outside of it must be kept off its CPUs by other means.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runner.placement.backends import DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
 
 EMPTY_WITHIN = 1.0
-"""Seconds for the kernel to see that a cgroup whose last thread was reaped is empty; measured: a millisecond."""
+"""Seconds for the kernel to report a cgroup as empty after its last thread was reaped; measured: a millisecond."""
 
 
 @frozen
@@ -48,7 +48,7 @@ class DelegatedCgroups(EnteredCgroups[DelegatedPlacement]):
         return nullcontext("placement 'delegated' has no controller, which makes partitions")
 
     async def settle(self) -> None:
-        pass  # QEMU's kernel threads were born in float with it
+        pass  # QEMU's kernel threads were created in float
 
     def container_cpus(self) -> CpuSet:
         return self.scope.effective_cpus()
@@ -57,7 +57,7 @@ class DelegatedCgroups(EnteredCgroups[DelegatedPlacement]):
         await trio.lowlevel.checkpoint()
         assert isinstance(placement, DelegatedPlacement)  # noqa: S101 - a change of ours keeps the back end
         wanted = ((self.scope.child("float"), placement.float_cpus), (self.scope.child("instance"), placement.cpus))
-        for cgroup, cpus in wanted:  # what moves from one to the other is in neither for a moment, and never in both
+        for cgroup, cpus in wanted:  # a CPU that moves is in neither for a moment, and never in both
             if kept := cgroup.cpus() & cpus:
                 cgroup.set_cpus(kept)
         for cgroup, cpus in wanted:
@@ -72,7 +72,7 @@ class DelegatedCgroups(EnteredCgroups[DelegatedPlacement]):
 async def delegated_cgroups(
     supervisor: Supervisor, placement: DelegatedPlacement, anchors: Sequence[RestartedChild]
 ) -> AsyncIterator[DelegatedCgroups]:
-    """Make the container's own cgroup the root of a threaded tree, and at the end what it was before.
+    """Make the container's own cgroup the root of a threaded tree, and restore it at the end.
 
     The order matters: switching cpuset on while processes are in the cgroup succeeds either way, but an ordinary child
     made after it could never hold anything ("Threads" of cgroup-v2.rst).

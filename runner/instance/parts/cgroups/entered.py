@@ -24,7 +24,7 @@ P = TypeVar("P", ControllerPlacement, DelegatedPlacement)
 
 @attrs.define
 class InForce(Generic[P]):
-    """The placement that is in force now; all parts of a back end share one, because it changes while the guest runs."""
+    """The placement in force; all parts of a back end share this object, because the placement changes while the guest runs."""
 
     placement: P
 
@@ -76,13 +76,13 @@ class EnteredCgroups(Generic[P]):
     def release(self, tid: int) -> None:
         write_control(self.cgroup_fds.float_threads.number, str(tid), f"{self.cgroups.float_cgroup}/cgroup.threads")
         self.confined.discard(tid)
-        unpin(tid)  # it has the one CPU of the vCPU that started it, and float's CPUs change
+        unpin(tid)  # it inherited the CPU of the vCPU that started it, and float's CPUs change
 
     @contextmanager
     def kills_explained(self, processes: Processes) -> Iterator[None]:
-        """While the block runs, say also of a child that was killed whether the kernel did it, out of memory in their domain.
+        """While the block runs, explain the death of a child also by the kernel's out-of-memory kills in their domain.
 
-        This process is the last that the kernel ends there, as it is the one that can tell.
+        The kernel kills this process last there, because only it can report the reason.
         """
         events, elsewhere = self.cgroup_fds.memory_events, processes.out_of_memory
         if events is not None:
@@ -107,9 +107,9 @@ OUT_OF_MEMORY = "out of memory in float; raise limits.memory, or give the guest 
 
 @attrs.define
 class OomKills:
-    """The kernel's kills in a domain, by its ``memory.events``, open as *fd*; *elsewhere* returns those of other cgroups.
+    """The kernel's kills in a domain, by its ``memory.events``, open as *fd*; *elsewhere* returns the kills in other cgroups.
 
-    The domain's directory is none that this process sees.
+    The domain's directory is not visible to this process.
     """
 
     fd: int
@@ -120,7 +120,7 @@ class OomKills:
         self._known = self._count()
 
     def kills(self) -> str:
-        """Return, since this was asked last, which memory was short for which the kernel has killed; empty if it has killed nothing."""
+        """Return which memory was short for the kernel's kills since the last call; empty if there were none."""
         before, self._known = self._known, self._count()
         return self.elsewhere() or (OUT_OF_MEMORY if self._known > before else "")
 
@@ -133,6 +133,6 @@ class OomKills:
 
 @contextmanager
 def adopted_fds(found: CgroupFds) -> Iterator[CgroupFds]:
-    """Hold the descriptors of cgroups that another program has entered."""
+    """Hold the descriptors of the cgroups that the previous program has entered."""
     with all_closed(found.descriptors()):
         yield found

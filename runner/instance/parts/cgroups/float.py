@@ -1,4 +1,4 @@
-"""Float, entered by descriptors and left again: what the back ends with cgroups share."""
+"""Entering float by descriptors and leaving it: the code that the back ends with cgroups share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runner.placement.threads import CgroupPaths
 log = logging.getLogger(__name__)
 
 FROZEN_IN = {"do_freezer_trap", "get_signal"}
-"""The function of the kernel in which a process waits whose cgroup is frozen (``kernel/signal.c``): the first is mostly inlined."""
+"""The kernel functions in which a process of a frozen cgroup waits (``kernel/signal.c``): the first is mostly inlined."""
 
 
 @asynccontextmanager
@@ -35,11 +35,11 @@ async def entered_float(
     anchors: Sequence[RestartedChild],
     active: EnteredCgroups[P],
 ) -> AsyncIterator[EnteredCgroups[P]]:
-    """Hold this process in float; everything that is in float at the end is moved to the pod's cgroup.
+    """Hold this process in float; every process that is in float at the end is moved to the pod's cgroup.
 
-    What it forks is born in float, except for the anchors: one that must be started again enters the pod's cgroup.
-    *active* holds the paths of float and of the instance's cgroup below their common parent. Their full paths, relative to the
-    cgroup namespace of this process, can only be read once it is inside.
+    Its children start in float, except for the anchors: an anchor that is started again enters the pod's cgroup. *active* holds the paths
+    of float and of the instance's cgroup below their common parent. Their full paths, relative to the cgroup namespace of this process, can
+    only be read once it is inside.
     """
     named, command = active.cgroups, anchors[0].command
 
@@ -69,8 +69,8 @@ async def entered_float(
 def is_frozen(pod: str, supervisor: Supervisor, anchors: Sequence[RestartedChild]) -> bool:
     """Tell whether the container's cgroup at the path *pod* is frozen (``podman pause``): a process that enters it stops there.
 
-    What is in float is not, and ends there; the controller removes what is empty then. A container without cgroupfs sees it at the
-    *anchors*, which are in that cgroup.
+    Processes in float are not frozen, and end there; the controller then removes the empty cgroups. A container without cgroupfs recognises
+    it by the *anchors*, which are in that cgroup.
     """
     events = None
     with contextlib.suppress(HostError):
@@ -94,8 +94,8 @@ def _return_to_pod(supervisor: Supervisor, active: EnteredCgroups[P], named: Cgr
 def _lift_mask(supervisor: Supervisor, anchors: Sequence[RestartedChild]) -> None:
     """Let this process and the *anchors*, and so all that it starts, run on all CPUs of their cgroups.
 
-    Since Linux 6.2 a mask that the container runtime has from its unit (``CPUAffinity=``) is kept in every cgroup
-    (``user_cpus_ptr``): all of QEMU but the vCPUs would be on what of it float has.
+    Since Linux 6.2 a mask that the container runtime inherits from its unit (``CPUAffinity=``) applies in every cgroup (``user_cpus_ptr``):
+    all QEMU threads but the vCPUs would be limited to float's CPUs within that mask.
     """
     unpin(0)
     for pid in (os.getpid(), *(anchor.process.pid for anchor in anchors)):

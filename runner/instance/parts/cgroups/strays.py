@@ -22,20 +22,20 @@ from runner.kernel.procfs import Procfs
 log = logging.getLogger(__name__)
 
 SWEPT_EVERY = 0.75
-"""Seconds between two sweeps, because no event says that a process was started; one takes 0.1 ms (measured)."""
+"""Seconds between two sweeps, because no event reports the start of a process; a sweep takes 0.1 ms (measured)."""
 
 
 def processes_of_others(processes: Processes, procfs: Procfs) -> list[int]:
-    """Return the processes of this container that this program has not started, such as those of ``kubectl exec``.
+    """Return the container's processes that this program has not started, such as those of ``kubectl exec``.
 
-    None unless this is PID 1: any other process sees those of other containers too, and cannot tell them apart.
+    Return none unless this is PID 1: any other process also sees the processes of other containers, and cannot distinguish them.
     """
     ours = {os.getpid(), *(process.pid for process in processes)}
     return [pid for pid in procfs.processes() if pid not in ours] if os.getpid() == 1 else []
 
 
 async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active: EnteredCgroups[P]) -> None:
-    """Move strays to float, again and again.
+    """Move strays to float, again and again, until cancelled.
 
     These are processes that others start in the pod's cgroup, and threads that QEMU's vCPU threads start: a thread is
     born in the cgroup of its parent, and since Linux 6.14 the first vCPU that runs starts KVM's
@@ -47,7 +47,7 @@ async def sweep(processes: Processes, procfs: Procfs, counters: Counters, active
         while True:
             try:
                 _sweep_once(processes, procfs, counters, active, limit)
-            except HostError as error:  # of /proc itself: descriptors or memory are short, and may be there again
+            except HostError as error:  # an error of /proc itself: descriptors or memory are short, perhaps only now
                 log.debug(InstanceEvent.SWEEP_FAILED, explain(error))
             await trio.sleep(SWEPT_EVERY)
     finally:
