@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,8 @@ def test_init_files_are_empty(name: str, path: Path) -> None:
 
 
 NO_IMPERATIVE = {"What", "Whether", "How", "Why", "Which", "Where", "Who", "When", "Have"}
+NO_NOUN = {"what", "why", "where", "who", "those"}
+"""After the verb: a value is named by a noun, not by a clause."""
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
@@ -270,8 +273,26 @@ def test_the_docstring_of_a_function_says_what_it_does(name: str, path: Path) ->
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
-    begins = {node.name: (ast.get_docstring(node) or "-").split()[0] for node in functions}
-    assert {function: word for function, word in begins.items() if word in NO_IMPERATIVE} == {}
+    begins = {node.name: (ast.get_docstring(node) or "-").split()[:2] for node in functions}
+    wrong = {each: words for each, words in begins.items() if words[0] in NO_IMPERATIVE or words[-1] in NO_NOUN}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("name", "path"), MODULES)
+def test_the_docstring_of_a_field_or_constant_begins_with_a_noun(name: str, path: Path) -> None:
+    """Or with "Whether"."""
+    del name
+    bodies = (getattr(node, "body", []) for node in ast.walk(ast.parse(path.read_text())))
+    begins = {
+        ast.unparse(named): described.value.value.split()[0]
+        for body in bodies
+        if isinstance(body, list)
+        for named, described in pairwise(body)
+        if isinstance(described, ast.Expr)
+        and isinstance(described.value, ast.Constant)
+        and isinstance(described.value.value, str)
+    }
+    assert {each: word for each, word in begins.items() if word in NO_IMPERATIVE - {"Whether"}} == {}
 
 
 @pytest.mark.parametrize(
