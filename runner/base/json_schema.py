@@ -102,7 +102,7 @@ class SchemaBuilder:
             properties = {field: self.of(hint) for field, hint in hints.items()}
             self.definitions[name] = {
                 "type": "object",
-                "description": _plain(kind.__doc__ or ""),
+                "description": _as_sentences(kind.__doc__ or ""),
                 "properties": {field: _described(each, meanings.get(field, "")) for field, each in properties.items()},
                 "required": [field for field, hint in hints.items() if get_origin(hint) is not NotRequired],
             }
@@ -141,11 +141,11 @@ def _meanings(kind: type) -> dict[str, str]:
             found |= _meanings(extended)
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            found[field.target.id] = _plain(ast.literal_eval(below.value))
+            found[field.target.id] = _as_sentences(ast.literal_eval(below.value))
     return found
 
 
-def _plain(docstring: str) -> str:
+def _as_sentences(docstring: str) -> str:
     return " ".join(_ROLES.sub(lambda match: match[1] or f"`{match[2]}`", docstring).split())
 
 

@@ -51,7 +51,7 @@ class _Judged:
     error: RunnerError | None = None
 
 
-def check(paths: Iterable[str], *, as_json: bool) -> int:
+def check_documents(paths: Iterable[str], *, as_json: bool) -> int:
     """Print the problems and remarks of each document, one line for a document without any; return the highest exit status."""
     judged = list[_Judged]()
     for path in paths:

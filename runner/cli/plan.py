@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         from runner.cli import documents
 
         _refuse_without_document(arguments)
-        return documents.check(arguments.spec, as_json=arguments.json)
+        return documents.check_documents(arguments.spec, as_json=arguments.json)
     _refuse_contradictions(arguments)
     if arguments.record or arguments.node:
         from runner.cli import plan_node

@@ -289,3 +289,10 @@ class HostFacts:
     """The reason why child cgroups cannot be created in this process's own cgroup; ``None`` if they can."""
     vfio: VfioFacts | None = None
     """Read only if the spec has devices."""
+
+
+def parse_cpu_models(output: str) -> frozenset[str]:
+    """Parse the names of CPU models in the *output* of ``-cpu help``; QEMU before 9 prefixes them with ``x86``."""
+    listed, _, _ = output.partition("Recognized CPUID flags")
+    words = (line.removeprefix("x86 ").split() for line in listed.splitlines()[1:])
+    return frozenset(each[0] for each in words if each)

@@ -32,6 +32,7 @@ from runner.facts.host import (
     Resolver,
     User,
     Virtiofsd,
+    parse_cpu_models,
 )
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
@@ -48,7 +49,7 @@ from runner.kernel.sysfs import read_hardware, read_online, read_promised_pages
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import too_old
-from runner.plan.machine import DHCP_USERS, EVERY_QEMUS_MODELS, QEMU_USERS, model_name, parse_cpu_models
+from runner.plan.machine import DHCP_USERS, EVERY_QEMUS_MODELS, QEMU_USERS, model_name
 from runner.plan.qemu_limits import ASKED_FROM
 from runner.plan.shares import our_paths
 from runner.spec.document_parser import LARGEST_DOCUMENT

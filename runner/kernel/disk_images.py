@@ -264,7 +264,7 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
     The kernel removes it with its last descriptor, however the processes that hold it end.
     """
     try:
-        fd = _unnamed_file(directory)
+        fd = _unnamed_image(directory)
     except OSError as error:
         raise limited(f"cannot make a file for an ephemeral disk in {str(directory)!r}", error) from error
     try:
@@ -279,7 +279,7 @@ def overlay(directory: PurePosixPath, size: int, limit: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _unnamed_file(directory: PurePosixPath) -> int:
+def _unnamed_image(directory: PurePosixPath) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

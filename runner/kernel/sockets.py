@@ -158,13 +158,13 @@ def _new_listener(path: str, momentary: str, name: str, manners: Manners) -> Ite
         try:
             refuse_fds(listener)
             _check_free(path, manners.another)
-            _replace(listener, path, momentary, manners)
+            _replace_socket(listener, path, momentary, manners)
         except (OSError, HostError) as error:
             raise HostError(f"cannot listen at {name!r} {manners.where}") from error
         yield listener
 
 
-def _replace(listener: Socket, path: str, momentary: str, manners: Manners) -> None:
+def _replace_socket(listener: Socket, path: str, momentary: str, manners: Manners) -> None:
     try:
         listen_at(listener, momentary, manners.backlog, manners.mode)
         os.rename(momentary, path)  # noqa: PTH104 - paths through a descriptor

@@ -37,7 +37,7 @@ from runner.plan.machine import (
     require_program,
     too_few_slots,
 )
-from runner.plan.memory import memory_overhead, not_lockable, plan_ram, too_few_pages, too_large_files
+from runner.plan.memory import memory_not_lockable, memory_overhead, plan_ram, too_few_pages, too_large_files
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.placement import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
 from runner.plan.problems import Problems
@@ -149,7 +149,7 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
     problems.found += too_few_pages(spec.memory, size, topology, facts)
     passthrough = _passthrough(spec, topology, facts, user, accel, problems)
     lockable = bytes_to_lock(spec, possible, size, sum(device.memory for device in passthrough.devices))
-    problems.found += not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
+    problems.found += memory_not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
 
     claims = Claims(facts, problems)
     identity = identify(spec, facts)

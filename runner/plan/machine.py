@@ -185,13 +185,6 @@ def model_name(model: str) -> str:
     return model.partition(",")[0].removesuffix("-x86_64-cpu")
 
 
-def parse_cpu_models(output: str) -> frozenset[str]:
-    """Parse the names of CPU models in the *output* of ``-cpu help``; QEMU before 9 prefixes them with ``x86``."""
-    listed, _, _ = output.partition("Recognized CPUID flags")
-    words = (line.removeprefix("x86 ").split() for line in listed.splitlines()[1:])
-    return frozenset(each[0] for each in words if each)
-
-
 def refuse_unknown_cpu_model(asked: str | None, accel: Accel, facts: HostFacts, problems: Problems) -> None:
     """Refuse a CPU model that the QEMU of this host does not list, and the host's own without KVM."""
     if asked is not None and accel == "tcg" and model_name(asked) == "host":

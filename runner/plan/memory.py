@@ -250,7 +250,7 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
     )
 
 
-def not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root: bool) -> Iterator[Problem]:
+def memory_not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root: bool) -> Iterator[Problem]:
     """Yield a problem if QEMU, which is *root* or not, cannot lock *needed* bytes."""
     reason = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
     if reason is not None:

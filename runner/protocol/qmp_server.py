@@ -116,7 +116,7 @@ class QmpSession:
             nursery.start_soon(self._notice_the_end)
             with suppress(OSError):
                 try:
-                    await self._answer_all()
+                    await self._answer_commands()
                 except BadRequestError as error:
                     await self._send(_error(str(error)))
             nursery.cancel_scope.cancel()
@@ -128,7 +128,7 @@ class QmpSession:
             self._gone = True
             self._wanted.cancel()
 
-    async def _answer_all(self) -> None:
+    async def _answer_commands(self) -> None:
         framer = ObjectFramer(LONGEST_REQUEST)
         while data := await persistently(partial(self._connection.recv, LONGEST_REQUEST)):
             framer.feed(data)

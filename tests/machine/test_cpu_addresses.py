@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.plan.machine import Accel, parse_cpu_models
+from runner.facts.host import parse_cpu_models
+from runner.plan.machine import Accel
 from runner.plan.passthrough_planner import guest_address_bits
 from tests.machine.test_shapes import QmpConnection
 

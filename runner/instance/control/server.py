@@ -186,7 +186,7 @@ async def _listed(status: StatusReader, _params: Params) -> DisksAnswer:
 async def _attach(status: StatusReader, params: Params) -> DiskDocument:
     disk = _disk(params)
     for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
-        _refuse_shared(status, path, "cannot attach the disk", "keep it elsewhere")
+        _refuse_path_in_share(status, path, "cannot attach the disk", "keep it elsewhere")
         _refuse_links(status, path)
     return await status.disks.attach(disk)
 
@@ -200,11 +200,11 @@ async def _upgrade(status: StatusReader, params: Params) -> NoReturn:
     from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
 
     directory, digest = _real_path(params, "from"), _digest(params)
-    _refuse_shared(status, directory, "cannot renew the runner", PROGRAM_ELSEWHERE)
+    _refuse_path_in_share(status, directory, "cannot renew the runner", PROGRAM_ELSEWHERE)
     await upgrade(status.supervisor, directory, digest)
 
 
-def _refuse_shared(status: StatusReader, path: PurePosixPath, what: str, remedy: str) -> None:
+def _refuse_path_in_share(status: StatusReader, path: PurePosixPath, what: str, remedy: str) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change the files at or below *path*."""
     for share in status.plan.shares:
         if not share.read_only:
@@ -235,7 +235,7 @@ async def _update_qemu(status: StatusReader, params: Params, *, only_check: bool
     )
     started = (program.path or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
     for each in started:
-        _refuse_shared(status, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
+        _refuse_path_in_share(status, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
     no_way_back = params.get("no_way_back", False)
     if not isinstance(no_way_back, bool):
         raise RpcError(INVALID_PARAMS, "Invalid params: 'no_way_back' must be true or false")

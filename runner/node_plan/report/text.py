@@ -14,10 +14,11 @@ from runner.facts.hardware import Hardware
 from runner.kubelet.pod import CPU, ContainerKind, format_bytes
 from runner.kubelet.state import Block
 from runner.node_plan.admission import Outcome, SimulatedNode
+from runner.node_plan.allocatable import format_amount
 from runner.node_plan.device_manager import Devices
 from runner.node_plan.explanation import Explanation
 from runner.node_plan.general_filter import PODS, Insufficient, NodeAllocatable, total_requests
-from runner.node_plan.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf, format_amount
+from runner.node_plan.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf
 from runner.node_plan.quirks import FROM_SOURCE_MINOR
 from runner.node_plan.report.documents import (
     ContainerDocument,

@@ -9,9 +9,9 @@ from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.kernel.sysfs import read_hardware, read_kubelet_hardware
 from runner.node_plan.admission import Kubelet, KubeletConfiguration
+from runner.node_plan.allocatable import node_allocatable
 from runner.node_plan.cpu_assignment import CpuTopology
 from runner.node_plan.machine_info import machine_info
-from runner.node_plan.node_plan import node_allocatable
 from runner.node_plan.quirks import KubeletConfigError
 from tests.unit.kernel.test_sysfs import write, write_sysfs
 

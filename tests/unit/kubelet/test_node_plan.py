@@ -18,24 +18,23 @@ from runner.base.errors import RefusedError, SpecError
 from runner.facts.hardware import Hardware
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
 from runner.node_plan.admission import KubeletConfiguration, Outcome
+from runner.node_plan.allocatable import node_allocatable
 from runner.node_plan.configuration import parse_kubelet_configuration
 from runner.node_plan.device_manager import Devices
 from runner.node_plan.general_filter import total_requests
 from runner.node_plan.manifests import parse_manifests
 from runner.node_plan.node_plan import (
-    OWN_CONTAINER,
-    OWN_RESOURCES,
     KnownPods,
     NodePlan,
     States,
     WhatIf,
     fit_of,
-    node_allocatable,
     plan_node,
     stale_pods,
     start_node,
     unclear_pods,
 )
+from runner.node_plan.pod_notes import OWN_CONTAINER, OWN_RESOURCES
 from runner.node_plan.quirks import KubeletConfigError
 from runner.node_plan.report.documents import ContainerDocument
 from runner.node_plan.report.picture import MORE, owners_of, picture_lines

@@ -14,7 +14,7 @@ from runner.base.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, NumaNode
-from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd
+from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd, parse_cpu_models
 from runner.facts.memory import MemoryLimits
 from runner.facts.network import Interface, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
@@ -24,7 +24,7 @@ from runner.plan.argv.wires import WireNumbers
 from runner.plan.host_checks import OWN_CPUS
 from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan, plan_instance, share_grace
-from runner.plan.machine import EMULATED_CPU, VcpuHotplugPlan, parse_cpu_models
+from runner.plan.machine import EMULATED_CPU, VcpuHotplugPlan
 from runner.plan.memory import VCPU
 from runner.plan.network_plan import BridgedPlan, PasstPlan
 from runner.plan.network_planner import derived_mac
