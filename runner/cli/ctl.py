@@ -17,7 +17,7 @@ from runner.base.errors import Status, escaped
 from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
 from runner.cli.options import absolute_path, add_json, add_state_dir, parse_pairs
-from runner.instance.control.methods import METHODS
+from runner.instance.control.method_table import METHODS
 from runner.spec.rules import format_size
 
 QMP_EXAMPLES = """\

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
-from runner.instance.control.methods import METHODS
+from runner.instance.control.method_table import METHODS
 from runner.kernel.sockets import CONTROL_SOCKET
 from runner.protocol.controller_client import ask
 

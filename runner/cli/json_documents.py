@@ -15,7 +15,7 @@ from runner.cli.documents import DocumentsDocument
 from runner.cli.refusal import RefusalDocument
 from runner.controller.documents import InstancesDocument, NodeStatusDocument
 from runner.inspect.documents import InspectDocument, TraceDocument
-from runner.instance.control.methods import PROTOCOL
+from runner.instance.control.method_table import PROTOCOL
 from runner.instance.documents import (
     DiskDocument,
     DisksAnswer,

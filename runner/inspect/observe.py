@@ -410,6 +410,3 @@ async def _kubelet_now(roots: Roots, root: Cgroup, files: KubeletFiles) -> Kubel
         )
     except HostError as error:
         return Unknown(explain(error))
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from runner.base.version import VERSION
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
 from runner.instance import optional_parts
-from runner.instance.change.gate import Kind, StopRequest, StopRequestedError
+from runner.instance.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import Faults, Renewal, Supervisor, open_supervisor
 from runner.instance.watch.shown import figures_shown

@@ -18,7 +18,7 @@ from runner.base.errors import Status, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.instance import optional_parts
-from runner.instance.change.gate import Kind, StopRequestedError
+from runner.instance.gate import Kind, StopRequestedError
 from runner.instance.optional_parts import (
     BRIDGES,
     DISPLAY,

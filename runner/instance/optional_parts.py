@@ -265,7 +265,7 @@ def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
 
 def lost_cpus_left() -> Callable[[Receipts], Awaitable[GuestEnd]]:
     """Import the watch over the container's CPUs, if the placement can lose some."""
-    from runner.instance.watch.cpu_watch import lost_cpus_left
+    from runner.instance.change.cpu_watch import lost_cpus_left
 
     return lost_cpus_left
 

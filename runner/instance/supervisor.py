@@ -17,7 +17,7 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import Announcements
 from runner.base.values import define, frozen
-from runner.instance.change.gate import Changes, StopRequest
+from runner.instance.gate import Changes, StopRequest
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
 from runner.instance.watch.guest_state import GuestState

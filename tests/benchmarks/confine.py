@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.instance.change.gate import StopRequest
+from runner.instance.gate import StopRequest
 from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups
 from runner.instance.parts.daemons import anchored

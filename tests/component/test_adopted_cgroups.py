@@ -14,7 +14,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
-from runner.instance.change.gate import StopRequest
+from runner.instance.gate import StopRequest
 from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.cgroups import delegated
 from runner.instance.parts.cgroups import float as float_module

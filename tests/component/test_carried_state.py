@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from runner.base.errors import HostError, RefusedError, Status, explain
-from runner.instance.change.gate import Kind
+from runner.instance.gate import Kind
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.first_stage import FirstStage

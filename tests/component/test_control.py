@@ -24,10 +24,10 @@ from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
 from runner.cli.refusal import print_refusal
 from runner.facts.host import User
-from runner.instance.change.gate import Changes, Kind
 from runner.instance.change.hotplug import refuse_elsewhere
-from runner.instance.control.methods import METHODS
+from runner.instance.control.method_table import METHODS
 from runner.instance.control.server import ACTIONS, ControlMethods
+from runner.instance.gate import Changes, Kind
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.files import opened

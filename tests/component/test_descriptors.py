@@ -18,7 +18,7 @@ import pytest
 import trio
 
 from runner.base.errors import RefusedError, explain
-from runner.instance.change.gate import StopRequest
+from runner.instance.gate import StopRequest
 from runner.instance.held import Held
 from runner.instance.init import _with_inherited_fds
 from runner.instance.parts.qemu import GuestEnd

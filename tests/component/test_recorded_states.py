@@ -16,7 +16,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.cli.instance_requests import ask_instance
-from runner.instance.change.gate import StopRequest
+from runner.instance.gate import StopRequest
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal.documents import to_document
 from runner.instance.renewal.names import FORMAT, NAMES, OLDEST, name_of

@@ -479,7 +479,7 @@ async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
 ) -> None:
     """The container's cgroup names the CPU still: the kubelet writes that last."""
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.5)
-    monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
+    monkeypatch.setattr("runner.instance.change.cpu_watch._may_have", lambda *_: False)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
     kept = CpuSet([plan.placement.pins[0]])
@@ -543,7 +543,7 @@ async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
             raise HostError("cannot read '/sys/devices/system/cpu/online'")
         return online[0]
 
-    monkeypatch.setattr("runner.instance.watch.cpu_watch.read_online", read)
+    monkeypatch.setattr("runner.instance.change.cpu_watch.read_online", read)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     gone = CpuSet([plan.placement.pins[1]])
 
@@ -591,7 +591,7 @@ async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
 ) -> None:
     """The container has another CPU, and the instance's cgroup has not: the vCPU must not go back to the one that is lost."""
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.05)
-    monkeypatch.setattr("runner.instance.watch.cpu_watch._may_have", lambda *_: False)
+    monkeypatch.setattr("runner.instance.change.cpu_watch._may_have", lambda *_: False)
     monkeypatch.setattr(Vcpus, "leave", lambda *_: None)
     put, away = Vcpus._pin, [True]
 

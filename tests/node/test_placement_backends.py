@@ -12,7 +12,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError
-from runner.instance.change.gate import StopRequest
+from runner.instance.gate import StopRequest
 from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.daemons import anchored
 from runner.instance.supervisor import Faults, open_supervisor

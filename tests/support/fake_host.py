@@ -21,8 +21,8 @@ from runner.base.rate_limit import LogRateLimit
 from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
-from runner.instance.change.gate import Changes, StopRequest
 from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.gate import Changes, StopRequest
 from runner.instance.lifecycle import run_instance
 from runner.instance.parts.qemu import GuestEnd, Qemu
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor

@@ -9,7 +9,7 @@ from typing import Any
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
 from runner.cli.json_documents import DOCUMENTS
-from runner.instance.control.methods import METHODS
+from runner.instance.control.method_table import METHODS
 
 
 @cache

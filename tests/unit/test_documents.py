@@ -38,8 +38,8 @@ from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceRe
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.render import HEAD
 from runner.inspect.trace_render import trace_lines
-from runner.instance.change.gate import PRECEDENCE, Kind
-from runner.instance.control.methods import METHODS, PROTOCOL
+from runner.instance.control.method_table import METHODS, PROTOCOL
+from runner.instance.gate import PRECEDENCE, Kind
 from runner.placement.children import CHILDREN, Role
 from runner.plan.memory import FORWARDED_PORT
 from runner.protocol.unix_server import SocketLimits

@@ -31,6 +31,15 @@ LAW: dict[str, set[str]] = {
 }
 """Room → the rooms that it may import, with what these may; those of :data:`EVERYTHING` may import everything."""
 
+INSTANCE_LAW: dict[str, set[str]] = {
+    "parts": set(),
+    "watch": {"parts"},
+    "change": {"parts", "watch"},
+    "renewal": {"parts", "watch", "change"},
+    "control": {"parts", "watch", "change", "renewal"},
+}
+"""Room of ``instance`` → the other ones that it may import."""
+
 TUNING_DOORS = {"tuner_messages", "disturbances", "tuner_process"}
 """Of ``controller.tune`` what the rest of the controller may know: values, and the process."""
 
@@ -43,19 +52,17 @@ PURE = (
     | {
         f"base.{module}"
         for module in (
-            *(
-                "arguments",
-                "cpuset",
-                "errors",
-                "events",
-                "json_schema",
-                "judgement",
-                "strict_json",
-                "subject",
-                "table",
-                "values",
-                "version",
-            ),
+            "arguments",
+            "cpuset",
+            "errors",
+            "events",
+            "json_schema",
+            "judgement",
+            "strict_json",
+            "subject",
+            "table",
+            "values",
+            "version",
         )
     }
     | {f"cli.{module}" for module in ("completion", "events_table", "manual", "outcomes", "spec_table")}
@@ -162,6 +169,14 @@ def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
     by_name = {found for found in imports_by_name(path) if is_module(found)}
     ours = {found.removeprefix("runner.") for found in {*imports(path), *by_name} if found.startswith("runner.")}
     assert {found for found in ours if not within(found, allowed(room))} == set()
+
+
+@pytest.mark.parametrize(("name", "path"), [each for each in modules() if each[0].startswith("instance.")])
+def test_rooms_of_instance_import_only_what_their_law_allows(name: str, path: Path) -> None:
+    room = name.split(".")[1]
+    if room in INSTANCE_LAW:
+        others = {f"runner.instance.{other}" for other in INSTANCE_LAW.keys() - INSTANCE_LAW[room] - {room}}
+        assert {each for each in imports(path) if within(each, others)} == set()
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if name.startswith("controller.")])

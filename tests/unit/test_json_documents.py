@@ -10,7 +10,7 @@ from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 from runner.base.events import InstanceEvent
 from runner.cli.json_documents import DOCUMENTS
 from runner.cli.schema import NAMES
-from runner.instance.control.methods import METHODS
+from runner.instance.control.method_table import METHODS
 from tests.support.json_schemas import fitting, validator
 
 

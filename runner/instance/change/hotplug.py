@@ -23,7 +23,7 @@ from runner.base.values import define, frozen
 from runner.facts.disk import LateDiskFacts
 from runner.facts.host import User
 from runner.host.discover import read_disk_facts
-from runner.instance.change.gate import Changes, Kind
+from runner.instance.gate import Changes, Kind
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
 from runner.kernel.file_prober import probe_file

@@ -34,8 +34,8 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.host.discover import version_output
-from runner.instance.change.gate import Kind
-from runner.instance.control.status import StatusReader
+from runner.instance.change.running_instance import RunningInstance
+from runner.instance.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.parts.shares import ShareDaemon, started_virtiofsd
@@ -92,46 +92,46 @@ class QemuProgram:
     """The required digest of its file; ``None`` accepts any."""
 
 
-async def check(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> QemuCheckAnswer:
+async def check(running: RunningInstance, program: QemuProgram, *, no_way_back: bool) -> QemuCheckAnswer:
     """Return the versions of the running QEMU and of *program*, and the reasons why *program* cannot take over.
 
     With *no_way_back*, passed-through devices are allowed, although the first QEMU then cannot continue if the update fails.
     """
-    found, reasons = await _checked(status, program, no_way_back=no_way_back)
+    found, reasons = await _checked(running, program, no_way_back=no_way_back)
     return {
-        "running": status.machine.monitor.version,
+        "running": running.machine.monitor.version,
         "program": str(found.path),
         "program_version": found.version,
-        "machine": await _machine_type(status.machine.monitor),
+        "machine": await _machine_type(running.machine.monitor),
         "refused": reasons,
     }
 
 
-async def _checked(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> tuple[_NextQemu, list[str]]:
-    path = program.path or status.plan.machine.program
-    reasons = [*_not_started_for_it(status), *_cannot_go_along(status, no_way_back=no_way_back)]
-    for daemon in dict.fromkeys(share.program.path for share in status.plan.machine.shares):
+async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_back: bool) -> tuple[_NextQemu, list[str]]:
+    path = program.path or running.plan.machine.program
+    reasons = [*_not_started_for_it(running), *_cannot_go_along(running, no_way_back=no_way_back)]
+    for daemon in dict.fromkeys(share.program.path for share in running.plan.machine.shares):
         reasons += await _unusable(daemon)
     if unusable := await _unusable(path, program.digest):
         return _NextQemu(path, ""), [*reasons, *unusable]  # the program is not executed
     # With QEMU's own rights: asking a program for its version already executes its code.
-    output, failure = await version_output(status.supervisor.processes, "qemu", path, status.plan.machine.user)
+    output, failure = await version_output(running.supervisor.processes, "qemu", path, running.plan.machine.user)
     match = re.search(r"version ([0-9.]+)", output, re.ASCII)
     found = _NextQemu(path, "" if match is None else match[1])
     if failure or not found.version:
         reasons.append(failure or f"cannot use {str(path)!r}: it says {output!r} when asked for its version")
-    versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", status.machine.monitor.version))
+    versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", running.machine.monitor.version))
     oldest = ".".join(map(str, SINCE))
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
-    monitor = status.machine.monitor
-    return found, [*reasons, *await monitor.within(status.answers_within, partial(_asked, status))]
+    monitor = running.machine.monitor
+    return found, [*reasons, *await monitor.within(running.answers_within, partial(_asked, running))]
 
 
-async def _asked(status: StatusReader) -> list[str]:
+async def _asked(running: RunningInstance) -> list[str]:
     """Return QEMU's own reasons against the update."""
-    monitor = status.machine.monitor
+    monitor = running.machine.monitor
     blocked = [] if _older(monitor.version) else await _blocked(monitor)
-    return [*blocked, *await _changed_vcpus(status), *await _not_now(status)]
+    return [*blocked, *await _changed_vcpus(running), *await _not_now(running)]
 
 
 async def _unusable(program: PurePosixPath, digest: str | None = None) -> list[str]:
@@ -148,16 +148,16 @@ def _older(version: str) -> bool:
     return bool(version) and numbers < SINCE
 
 
-def _not_started_for_it(status: StatusReader) -> Iterator[str]:
-    if not status.plan.machine.updatable:
+def _not_started_for_it(running: RunningInstance) -> Iterator[str]:
+    if not running.plan.machine.updatable:
         yield f"the machine was not started for it; set hotplug.qemu = true and {_AGAIN}"
-    elif status.machine.fds is None:
+    elif running.machine.fds is None:
         yield f"the runner that started it kept no copies of QEMU's descriptors; {_AGAIN}"
 
 
-def _cannot_go_along(status: StatusReader, *, no_way_back: bool) -> Iterator[str]:
+def _cannot_go_along(running: RunningInstance, *, no_way_back: bool) -> Iterator[str]:
     """Yield the parts of the machine that cannot be transferred to another QEMU, by their names in the spec."""
-    machine = status.plan.machine
+    machine = running.plan.machine
     for share in machine.shares:
         if not share.updatable:
             yield f"the share {share.tag!r} cannot go along: {_stays(share)}"
@@ -171,7 +171,7 @@ def _cannot_go_along(status: StatusReader, *, no_way_back: bool) -> Iterator[str
     for index, network in enumerate(machine.networks):
         if reason := _connection(network):
             yield f"network[{index}] cannot go along: {reason}"
-    for disk in status.disks.attached:
+    for disk in running.disks.attached:
         yield (
             f"the disk {disk.plan.name!r} cannot go along: it was attached while the guest runs; detach it first, and attach it "
             "again afterwards"
@@ -220,12 +220,12 @@ async def _blocked(monitor: Monitor) -> list[str]:
     return [f"QEMU cannot hand its devices over: {reason}" for reason in found]
 
 
-async def _changed_vcpus(status: StatusReader) -> list[str]:
+async def _changed_vcpus(running: RunningInstance) -> list[str]:
     """Return the reason why the vCPUs cannot be transferred: the next QEMU is started with the number in the spec."""
-    count = status.plan.machine.vcpus
-    if status.plan.machine.vcpu_hotplug is None:
+    count = running.plan.machine.vcpus
+    if running.plan.machine.vcpu_hotplug is None:
         return []
-    vcpus: Any = (await status.vcpus.listed())["vcpus"]
+    vcpus: Any = (await running.vcpus.listed())["vcpus"]
     if later := CpuSet(each["vcpu"] for each in vcpus if each["plugged_later"]):
         reason = f"`ctl cpus {min(later)}` unplugs them, and they can be plugged again afterwards"
         return [f"the vCPUs {later} cannot go along: they were plugged while the guest runs; {reason}"]
@@ -236,13 +236,13 @@ async def _changed_vcpus(status: StatusReader) -> list[str]:
     return []
 
 
-async def _not_now(status: StatusReader) -> list[str]:
+async def _not_now(running: RunningInstance) -> list[str]:
     """Return the reason why the update is not possible at this moment."""
-    running, state = await status.machine.monitor.query(
+    runs, state = await running.machine.monitor.query(
         "query-status", lambda reply: (reply["running"], words(reply["status"]))
     )
-    found = [] if running is True else [f"the guest does not run: QEMU says {state!r}"]
-    if misplaced := status.receipts.misplaced():
+    found = [] if runs is True else [f"the guest does not run: QEMU says {state!r}"]
+    if misplaced := running.receipts.misplaced():
         found.append(f"not every thread is in its place: {misplaced}")
     return found
 
@@ -252,17 +252,17 @@ async def _machine_type(monitor: Monitor) -> str:
     return (await monitor.query("qom-get", words, {"path": "/machine", "property": "type"})).removesuffix("-machine")
 
 
-async def update(status: StatusReader, program: QemuProgram, *, no_way_back: bool) -> QemuUpdateAnswer:
+async def update(running: RunningInstance, program: QemuProgram, *, no_way_back: bool) -> QemuUpdateAnswer:
     """Replace the running QEMU by *program*; return both versions, the process and the pause.
 
     Raises :exc:`~runner.base.errors.RunnerError`; the previous QEMU then still has the guest, unless the error says otherwise.
     """
-    async with status.supervisor.changes.begin(Kind.QEMU_UPDATE, "QEMU is being updated"):
-        found, reasons = await _checked(status, program, no_way_back=no_way_back)
+    async with running.supervisor.changes.begin(Kind.QEMU_UPDATE, "QEMU is being updated"):
+        found, reasons = await _checked(running, program, no_way_back=no_way_back)
         if reasons:
             raise RefusedError(f"cannot update QEMU: {'; '.join(reasons)}")
-        before = status.machine.monitor.version
-        moved = await _Move(status, found, status.receipts.threads).carry_out()
+        before = running.machine.monitor.version
+        moved = await _Move(running, found, running.receipts.threads).carry_out()
     log.info(InstanceEvent.QEMU_UPDATED, moved.pid, found.version, before, moved.pause * 1000)
     return {"from": before, "to": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
 
@@ -278,7 +278,7 @@ class _Moved:
 class _Move:
     """The transfer of one guest from the QEMU that has it, the *source*, to another one, the *successor*."""
 
-    status: StatusReader
+    running: RunningInstance
     program: _NextQemu
     threads: QemuThreads
     """The source's threads."""
@@ -297,7 +297,7 @@ class _Move:
     @property
     def source(self) -> Qemu:
         """The QEMU that has the guest."""
-        return self.status.machine
+        return self.running.machine
 
     async def carry_out(self) -> _Moved:
         """Transfer the guest. Raises :exc:`~runner.base.errors.HostError`; the source then keeps it, unless the error says otherwise."""
@@ -322,7 +322,7 @@ class _Move:
 
     async def _prepared(self) -> Qemu:
         """Return the successor, ready to run the guest, as the source still is."""
-        within = self.status.supervisor.timeouts.next_qemu
+        within = self.running.supervisor.timeouts.next_qemu
         try:
             with trio.fail_after(within), ExitStack() as held:
                 return await self._prepare(held)
@@ -332,7 +332,7 @@ class _Move:
     async def _prepare(self, held: ExitStack) -> Qemu:
         monitor = self.source.monitor
         plan = attrs.evolve(
-            self.status.plan.machine, program=self.program.path, machine_type=await _machine_type(monitor)
+            self.running.plan.machine, program=self.program.path, machine_type=await _machine_type(monitor)
         )
         cpu = await _cpu(monitor)
         held.enter_context(monitor.event_copies(self._take_event))
@@ -349,8 +349,8 @@ class _Move:
         await self.source.monitor.execute(
             "migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]}
         )
-        recorded = self.status.supervisor.faults.recorded
-        point = held.enter_context(meeting_point(self.status.plan.state_directory, recorded))
+        recorded = self.running.supervisor.faults.recorded
+        point = held.enter_context(meeting_point(self.running.plan.state_directory, recorded))
         ours, theirs = held.enter_context(connected_pair("the guest's state"))
         return await first_of(partial(self._transfer, plan, point, theirs), partial(_pass_on, point.main, ours))
 
@@ -404,7 +404,7 @@ class _Move:
 
     def _start(self, plan: MachinePlan, incoming: Iterable[Mapping[str, object]], more: tuple[int, ...]) -> Qemu:
         """Start the successor, which waits for the source's state, in the cgroup that the guest's memory is charged to."""
-        supervisor, kept = self.status.supervisor, self.source.fds
+        supervisor, kept = self.running.supervisor, self.source.fds
         assert kept is not None  # noqa: S101 - else it was refused
         words = tuple(word for each in incoming for word in ("-incoming", json.dumps(each)))
         with ExitStack() as lent:
@@ -422,7 +422,7 @@ class _Move:
             descriptors = attrs.evolve(
                 kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, shares=shares, devices=devices
             )
-            cgroup = self.status.receipts.active.memory_cgroup_fd
+            cgroup = self.running.receipts.active.memory_cgroup_fd
             lent.enter_context(lockable(plan.lockable))
             process = spawn_qemu(supervisor, plan, descriptors, cgroup, words, more)
             return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
@@ -430,13 +430,13 @@ class _Move:
     @contextmanager
     def _start_virtiofsd(self, share: ShareDaemon) -> Iterator[Socket]:
         """Start another virtiofsd for *share*; hold the connection that the successor gets."""
-        with started_virtiofsd(self.status.supervisor, share.plan, share.directory) as (daemon, connection):
+        with started_virtiofsd(self.running.supervisor, share.plan, share.directory) as (daemon, connection):
             self.daemons.append(daemon)
             yield connection
 
     async def _place(self, successor: Qemu) -> None:
         """Give the successor's vCPU threads the CPUs of the source's threads, and read every thread back."""
-        receipts = self.status.receipts
+        receipts = self.running.receipts
         threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
         receipts.active.admit(successor.process.pid)
         # Before the source's leave: the controller unseals the CPUs of a cgroup without threads.
@@ -448,7 +448,7 @@ class _Move:
         self._read_back_successor(threads)
 
     def _read_back_successor(self, threads: QemuThreads) -> None:
-        supervisor, receipts = self.status.supervisor, self.status.receipts
+        supervisor, receipts = self.running.supervisor, self.running.receipts
         found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.active.placement, threads)
         receipts.threads, receipts.receipt = threads, attrs.evolve(receipts.receipt, threads=found.threads)
         if supervisor.guest_state.placed is not None:
@@ -468,7 +468,7 @@ class _Move:
                 raise HostError(f"the next {daemon.role} {daemon.how_it_ended()}")
         with trio.CancelScope(shield=True):
             try:
-                with trio.move_on_after(self.status.supervisor.timeouts.guest_runs):
+                with trio.move_on_after(self.running.supervisor.timeouts.guest_runs):
                     await successor.resume()
             except ExecuteError:
                 raise
@@ -478,7 +478,7 @@ class _Move:
             process, monitor = self.source.replace(successor.process, successor.monitor)
             shares = zip(self.source.shares, self.daemons, strict=True)
             daemons = [share.replace(daemon) for share, daemon in shares]
-            supervisor = self.status.supervisor
+            supervisor = self.running.supervisor
             supervisor.counters.qemu_updates["updated"] += 1
             monitor.close()
             with supervisor.faults.recorded("end the QEMU before"):  # its disks are inactive: nothing to write
@@ -487,19 +487,19 @@ class _Move:
                 with supervisor.faults.recorded(f"end the {daemon.role} before"):
                     await supervisor.processes.stop(daemon, STOPPED_WITHIN)
             try:
-                self.status.receipts.publish_verified()
+                self.running.receipts.publish_verified()
             except RunnerError as error:
                 log.warning(InstanceEvent.RECEIPT_OUTDATED_BY_QEMU_UPDATE, explain(error))
         return _Moved(successor.process.pid, pause)
 
     async def _go_back(self) -> bool:
         """End the successor, let the source run the guest again, and return whether it does."""
-        supervisor = self.status.supervisor
+        supervisor = self.running.supervisor
         outcome: QemuUpdateOutcome = "lost"
         try:
             if self.displaced:
                 with contextlib.suppress(HostError, PlacementError):  # found when they are read back
-                    enter_places(self.status.receipts.active, self.status.receipts.active.placement, self.threads)
+                    enter_places(self.running.receipts.active, self.running.receipts.active.placement, self.threads)
             if self.successor is not None:
                 self.successor.monitor.close()
                 await supervisor.processes.kill(self.successor.process)
@@ -516,7 +516,7 @@ class _Move:
 
     async def _end_daemons(self) -> None:
         """End the successor's daemons, which normally end by themselves with their connections."""
-        supervisor = self.status.supervisor
+        supervisor = self.running.supervisor
         for daemon in self.daemons:
             with supervisor.faults.recorded(f"end the next {daemon.role}"):
                 await supervisor.processes.kill(daemon)

@@ -21,7 +21,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.facts.roots import Roots
-from runner.instance.change.gate import Kind
+from runner.instance.gate import Kind
 from runner.instance.parts.thread_placement import QemuThreads
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask

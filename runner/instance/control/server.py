@@ -22,9 +22,10 @@ from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
+from runner.instance.change.running_instance import RunningInstance
 from runner.instance.change.vcpus import Vcpus
-from runner.instance.control.methods import METHODS, PROTOCOL
-from runner.instance.control.status import StatusReader
+from runner.instance.control.method_table import METHODS, PROTOCOL
+from runner.instance.control.status import read_status, runner_document
 from runner.instance.documents import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
 from runner.instance.parts.qemu import EXITS_WITHIN
 from runner.instance.watch.receipts import Receipts
@@ -66,13 +67,13 @@ def control_server(
     in_pod_cgroup = receipts.active.in_pod_cgroup
     known = {each.plan.name: each for each in attached}
     disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, known)
-    return disks, partial(_accept, StatusReader(supervisor, plan, machine, receipts, disks, Vcpus(receipts)))
+    return disks, partial(_accept, RunningInstance(supervisor, plan, machine, receipts, disks, Vcpus(receipts)))
 
 
-async def _accept(status: StatusReader, listener: Socket) -> None:
-    """Serve the instance of *status*, and its disks, to the clients that connect to *listener*, until cancelled."""
+async def _accept(running: RunningInstance, listener: Socket) -> None:
+    """Serve the *running* instance to the clients that connect to *listener*, until cancelled."""
     async with trio.open_nursery() as nursery:
-        methods = ControlMethods(status, Peers(Roots().proc), nursery)
+        methods = ControlMethods(running, Peers(Roots().proc), nursery)
         await UnixServer(methods, LIMITS).accept(listener)
 
 
@@ -80,7 +81,7 @@ async def _accept(status: StatusReader, listener: Socket) -> None:
 class ControlMethods:
     """Serves requests about a running machine."""
 
-    status: StatusReader
+    running: RunningInstance
     peers: Peers
     nursery: trio.Nursery
     """For tasks that continue although their client no longer waits."""
@@ -96,10 +97,10 @@ class ControlMethods:
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Carry out the client's request. Raises :exc:`RpcError`."""
         allowed_peer(self.peers, identify)  # checked each time: it may have ended and passed its connection on
-        act = partial(_call, self.status, method, _checked(method, params))
+        act = partial(_call, self.running, method, _checked(method, params))
         if not METHODS[method].waits_for_qemu:
             return RpcResult({"version": PROTOCOL, **await act()})
-        with self.status.supervisor.changes.awaited():
+        with self.running.supervisor.changes.awaited():
             return RpcResult({"version": PROTOCOL, **await self._waited_for(act)})
 
     async def _waited_for(self, change: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -119,7 +120,7 @@ class ControlMethods:
                     log.warning(InstanceEvent.CHANGE_FAILED, explain(error))
 
         async def silent() -> None:
-            silence.append(await self.status.machine.monitor.silent(self.status.supervisor.timeouts.qemu_silent))
+            silence.append(await self.running.machine.monitor.silent(self.running.supervisor.timeouts.qemu_silent))
 
         self.nursery.start_soon(make)
         await first_of(ended.wait, silent)
@@ -159,54 +160,54 @@ def _checked(method: str, params: Mapping[str, object] | list[object]) -> Params
     return params
 
 
-async def _call(status: StatusReader, method: str, params: Params) -> Answer:
+async def _call(running: RunningInstance, method: str, params: Params) -> Answer:
     try:
         if METHODS[method].needs_qemu:
-            await status.qemu_answers()
-        return await ACTIONS[method](status, params)
+            await running.qemu_answers()
+        return await ACTIONS[method](running, params)
     except RunnerError as error:
         failure = error
     ends = ""
     if isinstance(failure, ExecInterruptedError):  # QEMU has hung up; the reason is known in a moment
         with trio.move_on_after(EXITS_WITHIN):
-            ends = f"; {await status.supervisor.changes.stopping()}"
+            ends = f"; {await running.supervisor.changes.stopping()}"
     problems = problem_documents("", problems_of(failure), {"disk": params})
     raise RpcError(REFUSED, f"{explain(failure)}{ends}", {"problems": problems}) from failure
 
 
-async def _runner(status: StatusReader, _params: Params) -> RunnerAnswer:
+async def _runner(running: RunningInstance, _params: Params) -> RunnerAnswer:
     await trio.lowlevel.checkpoint()
-    return {"runner": status.runner()}
+    return {"runner": runner_document(running)}
 
 
-async def _listed(status: StatusReader, _params: Params) -> DisksAnswer:
-    return {"disks": await status.disks.listed()}
+async def _listed(running: RunningInstance, _params: Params) -> DisksAnswer:
+    return {"disks": await running.disks.listed()}
 
 
-async def _attach(status: StatusReader, params: Params) -> DiskDocument:
+async def _attach(running: RunningInstance, params: Params) -> DiskDocument:
     disk = _disk(params)
     for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
-        _refuse_path_in_share(status, path, "cannot attach the disk", "keep it elsewhere")
-        _refuse_links(status, path)
-    return await status.disks.attach(disk)
+        _refuse_path_in_share(running, path, "cannot attach the disk", "keep it elsewhere")
+        _refuse_links(running, path)
+    return await running.disks.attach(disk)
 
 
-async def _detach(status: StatusReader, params: Params) -> NothingAnswer:
-    await status.disks.detach(_name(params, "name"))
+async def _detach(running: RunningInstance, params: Params) -> NothingAnswer:
+    await running.disks.detach(_name(params, "name"))
     return {}
 
 
-async def _upgrade(status: StatusReader, params: Params) -> NoReturn:
+async def _upgrade(running: RunningInstance, params: Params) -> NoReturn:
     from runner.instance.renewal.upgrade import upgrade  # here, because few runners are renewed
 
     directory, digest = _real_path(params, "from"), _digest(params)
-    _refuse_path_in_share(status, directory, "cannot renew the runner", PROGRAM_ELSEWHERE)
-    await upgrade(status.supervisor, directory, digest)
+    _refuse_path_in_share(running, directory, "cannot renew the runner", PROGRAM_ELSEWHERE)
+    await upgrade(running.supervisor, directory, digest)
 
 
-def _refuse_path_in_share(status: StatusReader, path: PurePosixPath, what: str, remedy: str) -> None:
+def _refuse_path_in_share(running: RunningInstance, path: PurePosixPath, what: str, remedy: str) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change the files at or below *path*."""
-    for share in status.plan.shares:
+    for share in running.plan.shares:
         if not share.read_only:
             directories = shared_directories((share.path,), Roots())
             if directories.holding(path) is not None or directories.lies_below(path):
@@ -215,9 +216,9 @@ def _refuse_path_in_share(status: StatusReader, path: PurePosixPath, what: str, 
                 )
 
 
-def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
+def _refuse_links(running: RunningInstance, path: PurePosixPath) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may control."""
-    user = status.plan.machine.user
+    user = running.plan.machine.user
     if user.user_id != 0 and user.user_id in followed(path).link_owners:
         raise RefusedError(
             f"cannot attach the disk: {str(path)!r} leads through a symbolic link of the user {user.name!r}, as which QEMU runs",
@@ -225,7 +226,7 @@ def _refuse_links(status: StatusReader, path: PurePosixPath) -> None:
         )
 
 
-async def _update_qemu(status: StatusReader, params: Params, *, only_check: bool) -> Answer:
+async def _update_qemu(running: RunningInstance, params: Params, *, only_check: bool) -> Answer:
     # Here, because few instances have their QEMU updated.
     from runner.instance.change.qemu_update import QemuProgram, check, update
 
@@ -233,13 +234,13 @@ async def _update_qemu(status: StatusReader, params: Params, *, only_check: bool
         path=None if params.get("qemu") is None else _real_path(params, "qemu"),
         digest=None if params.get("digest") is None else _digest(params),
     )
-    started = (program.path or status.plan.machine.program, *(share.program.path for share in status.plan.shares))
+    started = (program.path or running.plan.machine.program, *(share.program.path for share in running.plan.shares))
     for each in started:
-        _refuse_path_in_share(status, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
+        _refuse_path_in_share(running, each, "cannot update QEMU", PROGRAM_ELSEWHERE)
     no_way_back = params.get("no_way_back", False)
     if not isinstance(no_way_back, bool):
         raise RpcError(INVALID_PARAMS, "Invalid params: 'no_way_back' must be true or false")
-    return await (check if only_check else update)(status, program, no_way_back=no_way_back)
+    return await (check if only_check else update)(running, program, no_way_back=no_way_back)
 
 
 def _disk(params: Params) -> DiskSpec:
@@ -295,17 +296,17 @@ def _count(params: Params) -> int:
     return value
 
 
-ACTIONS: Mapping[str, Callable[[StatusReader, Params], Awaitable[Answer]]] = {
-    "status": lambda status, _: status.read(),
+ACTIONS: Mapping[str, Callable[[RunningInstance, Params], Awaitable[Answer]]] = {
+    "status": lambda running, _: read_status(running),
     "runner": _runner,
     "upgrade": _upgrade,
     "qemu.check": partial(_update_qemu, only_check=True),
     "qemu.update": partial(_update_qemu, only_check=False),
-    "cpu.list": lambda status, _: status.vcpus.listed(),
-    "cpu.set": lambda status, params: status.vcpus.set(_count(params)),
+    "cpu.list": lambda running, _: running.vcpus.listed(),
+    "cpu.set": lambda running, params: running.vcpus.set(_count(params)),
     "disk.list": _listed,
     "disk.attach": _attach,
     "disk.detach": _detach,
-    "disk.grow": lambda status, params: status.disks.grow(_name(params, "name"), _size(params)),
+    "disk.grow": lambda running, params: running.disks.grow(_name(params, "name"), _size(params)),
 }
-"""The function of each of :data:`~runner.instance.control.methods.METHODS`."""
+"""The function of each of :data:`~runner.instance.control.method_table.METHODS`."""

@@ -15,7 +15,7 @@ from runner.base.errors import HostError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import define
-from runner.instance.change.gate import Kind
+from runner.instance.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.processes import Command, Process, ProcessRecord, stop_bound
 from runner.placement.children import RESTARTS, Restart

@@ -11,7 +11,7 @@ import trio
 
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
-from runner.instance.change.gate import Kind
+from runner.instance.gate import Kind
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.processes import Command, Process

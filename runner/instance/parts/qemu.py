@@ -17,7 +17,7 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import Announcements, first_of
 from runner.base.values import frozen
-from runner.instance.change.gate import Changes, Kind
+from runner.instance.gate import Changes, Kind
 from runner.instance.held import Held
 from runner.instance.parts.memory import MBIND_REMEDY
 from runner.instance.parts.qemu_events import HANDLED, IGNORED, DiskEvents

@@ -19,7 +19,7 @@ import signal
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
-from runner.instance.change.gate import Kind
+from runner.instance.gate import Kind
 from runner.instance.held import Held
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.renewal.upgrade import BLOCKED, execute_again

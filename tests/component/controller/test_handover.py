@@ -18,7 +18,7 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.serve.registrations import MOST_WAITING
 from runner.controller.serve.timeouts import Timeouts
-from runner.instance.change.gate import StopRequest, StopRequestedError
+from runner.instance.gate import StopRequest, StopRequestedError
 from runner.instance.parts.cgroups.controller import registration_of
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts

@@ -11,7 +11,7 @@ import trio
 
 from runner.base.errors import HostError, Status
 from runner.instance import init
-from runner.instance.change.gate import StopRequest
+from runner.instance.gate import StopRequest
 from runner.instance.init import ExitReport, failed_system_call
 from runner.instance.parts import console, daemons
 from runner.instance.parts.cgroups import controller, delegated

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from runner.base.errors import RefusedError
-from runner.instance.change.gate import (
+from runner.instance.gate import (
     PRECEDENCE,
     Changes,
     Kind,

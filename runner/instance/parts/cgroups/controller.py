@@ -20,7 +20,7 @@ from runner.base.errors import HostError, PlacementError, explain
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.instance.change.gate import Kind
+from runner.instance.gate import Kind
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_fds
 from runner.instance.parts.cgroups.float import entered_float, is_frozen
 from runner.instance.parts.daemons import RestartedChild

@@ -18,8 +18,8 @@ from runner.base.errors import HostError, PlacementError, RefusedError, RunnerEr
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.instance.change.gate import Kind, LiveChange
 from runner.instance.change.vcpus import Vcpus
+from runner.instance.gate import Kind, LiveChange
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.scheduler import pin, read_mask
