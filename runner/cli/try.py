@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--print-spec", action="store_true", help="print the spec that is made for the demo or for --disk, and end")
 
 
-def _ruled(rule: Rule, text: str, value: object) -> None:
+def _ruled(rule: Rule[object], text: str, value: object) -> None:
     """Check *value*, written as *text*, by the rule of the spec's key. Raises ``ValueError``."""
     try:
         rule.parse(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Literal, get_args
+from typing import Literal
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
@@ -20,6 +20,7 @@ from runner.spec.ports import EVERY_PORT, MOST_OF_ALL, PortForward
 from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
 from runner.spec.rules import (
     MIB,
+    Rule,
     address,
     choice,
     cpu_set,
@@ -76,6 +77,7 @@ CacheChoice = Literal["auto", "none", "writeback", "writethrough"]
 AioChoice = Literal["auto", "native", "io_uring", "threads"]
 DetectZeroes = Literal["off", "on", "unmap"]
 NetworkMode = Literal["private", "bridge", "macvtap", "passt", "descriptor"]
+MsixRelocation = Literal["off", "auto", "bar0", "bar1", "bar2", "bar3", "bar4", "bar5"]
 IommuChoice = Literal["auto", "legacy", "iommufd"]
 DeviceTopology = Literal["host", "numa", "flat"]
 ClockBase = Literal["utc", "localtime"]
@@ -110,7 +112,7 @@ class CpuSpec:
     """The vCPUs and the CPUs that they run on."""
 
     count: int | Literal["all"] = key(
-        either("all", integer(1, 1024)),
+        either(Literal["all"], integer(1, 1024)),
         default=1,
         elsewhere=("vcpus", "vcpu", "cores", "cpu", "smp", "number"),
         doc="number of vCPUs; each has one CPU of its own. "
@@ -122,7 +124,7 @@ class CpuSpec:
         doc="the CPUs of the vCPUs; without it whole cores of as few NUMA nodes as possible, of the CPUs that the container may use",
     )
     placement: PlacementChoice = key(
-        choice(*get_args(PlacementChoice)),
+        choice(PlacementChoice),
         default="auto",
         doc='how other threads are kept off the CPUs of the vCPUs: by cgroups of the Kubernetes node\'s controller (`"controller"`), '
         'by cgroups inside the container\'s own cgroup (`"delegated"`), by `sched_setaffinity` alone (`"affinity"`), or by the first '
@@ -134,7 +136,7 @@ class CpuSpec:
         doc="the Unix socket of the Kubernetes node's controller",
     )
     exclusive: ExclusiveChoice = key(
-        choice(*get_args(ExclusiveChoice)),
+        choice(ExclusiveChoice),
         default="auto",
         doc='what must keep all others off the CPUs of the vCPUs while the guest runs; `"enforced"`: the kernel, by an isolated '
         'partition (Linux 6.7, placement `"controller"`), or the instance does not start; `"auto"`: the kernel where it can, else '
@@ -147,20 +149,20 @@ class CpuSpec:
         'within a second; of no effect with placement `"affinity"`, which has no cgroups',
     )
     pinning: PinningChoice = key(
-        choice(*get_args(PinningChoice)),
+        choice(PinningChoice),
         default="auto",
         doc='`"packed-siblings"`: the vCPUs of one guest core are pinned to the siblings of one host core; `"linear"`: vCPU *i* is '
         'pinned to the *i*-th CPU; `"auto"`: `"packed-siblings"` if the CPUs are whole cores, else `"linear"`',
     )
     topology: TopologyChoice = key(
-        choice(*get_args(TopologyChoice)),
+        choice(TopologyChoice),
         default="host",
         elsewhere=("sockets", "threads"),
         doc='the topology that the guest sees; `"host"`: the sockets, L3 caches, threads and NUMA nodes that its vCPUs are pinned to; '
         '`"flat"`: one socket of cores with one thread each',
     )
     accel: AccelChoice = key(
-        choice(*get_args(AccelChoice)),
+        choice(AccelChoice),
         default="auto",
         doc='`"kvm"`, `"tcg"` (emulation in software), `"auto"`: KVM if /dev/kvm can be used, else TCG; `"tried"`: KVM if a trial guest of '
         "200 bytes runs with it as well, which takes 0.2 s before the start and 10 s at most, else TCG",
@@ -174,7 +176,7 @@ class CpuSpec:
         "on its CPUs",
     )
     idle: IdleChoice = key(
-        choice(*get_args(IdleChoice)),
+        choice(IdleChoice),
         default="host",
         doc='who idles a CPU that its vCPU does not need; `"host"`: the host\'s kernel, after an exit from the guest; `"guest"`: the guest '
         "itself, by MWAIT and HLT that do not exit (KVM only): it wakes sooner, but its CPUs look busy all the time to the host, and "
@@ -182,7 +184,7 @@ class CpuSpec:
     )
 
     latency: LatencyChoice = key(
-        choice(*get_args(LatencyChoice)),
+        choice(LatencyChoice),
         default="default",
         doc='`"low"`: the node\'s controller keeps the CPUs of the vCPUs out of idle states that take more than 2 µs to leave, and has '
         "their frequency governor `performance`, which costs power; both are as before at the instance's end; what cannot be had is "
@@ -223,7 +225,7 @@ class MemorySpec:
     """The guest's RAM."""
 
     size: int | Literal["limits"] = key(
-        either("limits", size(LEAST_MEMORY)),
+        either(Literal["limits"], size(LEAST_MEMORY)),
         elsewhere=("ram", "memory", "amount", "mib", "limit"),
         default=512 * MIB,
         doc='the size of the RAM; `"limits"`: as much as the limits of the container allow (`hugetlb.<size>.max` or '
@@ -235,7 +237,7 @@ class MemorySpec:
         doc="whether the RAM comes only from the NUMA nodes that the vCPUs are pinned to (`mbind(2)`)",
     )
     hugepages: HugePageSize | None = key(
-        choice(*get_args(HugePageSize)),
+        choice(HugePageSize),
         default=None,
         doc="the size of the huge pages that the RAM consists of; without it ordinary pages",
     )
@@ -273,7 +275,7 @@ class BootSpec:
     )
     firmware: PurePosixPath | FirmwareBuild | None = key(
         path_or(
-            *get_args(FirmwareBuild),
+            FirmwareBuild,
             elsewhere={"ovmf": "uefi", "efi": "uefi", "edk2": "uefi", "secure-boot": "uefi-secure"},
         ),
         default=None,
@@ -319,7 +321,7 @@ class DiskSpec:
         doc="the name of an inherited descriptor (`[descriptors]`) of a file or block device",
     )
     format: DiskFormat = key(
-        choice(*get_args(DiskFormat)), default="raw", elsewhere=("type", "driver"), doc="the format of the file"
+        choice(DiskFormat), default="raw", elsewhere=("type", "driver"), doc="the format of the file"
     )
     read_only: bool = key(flag(), default=False, doc="whether the guest can only read the disk")
     serial: str | None = key(
@@ -345,14 +347,14 @@ class DiskSpec:
         doc="the directories that may hold backing files of a qcow2 image; an image with a backing file elsewhere is refused",
     )
     cache: CacheChoice = key(
-        choice(*get_args(CacheChoice)),
+        choice(CacheChoice),
         default="auto",
         doc='`"none"`: QEMU bypasses the page cache (`O_DIRECT`); `"writeback"`: it uses the page cache; `"writethrough"`: each write is '
         'on stable storage before the guest sees it complete; `"auto"`: `"none"` if the file system supports `O_DIRECT`, else '
         '`"writeback"`',
     )
     aio: AioChoice = key(
-        choice(*get_args(AioChoice)),
+        choice(AioChoice),
         default="auto",
         doc='how QEMU reads and writes: by `io_submit(2)` (`"native"`, with cache `"none"` only), by `"io_uring"`, or by worker '
         '`"threads"`; `"auto"`: `"native"` for block devices and files without holes, to which a write allocates no space, else '
@@ -364,7 +366,7 @@ class DiskSpec:
         doc="whether space that the guest discards is freed on the host: by holes in a file, by `BLKDISCARD` on a block device",
     )
     detect_zeroes: DetectZeroes = key(
-        choice(*get_args(DetectZeroes)),
+        choice(DetectZeroes),
         default="off",
         doc='whether QEMU detects blocks of zeroes that the guest writes, and writes them without data (`"on"`) or discards them '
         '(`"unmap"`)',
@@ -433,7 +435,7 @@ class NetworkSpec:
     """A virtio network interface."""
 
     mode: NetworkMode = key(
-        choice(*get_args(NetworkMode), elsewhere={"user": "passt", "slirp": "passt", "nat": "passt", "tap": "private"}),
+        choice(NetworkMode, elsewhere={"user": "passt", "slirp": "passt", "nat": "passt", "tap": "private"}),
         default="private",
         elsewhere=("type", "kind"),
         doc='`"private"`: a subnet that only this instance has; `"bridge"`: the guest takes over the address of the pod\'s interface; '
@@ -500,7 +502,7 @@ class NetworkSpec:
     )
 
     ports: tuple[PortForward, ...] | Literal["all"] = key(
-        either("all", ports()),
+        either(Literal["all"], ports()),
         default=(),
         elsewhere=("hostfwd", "forward", "publish", "port"),
         doc='`"passt"` only: ports of the pod that lead to the guest: `22`, `"8000-8010"`, `"80:8080"` for another one of the guest\'s, '
@@ -580,7 +582,7 @@ class ShareSpec:
     read_only: bool = key(flag(), default=False, doc="whether the guest can only read (virtiofsd 1.11 or later)")
 
 
-DEVICE_PROPERTIES = {
+DEVICE_PROPERTIES: Mapping[str, Rule[object]] = {
     "x-nv-gpudirect-clique": integer(0, 15),
     "x-no-geforce-quirks": flag(),
     "x-no-mmap": flag(),
@@ -588,7 +590,7 @@ DEVICE_PROPERTIES = {
     "x-no-kvm-msi": flag(),
     "x-no-kvm-msix": flag(),
     "x-intx-mmap-timeout-ms": integer(0, 60000),
-    "x-msix-relocation": choice("off", "auto", *(f"bar{number}" for number in range(6))),
+    "x-msix-relocation": choice(MsixRelocation),
     "x-pci-sub-vendor-id": integer(0, 0xFFFF),
     "x-pci-sub-device-id": integer(0, 0xFFFF),
 }
@@ -636,13 +638,13 @@ class DeviceSpec:
         doc="how many of the devices of the resource, claim or variable; without it all that other `[[device]]` tables leave",
     )
     iommu: IommuChoice = key(
-        choice(*get_args(IommuChoice)),
+        choice(IommuChoice),
         default="auto",
         doc='how QEMU opens the device: by its IOMMU group (`"legacy"`), by iommufd (`"iommufd"`, QEMU 9.0 or later), or by one of '
         'them that works, the same for all devices where possible (`"auto"`)',
     )
     topology: DeviceTopology = key(
-        choice(*get_args(DeviceTopology)),
+        choice(DeviceTopology),
         default="host",
         doc='where the guest sees the device; `"host"`: behind a host bridge for its root complex, and behind a switch with those that '
         'share one with it on the host; `"numa"`: behind the host bridge of its NUMA node, in a guest of several; `"flat"`: on the root '
@@ -716,18 +718,18 @@ class GuestSpec:
         "it is ready as soon as its vCPUs run and every thread is in its place",
     )
     clock: ClockBase = key(
-        choice(*get_args(ClockBase)),
+        choice(ClockBase),
         default="utc",
         doc='the time that the hardware clock shows; Windows expects `"localtime"` (in the time zone of the container)',
     )
     vsock: int | Literal["auto"] | None = key(
-        either("auto", integer(3, (1 << 32) - 2), first=True),
+        either(Literal["auto"], integer(3, (1 << 32) - 2), first=True),
         default=None,
         doc="the context identifier (CID) of the guest's vsock device, which no other guest of the host may have; "
         '`"auto"`: a free one; without it there is no vsock device',
     )
     watchdog: WatchdogAction | None = key(
-        choice(*get_args(WatchdogAction)),
+        choice(WatchdogAction),
         default=None,
         doc='the action when the guest no longer resets its watchdog (i6300esb): `"reset"` resets the guest, `"exit"` ends the '
         'instance, `"nmi"` sends the guest an NMI, `"none"` only logs it; without it there is no watchdog',
@@ -795,7 +797,7 @@ class ShutdownSpec:
         "of network, shares and cgroups that follows",
     )
     on_reboot: RebootAction = key(
-        choice(*get_args(RebootAction)),
+        choice(RebootAction),
         default="reset",
         doc='what happens when the guest reboots: `"reset"` resets it, `"exit"` ends the instance',
     )

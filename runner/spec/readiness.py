@@ -57,7 +57,7 @@ class PortSign:
 ReadySign = AgentSign | ConsoleSign | PortSign
 
 
-def ready_sign() -> Rule:
+def ready_sign() -> Rule[ReadySign]:
     """Accept one of the three signs; a regular expression is compiled, so that an invalid one is refused here."""
 
     def parse(value: object) -> ReadySign:

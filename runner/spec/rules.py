@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, get_args, overload
 
 import attrs
 
@@ -26,7 +26,12 @@ from runner.base.values import frozen
 from runner.facts.descriptor import DESCRIPTOR_NAME
 from runner.spec.ports import HIGHEST, PATTERN, PortForward, parse_ports
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm  # of mypy; a program needs none
+
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Other = TypeVar("Other")
 
 MIB = 1 << 20
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -52,12 +57,12 @@ class WrongValueError(ValueError):
 
 
 @frozen
-class Rule:
-    """The values that a key can have."""
+class Rule(Generic[T_co]):
+    """The values that a key can have, and the type that they are parsed to."""
 
     allowed: str
     """A description of them for messages and the reference, as a noun phrase."""
-    parse: Callable[[object], object]
+    parse: Callable[[object], T_co]
     """Checks a value and converts it; raises ``ValueError``."""
     json: Mapping[str, Any] = attrs.field(factory=dict)
     """The rule in JSON Schema, as far as that can express it; empty for tables."""
@@ -67,7 +72,11 @@ class Rule:
     """Whether it is an array of tables (``[[disk]]``)."""
 
 
-def key(rule: Rule, *, doc: str, default: object = attrs.NOTHING, elsewhere: Sequence[str] = ()) -> Any:
+@overload
+def key(rule: Rule[T], *, doc: str, elsewhere: Sequence[str] = ()) -> T: ...
+@overload
+def key(rule: Rule[T], *, doc: str, default: Other, elsewhere: Sequence[str] = ()) -> T | Other: ...
+def key(rule: Rule[T], *, doc: str, default: object = attrs.NOTHING, elsewhere: Sequence[str] = ()) -> object:
     """Declare a key of a schema class; without *default* the document must have it.
 
     *elsewhere* are its names in other programs or usage: they are refused, with this key as the suggestion.
@@ -75,9 +84,9 @@ def key(rule: Rule, *, doc: str, default: object = attrs.NOTHING, elsewhere: Seq
     return attrs.field(default=default, metadata={"rule": rule, "doc": doc, "elsewhere": elsewhere})
 
 
-def rule_of(attribute: attrs.Attribute[Any]) -> Rule:
+def rule_of(attribute: attrs.Attribute[Any]) -> Rule[object]:
     """Return the rule that :func:`key` gave to *attribute*."""
-    return cast("Rule", attribute.metadata["rule"])
+    return cast("Rule[object]", attribute.metadata["rule"])
 
 
 def found(value: object) -> str:
@@ -149,7 +158,7 @@ def matching(pattern: str) -> Mapping[str, Any]:
     return {"type": "string", "pattern": f"^(?:{pattern})$"}
 
 
-def text(pattern: str | None = None, allowed: str = "a string of one line without control characters") -> Rule:
+def text(pattern: str | None = None, allowed: str = "a string of one line without control characters") -> Rule[str]:
     """Accept a string without control characters, which matches *pattern* as a whole if one is given."""
 
     def parse(value: object) -> str:
@@ -163,7 +172,7 @@ def text(pattern: str | None = None, allowed: str = "a string of one line withou
     return Rule(allowed, parse, matching(pattern or _PLAIN))
 
 
-def integer(least: int, most: int) -> Rule:
+def integer(least: int, most: int) -> Rule[int]:
     """Accept an integer between two bounds, both included."""
 
     def parse(value: object) -> int:
@@ -175,7 +184,7 @@ def integer(least: int, most: int) -> Rule:
     return Rule(f"an integer from {least} to {most}", parse, {"type": "integer", "minimum": least, "maximum": most})
 
 
-def flag() -> Rule:
+def flag() -> Rule[bool]:
     """Accept a boolean."""
 
     def parse(value: object) -> bool:
@@ -185,18 +194,19 @@ def flag() -> Rule:
     return Rule("true or false", parse, {"type": "boolean"})
 
 
-def choice(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
-    """Accept one of a few words; *elsewhere* maps words of other programs, which are refused, to their meaning here."""
+def choice(literal: TypeForm[T], *, elsewhere: Mapping[str, str] | None = None) -> Rule[T]:
+    """Accept a word of *literal*; *elsewhere* maps words of other programs, which are refused, to their meaning here."""
+    words = get_args(literal)
 
-    def parse(value: object) -> str:
-        if isinstance(value, str) and value in words:
-            return value
+    def parse(value: object) -> T:
+        if value in words:
+            return cast("T", value)
         _wrong(value, _meant(value, words, elsewhere))
 
     return Rule("one of " + ", ".join(f'"{word}"' for word in words), parse, {"enum": [*words]})
 
 
-def size(least: int) -> Rule:
+def size(least: int) -> Rule[int]:
     """Accept a size in bytes that is a multiple of one MiB, written with a binary unit."""
 
     def parse(value: object) -> int:
@@ -228,12 +238,13 @@ def _nearest_size(value: object, least: int) -> str:
     return f'"{format_size(max(least, round(number * unit / MIB) * MIB))}"'
 
 
-def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
-    """Accept *word* or a value that *rule* accepts; with *first* messages name the word before the rule."""
+def either(literal: TypeForm[Other], rule: Rule[T], *, first: bool = False) -> Rule[Other | T]:
+    """Accept the word of *literal*, or a value that *rule* accepts; with *first* messages name the word before the rule."""
+    (word,) = get_args(literal)
 
-    def parse(value: object) -> object:
+    def parse(value: object) -> Other | T:
         if value == word:
-            return word
+            return cast("Other", word)
         try:
             return rule.parse(value)
         except WrongValueError as error:
@@ -244,7 +255,7 @@ def either(word: str, rule: Rule, *, first: bool = False) -> Rule:
     return Rule(allowed, parse, {"anyOf": [{"enum": [word]}, rule.json]})
 
 
-def seconds(least: float, most: float) -> Rule:
+def seconds(least: float, most: float) -> Rule[float]:
     """Accept a duration in seconds."""
 
     def parse(value: object) -> float:
@@ -256,7 +267,7 @@ def seconds(least: float, most: float) -> Rule:
     return Rule(f"a number of seconds from {least:g} to {most:g}", parse, bounds)
 
 
-def path() -> Rule:
+def path() -> Rule[PurePosixPath]:
     """Accept an absolute path; relative ones are refused, because PID 1's working directory is arbitrary."""
 
     def parse(value: object) -> PurePosixPath:
@@ -268,21 +279,18 @@ def path() -> Rule:
     return Rule("an absolute path", parse, matching(f"/{_PLAIN}"))
 
 
-def path_or(*words: str, elsewhere: Mapping[str, str] | None = None) -> Rule:
-    """Accept an absolute path, or one of a few words; *elsewhere* as in :func:`choice`."""
+def path_or(literal: TypeForm[T], *, elsewhere: Mapping[str, str] | None = None) -> Rule[PurePosixPath | T]:
+    """Accept an absolute path, or one of a few words, as :func:`choice` does."""
+    word, file = choice(literal, elsewhere=elsewhere), path()
 
-    def parse(value: object) -> PurePosixPath | str:
-        if isinstance(value, str) and value in words:
-            return value
-        if isinstance(value, str) and not value.startswith("/"):
-            _wrong(value, _meant(value, words, elsewhere))
-        return cast("PurePosixPath", path().parse(value))
+    def parse(value: object) -> PurePosixPath | T:
+        return file.parse(value) if isinstance(value, str) and value.startswith("/") else word.parse(value)
 
-    allowed = "an absolute path, or " + " or ".join(f'"{word}"' for word in words)
-    return Rule(allowed, parse, {"anyOf": [{"enum": [*words]}, path().json]})
+    allowed = "an absolute path, or " + " or ".join(f'"{each}"' for each in get_args(literal))
+    return Rule(allowed, parse, {"anyOf": [word.json, file.json]})
 
 
-def document() -> Rule:
+def document() -> Rule[PurePosixPath | str]:
     """Accept a text of any number of lines, or the path of a file with one; a value that begins with a slash is a path."""
 
     def parse(value: object) -> PurePosixPath | str:
@@ -293,18 +301,18 @@ def document() -> Rule:
     return Rule("a text, or the absolute path of a file that holds it", parse, {"type": "string", "minLength": 1})
 
 
-def documents() -> Rule:
+def documents() -> Rule[tuple[PurePosixPath | str, ...]]:
     """Accept an array of texts or paths, as :func:`document` does."""
     return _array(document(), "an array of texts, or of absolute paths of files that hold them")
 
 
-def paths() -> Rule:
+def paths() -> Rule[tuple[PurePosixPath, ...]]:
     """Accept an array of absolute paths."""
     return _array(path(), "an array of absolute paths")
 
 
-def _array(one: Rule, allowed: str) -> Rule:
-    def parse(value: object) -> tuple[object, ...]:
+def _array(one: Rule[T], allowed: str) -> Rule[tuple[T, ...]]:
+    def parse(value: object) -> tuple[T, ...]:
         return tuple(map(one.parse, value)) if isinstance(value, list) else _wrong(value)
 
     return Rule(allowed, parse, {"type": "array", "items": one.json})
@@ -318,7 +326,7 @@ def _encodable(value: str) -> bool:
     return True
 
 
-def cpu_set() -> Rule:
+def cpu_set() -> Rule[CpuSet]:
     """Accept CPU numbers in the kernel's list format."""
 
     def parse(value: object) -> CpuSet:
@@ -330,7 +338,7 @@ def cpu_set() -> Rule:
     return Rule('CPUs in the kernel\'s list format, such as "1-20,65-84"', parse, listed)
 
 
-def mac() -> Rule:
+def mac() -> Rule[str]:
     """Accept a unicast MAC address in lower case."""
 
     def parse(value: object) -> str:
@@ -358,7 +366,7 @@ def _internet(kind: Callable[[str], T], value: object) -> T:
         raise ValueError(f"found {found(value)} ({error})") from None
 
 
-def subnet() -> Rule:
+def subnet() -> Rule[ipaddress.IPv4Network]:
     """Accept an IPv4 subnet with room for a gateway and a guest."""
 
     def parse(value: object) -> ipaddress.IPv4Network:
@@ -373,7 +381,7 @@ def subnet() -> Rule:
     return Rule(allowed, parse, matching(f"{_ADDRESS}/(0*[12]?[0-9]|0*30|{_ADDRESS})"))
 
 
-def settings(known: Mapping[str, Rule]) -> Rule:
+def settings(known: Mapping[str, Rule[object]]) -> Rule[tuple[tuple[str, object], ...]]:
     """Accept a table of a few *known* settings, each with a rule of its own, as ``(name, value)`` pairs in their order."""
 
     def parse(value: object) -> tuple[tuple[str, object], ...]:
@@ -395,13 +403,13 @@ def settings(known: Mapping[str, Rule]) -> Rule:
     return Rule("a table of " + ", ".join(known), parse, table_of)
 
 
-def address() -> Rule:
+def address() -> Rule[ipaddress.IPv4Address]:
     """Accept an IPv4 address."""
     parse = partial(_internet, ipaddress.IPv4Address)
     return Rule('an IPv4 address, such as "192.168.77.10"', parse, matching(_ADDRESS))
 
 
-def subnet6() -> Rule:
+def subnet6() -> Rule[ipaddress.IPv6Network]:
     """Accept an IPv6 subnet of 64 bits: hosts configure themselves only in such subnets."""
 
     def parse(value: object) -> ipaddress.IPv6Network:
@@ -415,7 +423,7 @@ def subnet6() -> Rule:
     return Rule('an IPv6 subnet of 64 bits, such as "fd12:3456:789a:1::/64"', parse, matching("[0-9a-fA-F:.]+/0*64"))
 
 
-def descriptor_names() -> Rule:
+def descriptor_names() -> Rule[tuple[str, ...]]:
     """Accept names of descriptors, separated by commas (:data:`~runner.facts.descriptor.DESCRIPTOR_NAME`)."""
 
     def parse(value: object) -> tuple[str, ...]:
@@ -428,7 +436,7 @@ def descriptor_names() -> Rule:
     return Rule('names of descriptors, such as "net0" or "net0,net1"', parse, listed)
 
 
-def variables() -> Rule:
+def variables() -> Rule[tuple[str, ...]]:
     """Accept names of environment variables, each once."""
 
     def parse(value: object) -> tuple[str, ...]:
@@ -445,7 +453,7 @@ def variables() -> Rule:
     return Rule('an array of names of environment variables, such as ["NODE_NAME"]', parse, listed)
 
 
-def ports() -> Rule:
+def ports() -> Rule[tuple[PortForward, ...]]:
     """Accept an array of ports that are forwarded to the guest (:mod:`runner.spec.ports`)."""
 
     def parse(value: object) -> PortForward:
@@ -456,12 +464,12 @@ def ports() -> Rule:
     return _array(Rule("a port", parse, entry), 'an array of ports, such as [22, "8000-8010", "80:8080/tcp"]')
 
 
-def table(schema: type) -> Rule:
+def table(schema: type[T]) -> Rule[T]:
     """Accept a table that follows *schema*."""
     return Rule("a table", _never, schema=schema)
 
 
-def tables(schema: type) -> Rule:
+def tables(schema: type[T]) -> Rule[tuple[T, ...]]:
     """Accept an array of tables that follow *schema*."""
     return Rule("an array of tables", _never, schema=schema, many=True)
 
@@ -519,7 +527,7 @@ def _unknown(name: str, attributes: Mapping[str, attrs.Attribute[Any]], where: s
     return Problem(f"{where}.{name}" if where else name, "unknown key", hint)
 
 
-def _value(rule: Rule, value: object, here: str, problems: list[Problem]) -> object:
+def _value(rule: Rule[object], value: object, here: str, problems: list[Problem]) -> object:
     if rule.schema is None:
         try:
             return rule.parse(value)

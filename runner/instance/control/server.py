@@ -282,11 +282,9 @@ def _size(params: Params) -> int | None:
     if value is None:
         return None
     try:
-        size = _SIZE.parse(value)
+        return _SIZE.parse(value)
     except ValueError as error:
         raise RpcError(INVALID_PARAMS, f"Invalid params: size: {error}; it takes {_SIZE.allowed}") from error
-    assert isinstance(size, int)  # noqa: S101 - a rule of ours
-    return size
 
 
 def _count(params: Params) -> int:
