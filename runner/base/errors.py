@@ -144,7 +144,7 @@ class PlacementError(RunnerError):
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
+def doing(what: str, *, remedy: str = "") -> Iterator[None]:
     """Raise :exc:`HostError` where the kernel refuses what the block asks of it; *what* names the attempt.
 
     Example::
@@ -155,7 +155,7 @@ def doing(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise HostError(f"cannot {what}") from error
+        raise HostError(f"cannot {what}", remedy=remedy) from error
 
 
 def explain(error: BaseException) -> str:

@@ -51,7 +51,9 @@ def parse_key(text: str) -> bytes:
     prefix, _, letter = text.lower().partition("-")
     if prefix == "ctrl" and len(letter) == 1 and letter in "abcdefghijklmnopqrstuvwxyz@[\\]^_":
         return bytes([ord(letter.upper()) & 0x1F])
-    raise UsageError(f"cannot detach with {text!r}: it is no key like ctrl-] or ctrl-a; name one with --detach-key")
+    raise UsageError(
+        f"cannot detach with {text!r}: it is no key like ctrl-] or ctrl-a", remedy="name one with --detach-key"
+    )
 
 
 def attach(directory: Path, request: AttachRequest, key: str) -> int:

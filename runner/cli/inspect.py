@@ -187,8 +187,8 @@ async def _observe(target: InspectionTarget) -> Observation:
         )
     if not inside and not outside:
         raise NoInstanceError(
-            f"cannot find an instance: there is neither {target.receipt} nor {target.root.path}; run this in an instance's "
-            "container or on a node with the controller, or name --state-dir or --root"
+            f"cannot find an instance: there is neither {target.receipt} nor {target.root.path}",
+            remedy="run this in an instance's container or on a node with the controller, or name --state-dir or --root",
         )
     return observe_container(target.roots, target.receipt)
 

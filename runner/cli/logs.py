@@ -71,8 +71,8 @@ def _print_kept(directory: Path) -> None:
     files = [file for file in (directory / "console.log.1", directory / "console.log") if file.exists()]
     if not files:
         raise NoInstanceError(
-            f"cannot find console.log in {str(directory)!r}: no instance has run there, or console.log of its spec names another file; "
-            "name its --state-dir, read that file, or say --follow"
+            f"cannot find console.log in {str(directory)!r}: no instance has run there, or console.log of its spec names another file",
+            remedy="name its --state-dir, read that file, or say --follow",
         )
     with _shown() as write:
         for file in files:

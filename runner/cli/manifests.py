@@ -67,10 +67,10 @@ def read_configuration(path: str) -> Value:
     except SpecError:
         found, form = form_of_text(data)
         if form:
-            raise UsageError(no_configuration(path, found, form)) from None
+            raise no_configuration(path, found, form) from None
         raise
     if not documents:
-        raise UsageError(no_configuration(path, "nothing", ""))
+        raise no_configuration(path, "nothing", "")
     return configuration_among(documents)
 
 

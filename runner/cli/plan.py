@@ -168,11 +168,12 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     elif arguments.node:
         if arguments.show_argv or arguments.nccl:
             raise UsageError(
-                "cannot show the machine of an instance on another node; leave --show-argv, --nccl or --node out"
+                "cannot show the machine of an instance on another node",
+                remedy="leave --show-argv, --nccl or --node out",
             )
         if [*arguments.spec, *arguments.pod, *arguments.running].count("-") > 1:
             raise UsageError("cannot read standard input twice: name a file for the SPEC, for --pod or for --running")
     elif given:
         raise UsageError(f"cannot use {options} alone: name the kubelet's configuration with --node")
     elif sum((arguments.json, arguments.show_argv, arguments.nccl)) > 1:
-        raise UsageError("cannot give more than one of --json, --show-argv and --nccl; leave the others out")
+        raise UsageError("cannot give more than one of --json, --show-argv and --nccl", remedy="leave the others out")

@@ -124,8 +124,8 @@ def _running(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[
     nodes = sorted({manifest.node_name for manifest in manifests} - {""})
     if len(nodes) > 1:
         raise UsageError(
-            f"cannot use --running: its pods are on several nodes ({', '.join(nodes)}); list those of one:"
-            f" kubectl get pods -A --field-selector spec.nodeName={nodes[0]} -o yaml"
+            f"cannot use --running: its pods are on several nodes ({', '.join(nodes)})",
+            remedy=f"list those of one: kubectl get pods -A --field-selector spec.nodeName={nodes[0]} -o yaml",
         )
     running = [manifest for manifest in manifests if not manifest.ended]
     for resource in sorted({name for manifest in running for name in peak_devices(manifest.pod)}):
@@ -203,7 +203,9 @@ def _fit(path: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]
     source = source_of(path)
     spec, unset = parse_elsewhere(source, read_spec(path), os.environ)
     if spec is None:
-        raise UsageError(f"cannot plan with {source}: it needs the values of {', '.join(unset)}; set these variables")
+        raise UsageError(
+            f"cannot plan with {source}: it needs the values of {', '.join(unset)}", remedy="set these variables"
+        )
     notes = (f"{source}: {', '.join(unset)} are not set here, and taken as {PLACEHOLDER!r}",) if unset else ()
     return fit_of(spec.cpu.count, spec.cpu.cpus, node, spare=spec.cpu.placement != "controller"), notes
 

@@ -71,8 +71,8 @@ class Connection:
         except QMPError as error:
             self._runner.close()
             raise HostError(
-                "cannot talk to the instance: it sends no QMP greeting; only root in the instance's own PID namespace may "
-                "ask, and four clients at once"
+                "cannot talk to the instance: it sends no QMP greeting",
+                remedy="only root in the instance's own PID namespace may ask, and four clients at once",
             ) from error
         except BaseException:
             self._runner.close()

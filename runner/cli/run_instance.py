@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, state_directory: PurePosixPath) -> int:
 def _read(spec: str) -> bytes:
     if spec == "-":
         raise UsageError(
-            "cannot read the spec from standard input: a writer that is slow could block PID 1; name a file"
+            "cannot read the spec from standard input: a writer that is slow could block PID 1", remedy="name a file"
         )
     return read_spec_file(spec)
 

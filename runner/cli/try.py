@@ -129,13 +129,13 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     guests = {"SPEC": arguments.spec, "--disk": arguments.disk, "--guest": arguments.guest}
     given = [name for name, value in guests.items() if value is not None]
     if len(given) > 1:
-        raise UsageError(f"cannot try {' and '.join(given)} at once: each is a guest; leave one of them out")
+        raise UsageError(f"cannot try {' and '.join(given)} at once: each is a guest", remedy="leave one of them out")
     if arguments.spec == "-":
-        raise UsageError("cannot read the spec from standard input: the guest's console has it; name a file")
+        raise UsageError("cannot read the spec from standard input: the guest's console has it", remedy="name a file")
     if arguments.disk is None:
         named = next((name for name in OF_A_DISK if getattr(arguments, name)), None)
         if named is not None:
             where = "write it into SPEC" if arguments.spec else "name the disk of a guest of yours with --disk"
             raise UsageError(f"cannot use --{named} without --disk: {where}")
     if arguments.spec is not None and arguments.print_spec:
-        raise UsageError("cannot print the spec that is made: SPEC is used as it is; leave --print-spec out")
+        raise UsageError("cannot print the spec that is made: SPEC is used as it is", remedy="leave --print-spec out")

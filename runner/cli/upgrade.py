@@ -37,5 +37,7 @@ async def _runner(state_directory: PurePosixPath) -> dict[str, Any]:
     except ControllerError as error:
         if error.code != METHOD_NOT_FOUND:
             raise
-        raise UsageError("cannot renew the runner: it is older than `ctl upgrade`; restart its pod once") from error
+        raise UsageError(
+            "cannot renew the runner: it is older than `ctl upgrade`", remedy="restart its pod once"
+        ) from error
     return dict(found)

@@ -117,7 +117,7 @@ def _claim(root: Path) -> None:
     except OSError as error:
         os.close(fd)
         if isinstance(error, BlockingIOError):
-            raise HostError(f"cannot control {root}: another controller does; end it first") from None
+            raise HostError(f"cannot control {root}: another controller does", remedy="end it first") from None
         raise HostError(f"cannot lock {root}") from error
 
 

@@ -54,8 +54,8 @@ class CpuSums:
         missing = cpus - CpuSet(before.cpus)
         if missing:
             raise HostError(
-                f"cannot sum up the time of the CPUs '{missing}': /proc/schedstat has none; it needs a kernel with "
-                "CONFIG_SCHEDSTATS"
+                f"cannot sum up the time of the CPUs '{missing}': /proc/schedstat has none",
+                remedy="it needs a kernel with CONFIG_SCHEDSTATS",
             )
         return cls(procfs, cpus, vcpus, kernel, before)
 

@@ -259,7 +259,7 @@ class Changes:
             raise OvertakenError("; ".join(filter(None, (f"cannot {change.kind.value}: {other.what}", change.done))))
         if other.kind is Kind.STOP:
             raise RefusedError(f"cannot {change.kind.value} now: {other.what}")
-        raise RefusedError(f"cannot {change.kind.value} now: {other}; ask again later")
+        raise RefusedError(f"cannot {change.kind.value} now: {other}", remedy="ask again later")
 
     def _stop_is_asked_for(self) -> None:
         self._come(Kind.STOP, f"the instance was asked to stop ({self._stop.reason})")

@@ -142,7 +142,8 @@ async def run_as_init(
         if pid1 and os.getpid() != 1:
             raise RefusedError(
                 f"cannot run as process {os.getpid()}: only PID 1 of a container adopts every orphan, and ends every other process "
-                "when it ends; make it the ENTRYPOINT, or say --not-pid1 for a test"
+                "when it ends",
+                remedy="make it the ENTRYPOINT, or say --not-pid1 for a test",
             )
         _refuse_foreign_procfs()
         if not pid1:

@@ -93,10 +93,10 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
     with ExitStack() as held:
         found = []
         for _ in range(queues):
-            with doing(f"open {str(device)!r}; give the pod the device"):
+            with doing(f"open {str(device)!r}", remedy="give the pod the device"):
                 fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
             found.append(held.enter_context(owned(fd)))
-            with doing(f"make the tap interface {name!r}; it takes CAP_NET_ADMIN and an unused name"):
+            with doing(f"make the tap interface {name!r}", remedy="it takes CAP_NET_ADMIN and an unused name"):
                 fcntl.ioctl(fd, _TUNSETIFF, request)
         yield tuple(found)
 
@@ -122,13 +122,14 @@ def macvtap(
         major, minor = map(int, numbers.read_text().split(":"))
     except (OSError, ValueError) as error:
         raise HostError(
-            f"cannot find the device of the macvtap {name!r} in {str(numbers)!r}; /sys must be of this network namespace"
+            f"cannot find the device of the macvtap {name!r} in {str(numbers)!r}",
+            remedy="/sys must be of this network namespace",
         ) from error
     node = devices / f".instance-runner-{os.urandom(8).hex()}"
     with ExitStack() as held:
         try:
             with in_pod_cgroup():
-                with doing(f"make a device node for the macvtap {name!r}; it takes CAP_MKNOD"):
+                with doing(f"make a device node for the macvtap {name!r}", remedy="it takes CAP_MKNOD"):
                     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
                 found = tuple(_opened_queues(held, node, queues))
             if len(found) < queues:
@@ -137,9 +138,10 @@ def macvtap(
             node.unlink(missing_ok=True)
         if len(found) < queues:
             raise HostError(
-                f"cannot open the macvtap {name!r}: Operation not permitted; let the container use the device, such as "
+                f"cannot open the macvtap {name!r}: Operation not permitted",
+                remedy="let the container use the device, such as "
                 f"`--device-cgroup-rule 'c {major}:* rw'`, or, on a node on which every pod may use every macvtap, start the "
-                "controller with --allow-macvtap after the kernel has loaded macvtap"
+                "controller with --allow-macvtap after the kernel has loaded macvtap",
             )
         for descriptor in found:
             _use_macvtap(descriptor.number, name, several=queues > 1)
@@ -201,7 +203,7 @@ def vhost_vsock(cid: int, *, exact: bool, device: Path = Path("/dev/vhost-vsock"
             break
         else:
             raise HostError(
-                f"cannot take the vsock context identifier {cid}: another guest of this node has it; "
-                'name another one, or say guest.vsock = "auto"'
+                f"cannot take the vsock context identifier {cid}: another guest of this node has it",
+                remedy='name another one, or say guest.vsock = "auto"',
             )
         yield fd, each

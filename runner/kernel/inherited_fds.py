@@ -85,10 +85,13 @@ async def inherited_fds(
             os.set_inheritable(number, False)
             if re.fullmatch(DESCRIPTOR_NAME, name, re.ASCII) is None:
                 raise RefusedError(
-                    f"cannot take over a descriptor called {name!r}; use letters, digits, '.', '_', '@' and '-'"
+                    f"cannot take over a descriptor called {name!r}",
+                    remedy="use letters, digits, '.', '_', '@' and '-'",
                 )
             if name in inherited:
-                raise RefusedError(f"cannot take over two descriptors called {name!r}; give each a name of its own")
+                raise RefusedError(
+                    f"cannot take over two descriptors called {name!r}", remedy="give each a name of its own"
+                )
             inherited[name] = InheritedFd(descriptor, declared)
 
         take_inherited(environment, take)
@@ -97,8 +100,8 @@ async def inherited_fds(
                 await _take_sent(agent, take)
             if timeout.cancelled_caught:
                 raise RefusedError(
-                    f"cannot take over the descriptors of {str(agent)!r}: the agent has not closed within {SENT_WITHIN:g} s; "
-                    "it closes when it has sent all"
+                    f"cannot take over the descriptors of {str(agent)!r}: the agent has not closed within {SENT_WITHIN:g} s",
+                    remedy="let it close when it has sent all",
                 )
         for name, each in inherited.items():
             log.info(InstanceEvent.DESCRIPTOR_INHERITED, name, probe_descriptor(each.descriptor.number).description)
@@ -228,8 +231,8 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
     if not isinstance(said, dict) or set(said) != {"name", "kind"} or said["kind"] not in _KINDS:
         shown = line[:100].decode(errors="replace")
         raise RefusedError(
-            f'cannot understand the agent {where}: it said {shown!r}; it takes {{"name": "disk0", "kind": "block"}}, '
-            f"and as a kind one of {', '.join(sorted(_KINDS))}"
+            f"cannot understand the agent {where}: it said {shown!r}",
+            remedy=f'it takes {{"name": "disk0", "kind": "block"}}, and as a kind one of {", ".join(sorted(_KINDS))}',
         )
     return str(said["name"]), str(said["kind"])
 

@@ -129,8 +129,8 @@ def _read(rtnetlink: Rtnetlink, name: str) -> Interface | None:
             return _parse_alias(name, link.alias + _rest(rtnetlink, name), link.kind)
         except (TypeError, ValueError):  # too many words raise TypeError
             raise HostError(
-                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed; "
-                "recreate the pod"
+                f"cannot tell what {name!r} was before a guest took its place: its alias {link.alias!r} is malformed",
+                remedy="recreate the pod",
             ) from None
     routes = [route for route in rtnetlink.routes(link) if route.protocol != _RTPROT_KERNEL]
     routes6 = [route for route in rtnetlink.routes6(link) if route.protocol not in {_RTPROT_KERNEL, _RTPROT_RA}]
@@ -225,7 +225,8 @@ def _recover(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
         return
     if found is not None and not found.alias.startswith(OURS):
         raise HostError(
-            f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not instance-runner's; remove it"
+            f"cannot make the bridge {bridge.name!r}: a link of that name exists and is not instance-runner's",
+            remedy="remove it",
         )
     if found is not None:
         # A tap exists for as long as a process holds its descriptor.
@@ -394,7 +395,8 @@ def add_macvtap(plan: Macvtap) -> int:
         if found is not None:
             if (found.alias, found.mac) != (OURS, plan.mac):
                 raise HostError(
-                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not instance-runner's; remove it"
+                    f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not instance-runner's",
+                    remedy="remove it",
                 )
             log.warning(InstanceEvent.NETWORK_RECOVERED, plan.name)
             rtnetlink.delete_link(found)

@@ -121,7 +121,8 @@ class Peers:
         pid, user_id = credentials(connection)
         if pid == 0:
             raise PeerError(
-                "cannot identify the peer: its PID namespace is not visible from this one; give this program hostPID"
+                "cannot identify the peer: its PID namespace is not visible from this one",
+                remedy="give this program hostPID",
             )
         with self._held(connection, pid) as pidfd, self._directory(pid) as directory:
             try:

@@ -105,13 +105,14 @@ class Manners:
     where: str
     """The socket's directory."""
     another: str
-    """The error message if another program listens there, with its remedy."""
+    """The error message if another program listens there, and its *remedy*."""
+    remedy: str
     mode: int = 0o600
     backlog: int = 128
 
 
 IN_STATE_DIRECTORY = Manners(
-    "in the state directory", "another runner listens there; give each instance a --state-dir of its own"
+    "in the state directory", "another runner listens there", "give each instance a --state-dir of its own"
 )
 
 
@@ -157,7 +158,7 @@ def _new_listener(path: str, momentary: str, name: str, manners: Manners) -> Ite
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             refuse_fds(listener)
-            _check_free(path, manners.another)
+            _check_free(path, manners)
             _replace_socket(listener, path, momentary, manners)
         except (OSError, HostError) as error:
             raise HostError(f"cannot listen at {name!r} {manners.where}") from error
@@ -174,13 +175,13 @@ def _replace_socket(listener: Socket, path: str, momentary: str, manners: Manner
         raise
 
 
-def _check_free(path: str, another: str) -> None:
+def _check_free(path: str, manners: Manners) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise HostError("there is something else of that name, no socket; remove it")
+        raise HostError("there is something else of that name, no socket", remedy="remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asking:
         try:
             asking.connect(path)
@@ -188,7 +189,7 @@ def _check_free(path: str, another: str) -> None:
             return
         except BlockingIOError:  # a process listens, with a full queue
             pass
-    raise HostError(another)
+    raise HostError(manners.another, remedy=manners.remedy)
 
 
 @contextmanager
@@ -218,7 +219,8 @@ def connected(directory: Path, name: str, within: float) -> Iterator[socket.sock
             raise
         except OSError as error:
             raise HostError(
-                f"cannot connect to {str(directory / name)!r}; is an instance running, and this its --state-dir"
+                f"cannot connect to {str(directory / name)!r}",
+                remedy="start an instance, or name the --state-dir of one that runs",
             ) from error
         yield connection
 

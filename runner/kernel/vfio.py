@@ -34,7 +34,7 @@ def probe_node(path: PurePosixPath) -> DeviceNode:
 
 def change_owner(path: PurePosixPath, user_id: int) -> int:
     """Let the user *user_id* own the node at *path*, and return the user who owned it before."""
-    with doing(f"let user {user_id} own {str(path)!r}; it takes CAP_CHOWN"):
+    with doing(f"let user {user_id} own {str(path)!r}", remedy="it takes CAP_CHOWN"):
         owner = os.stat(path).st_uid  # noqa: PTH116 - a pure path
         os.chown(path, user_id, -1)
     return owner

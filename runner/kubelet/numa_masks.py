@@ -40,7 +40,8 @@ def _checked(numa_nodes: tuple[int, ...]) -> tuple[int, ...]:
     if len(numa_nodes) > MAX_PLACES:
         raise RefusedError(
             f"cannot enumerate the masks of {len(numa_nodes)} NUMA nodes: there are 2^{len(numa_nodes)} of them,"
-            " and the kubelet could not either; use Topology Manager policy 'none' and Memory Manager policy 'None'"
+            " and the kubelet could not either",
+            remedy="use Topology Manager policy 'none' and Memory Manager policy 'None'",
         )
     return numa_nodes
 

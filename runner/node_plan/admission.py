@@ -277,7 +277,8 @@ def _refuse_unknown_options(options: CpuPolicyOptions) -> None:
         if chosen:
             raise RefusedError(
                 f"cannot predict kubelet 1.{FROM_SOURCE_MINOR} with {names}: it chooses other CPUs than 1.36 ({change}), which is"
-                " not known here; leave the option out, or plan with --kubelet 1.36"
+                " not known here",
+                remedy="leave the option out, or plan with --kubelet 1.36",
             )
 
 

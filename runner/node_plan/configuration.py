@@ -126,7 +126,7 @@ def configuration_among(documents: Iterable[Value]) -> Value:
         )
         source = documents[0].source.partition(" (document")[0]
         form = "" if found else next(filter(None, map(form_of, documents)), "")
-        raise UsageError(no_configuration(source, kinds, form))
+        raise no_configuration(source, kinds, form)
     return found[0]
 
 

@@ -55,8 +55,8 @@ def quirks_of(minor: int) -> frozenset[Quirk]:
     """Return the bugs of kubelet 1.*minor*; :class:`RefusedError` for a version that is not modelled."""
     if not OLDEST_MINOR <= minor <= FROM_SOURCE_MINOR:
         raise RefusedError(
-            f"cannot predict kubelet 1.{minor}: decisions are known from 1.{OLDEST_MINOR} to 1.{FROM_SOURCE_MINOR};"
-            " give the version of the kubelet on that node"
+            f"cannot predict kubelet 1.{minor}: decisions are known from 1.{OLDEST_MINOR} to 1.{FROM_SOURCE_MINOR}",
+            remedy="give the version of the kubelet on that node",
         )
     return frozenset(quirk for quirk in Quirk if minor < _FIXED_IN.get(quirk, minor + 1))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from runner.base.errors import UsageError
 from runner.spec.value import Value
 
 ASK_THE_KUBELET = "kubectl get --raw /api/v1/nodes/NODE/proxy/configz"
@@ -81,10 +82,10 @@ def form_of_text(data: bytes) -> tuple[str, str]:
     return ("text", FLAGS) if _FLAG.search(text) else ("", "")
 
 
-def no_configuration(source: str, found: str, form: str) -> str:
-    """Return the sentence for the file *source*, in which *found* is no kubelet configuration but *form*, if known."""
+def no_configuration(source: str, found: str, form: str) -> UsageError:
+    """Return the error for the file *source*, in which *found* is no kubelet configuration but *form*, if known."""
     said = f", {form}, of which the distribution makes one" if form else ""
-    return (
-        f"cannot use {source!r}: it must hold one KubeletConfiguration, found {found}{said}; the one of a running node is"
-        f" printed by: {ASK_THE_KUBELET}"
+    return UsageError(
+        f"cannot use {source!r}: it must hold one KubeletConfiguration, found {found}{said}",
+        remedy=f"the one of a running node is printed by: {ASK_THE_KUBELET}",
     )

@@ -214,7 +214,7 @@ async def tune(path: PurePosixPath, pod_uid: str, tuning: Mapping[str, object]) 
             result = await _call(path, "tuneInstance", {"uuid": pod_uid, "tuning": tuning}, _ReceivedFds(held))
         except ControllerError as error:
             if error.code == _METHOD_NOT_FOUND:
-                raise ControllerError("the controller is older than tuning; update it", error.code) from None
+                raise HostError("the controller is older than tuning", remedy="update it") from None
             raise
     match result:
         case {"missing": [*reasons]}:

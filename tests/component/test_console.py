@@ -383,10 +383,7 @@ def test_without_an_instance_it_is_an_error(tmp_path: Path) -> None:
         cwd=PROJECT,
     )
     assert result.returncode == 4
-    assert (
-        f"cannot connect to '{tmp_path}/console.sock'; is an instance running, and this its --state-dir"
-        in result.stderr
-    )
+    assert f"cannot connect to '{tmp_path}/console.sock': No such file or directory; start an instance" in result.stderr
 
 
 STRANGER = """

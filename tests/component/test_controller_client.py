@@ -118,7 +118,7 @@ async def test_a_spec_that_asks_for_nothing_sends_nothing(node: Node) -> None:
 async def test_an_older_controller_cannot_tune(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     async with answering(path, sends('{"error": {"code": -32601, "message": "Method not found"}}')):
-        with pytest.raises(ControllerError, match="the controller is older than tuning; update it"):
+        with pytest.raises(HostError, match="the controller is older than tuning; update it"):
             await tune(PurePosixPath(path), A, {"latency": "low"})
     async with answering(tmp_path / "other.sock", sends(result(missing=7))):
         with pytest.raises(HostError, match="it answered 'tuneInstance' with"):

@@ -94,7 +94,7 @@ async def test_preallocation_has_a_timeout(fake_host: FakeHost) -> None:
     plan = attrs.evolve(fake_host.plan(PREALLOC, preallocator={"does": "hang"}), start_timeout=0.5)
     ended = await fake_host.run(plan)
     assert isinstance(ended, RunnerError)
-    assert "it takes more than 0.5 s; its last output was 'nothing'" in explain(ended)
+    assert "it takes more than 0.5 s, and its last output was 'nothing'" in explain(ended)
 
 
 def taken(*words: str, descriptors: tuple[int, ...], every: str = "1") -> subprocess.CompletedProcess[str]:

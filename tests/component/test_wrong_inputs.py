@@ -380,11 +380,8 @@ COMMAND_LINES = [
 
 ELSEWHERE = [
     ("ctl status", "cannot reach the instance at '{dir}/state/control.sock': No such file or directory"),
-    (
-        "ctl qmp query-status",
-        "cannot connect to '{dir}/state/qmp.sock'; is an instance running, and this its --state-dir",
-    ),
-    ("console", "cannot connect to '{dir}/state/console.sock'; is an instance running, and this its --state-dir"),
+    ("ctl qmp query-status", "cannot connect to '{dir}/state/qmp.sock': No such file or directory; start an instance"),
+    ("console", "cannot connect to '{dir}/state/console.sock': No such file or directory; start an instance"),
     ("logs", "cannot find console.log in '{dir}/state': no instance has run there"),
 ]
 

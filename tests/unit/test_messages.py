@@ -15,6 +15,8 @@ MADE_BY = re.compile(
     r"\w+Error|Event|Fault|Judgement|Problem|_?(?:refuse|remark|finding)|ok|unknown|warning|error|bad|why_refused"
 )
 """The names of what makes a message: its strings, one after the other, are the sentence and its remedy."""
+TAKES_REMEDY = re.compile(r"(Usage|Refused|Host|NoInstance|Placement|Peer)Error|doing")
+"""The names of what takes a remedy beside its sentence, by ``remedy=``."""
 
 
 @cache
@@ -61,6 +63,21 @@ def test_a_sentence_has_one_semicolon_at_most() -> None:
     found = [(path, line, text) for path in files() for line, text in messages(ast.parse(path.read_text()))]
     assert len(found) > 500
     assert [each for each in found if any(part.count(";") > 1 for part in re.split(r"\.\s", each[2]))] == []
+
+
+def joined(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield what could be a remedy in a sentence of *tree*: what follows ``; `` in it, unless it is what else has happened."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and TAKES_REMEDY.fullmatch(getattr(call.func, "id", "")) and call.args:
+            _, semicolon, rest = text_of(call.args[0], constants()).partition("; ")
+            if semicolon and not re.match("and |the program before continues", rest):
+                yield call.lineno, rest
+
+
+def test_a_remedy_stands_beside_its_sentence() -> None:
+    """A program that reads a refusal in JSON finds it under ``remedy``."""
+    assert [(path, *each) for path in files() for each in joined(ast.parse(path.read_text()))] == []
+    assert [*joined(ast.parse('with doing(f"open {it}; give it"): pass'))] == [(1, "give it")]
 
 
 def test_a_remark_names_the_value_that_it_is_about() -> None:

@@ -25,8 +25,8 @@ def listening(path: Path) -> Iterator[socket.socket]:
 
     Any process may connect: what it may do is decided by its identity. Raises :class:`HostError`.
     """
-    manners = Manners(f"in {path.parent}", "another controller answers there; end it first", 0o666, _BACKLOG)
-    with doing(f"listen at {path}; its directory must exist and be writable"):
+    manners = Manners(f"in {path.parent}", "another controller answers there", "end it first", 0o666, _BACKLOG)
+    with doing(f"listen at {path}", remedy="its directory must exist and be writable"):
         directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     with (
         closing(directory),

@@ -129,8 +129,8 @@ class DiskHotplug:
             number = next(self._free_slots(), None)
             if number is None:
                 raise RefusedError(
-                    f"cannot attach another disk: all {self._plan.machine.slots} slots are taken; detach one, or start the "
-                    "instance with more (hotplug.disks)"
+                    f"cannot attach another disk: all {self._plan.machine.slots} slots are taken",
+                    remedy="detach one, or start the instance with more (hotplug.disks)",
                 )
             with ExitStack() as held:
                 plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, held)
@@ -252,7 +252,8 @@ class DiskHotplug:
         async with self._changes.begin(Kind.DISK, f"the disk {name!r} is being detached") as change:
             if any(disk.name == name for disk in self._plan.machine.disks):
                 raise RefusedError(
-                    f"cannot detach {name!r}: the machine was started with it; what `disk attach` has added can be detached"
+                    f"cannot detach {name!r}: the machine was started with it",
+                    remedy="what `disk attach` has added can be detached",
                 )
             change.done = f"the guest may release the disk {name!r} later; detach it again"
             await self._detach(self._find(name))
@@ -274,8 +275,8 @@ class DiskHotplug:
             await unplugged.wait()
         if not unplugged.is_set():
             raise RefusedError(
-                f"cannot detach {name!r}: the guest has not released it within {RELEASED_WITHIN:g} s, and it stays attached; "
-                "unmount it there and detach it again"
+                f"cannot detach {name!r}: the guest has not released it within {RELEASED_WITHIN:g} s, and it stays attached",
+                remedy="unmount it there and detach it again",
             )
         await self._undo(attached.undo)
         del self._attached[name]
@@ -308,7 +309,7 @@ class DiskHotplug:
     def _find(self, name: str) -> AttachedDisk:
         if name not in self._attached:
             known = ", ".join([disk.name for disk in self._plan.machine.disks] + list(self._attached)) or "none"
-            raise RefusedError(f"cannot find the disk {name!r}; there are: {known}")
+            raise RefusedError(f"cannot find the disk {name!r}", remedy=f"there are: {known}")
         return self._attached[name]
 
     def _free_slots(self) -> Iterator[int]:
@@ -340,11 +341,12 @@ def _target_size(disk: DiskPlan, before: int, size: int | None) -> int:
         there = probe_file(PurePosixPath(disk.path)).size
         if size is not None and size > there:
             raise RefusedError(
-                f"cannot grow {disk.name!r} to {format_size(size)}: {str(disk.path)!r} has {format_size(there)}; grow that first"
+                f"cannot grow {disk.name!r} to {format_size(size)}: {str(disk.path)!r} has {format_size(there)}",
+                remedy="grow that first",
             )
         size = size or there
     if size is None:
-        raise RefusedError(f"cannot grow {disk.name!r}: it is a file; say to what size")
+        raise RefusedError(f"cannot grow {disk.name!r}: it is a file", remedy="say to what size")
     if size <= before:
         raise RefusedError(
             f"cannot grow {disk.name!r} to {format_size(size)}: it has {format_size(before)} already, and a disk never shrinks"

@@ -316,8 +316,8 @@ class _Move:
         if moved is None:
             failure += "".join(f"; {each.role}: {each.last_lines[-1]}" for each in self.daemons if each.last_lines)
             log.warning(InstanceEvent.QEMU_NOT_UPDATED, failure)
-            then = "the one before continues" if continues else "and the one before does not continue"
-            raise HostError(f"cannot update QEMU: {failure}; {then}")
+            failure += "; the one before continues" if continues else "; and the one before does not continue"
+            raise HostError(f"cannot update QEMU: {failure}")
         return moved
 
     async def _prepared(self) -> Qemu:
@@ -339,7 +339,8 @@ class _Move:
         successor = await self._transferred(plan, held)
         if await _cpu(successor.monitor) != cpu:
             raise HostError(
-                f"{str(self.program.path)!r} shows the guest another CPU; name a CPU model that both know (cpu.model)"
+                f"{str(self.program.path)!r} shows the guest another CPU",
+                remedy="name a CPU model that both know (cpu.model)",
             )
         await self._place(successor)
         return successor

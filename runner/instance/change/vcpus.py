@@ -102,8 +102,8 @@ class Vcpus:
             before, pause = len(self._receipts.threads.vcpus), 0.0
             if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
                 raise RefusedError(
-                    "cannot plug a vCPU: the guest has released one before, and without KVM QEMU crashes when another is plugged "
-                    "then; start the instance again"
+                    "cannot plug a vCPU: the guest has released one before, and without KVM QEMU crashes when another is plugged then",
+                    remedy="start the instance again",
                 )
             if count > before:
                 pause = await self._grow(count, plan)
@@ -124,13 +124,13 @@ class Vcpus:
         plan = self._receipts.plan.machine.vcpu_hotplug
         if plan is None:
             raise RefusedError(
-                "cannot change the number of vCPUs: the machine was not started for it; set hotplug.cpus to the most that it "
-                "may have and start the instance again"
+                "cannot change the number of vCPUs: the machine was not started for it",
+                remedy="set hotplug.cpus to the most that it may have and start the instance again",
             )
         if not 1 <= count <= plan.most:
             raise RefusedError(
-                f"cannot have {count} vCPUs: this machine has 1 to {plan.most}"
-                + ("; set hotplug.cpus to more and start the instance again" if count > plan.most else "")
+                f"cannot have {count} vCPUs: this machine has 1 to {plan.most}",
+                remedy="set hotplug.cpus to more and start the instance again" if count > plan.most else "",
             )
         return plan
 
@@ -172,14 +172,14 @@ class Vcpus:
             raise RefusedError(f"cannot have {count} vCPUs: the CPUs '{lost}' of some vCPUs {why}")
         if count > len(available):
             raise RefusedError(
-                f"cannot have {count} vCPUs: the container has {len(available)} CPUs ('{available}'), and each vCPU has one of "
-                "its own; give the container more first (`kubectl patch pod … --subresource resize`)"
+                f"cannot have {count} vCPUs: the container has {len(available)} CPUs ('{available}'), and each vCPU has one of its own",
+                remedy="give the container more first (`kubectl patch pod … --subresource resize`)",
             )
         found = more_pins(pins, available, count, hardware)
         if plan.alike and (others := unlike(found, hardware)):
             raise RefusedError(
-                f"cannot have {count} vCPUs: the guest sees one L3 cache, and the CPUs '{others}' have another than CPU "
-                f'{found[0]}; set cpu.topology = "flat" and start the instance again'
+                f"cannot have {count} vCPUs: the guest sees one L3 cache, and the CPUs '{others}' have another than CPU {found[0]}",
+                remedy='set cpu.topology = "flat" and start the instance again',
             )
         return with_pins(self._placement, given, found)
 
@@ -325,7 +325,8 @@ class Vcpus:
         if there != tuple(vcpus[: len(there)]):
             missing = CpuSet(vcpu.index for vcpu in vcpus) - CpuSet(vcpu.index for vcpu in there)
             raise HostError(
-                f"cannot change the vCPUs: the guest has released {missing} unasked, and keeps later ones; start the instance again"
+                f"cannot change the vCPUs: the guest has released {missing} unasked, and keeps later ones",
+                remedy="start the instance again",
             )
         available = self._held()
         for vcpu in vcpus[len(there) :]:
@@ -350,8 +351,8 @@ class Vcpus:
         if self._receipts.plan.machine.accel == "tcg" and _older(machine.monitor.version):
             oldest = ".".join(map(str, EMULATED_SINCE))
             raise RefusedError(
-                f"cannot unplug vCPU {index}: without KVM, QEMU {machine.monitor.version} crashes some time after it; use QEMU "
-                f"{oldest}"
+                f"cannot unplug vCPU {index}: without KVM, QEMU {machine.monitor.version} crashes some time after it",
+                remedy=f"use QEMU {oldest}",
             )
         gone = trio.Event()
 
@@ -371,8 +372,8 @@ class Vcpus:
             reason = "has not released it" if asked else "could not be asked to release it"
             later = ", and may release it later" if asked else ""
             raise RefusedError(
-                f"cannot unplug vCPU {index}: the guest {reason} within {timeouts.vcpu_released:g} s, and keeps it{later}; a guest "
-                "that is still booting, or whose kernel cannot unplug CPUs, does not release any"
+                f"cannot unplug vCPU {index}: the guest {reason} within {timeouts.vcpu_released:g} s, and keeps it{later}",
+                remedy="ask again once it has booted, with a kernel that can unplug CPUs",
             )
 
     async def _ask_for(self, path: str) -> bool:

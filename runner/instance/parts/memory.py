@@ -71,20 +71,20 @@ async def _preallocate(
         except trio.TooSlowError:
             output = process.last_lines[-1] if process.last_lines else "nothing"
             raise HostError(
-                f"cannot preallocate the guest's memory: it takes more than {plan.start_timeout:g} s; its last output was {output!r}"
+                f"cannot preallocate the guest's memory: it takes more than {plan.start_timeout:g} s, and its last output was {output!r}"
             ) from None
     if status != 0:
-        raise HostError(f"cannot preallocate the guest's memory: {_why(process)}")
+        raise _failure(process)
     size, seconds = plan.machine.memory, trio.current_time() - began
     log.info(InstanceEvent.MEMORY_PREALLOCATED, format_size(size), seconds)
 
 
-def _why(process: Process) -> str:
+def _failure(process: Process) -> HostError:
     if process.returncode == -signal.SIGKILL:
-        return f"the preallocator was killed, as the kernel does when a cgroup is over memory.max; {FULL_REMEDY}"
-    if process.returncode != 1 or not process.last_lines:
-        return f"the preallocator {process.how_it_ended()}"
-    output = process.last_lines[-1]
-    if "(mbind)" in output:
-        return f"{output}; {MBIND_REMEDY}"
-    return f"{output}; {process.limit() if 'threads' in output else FULL_REMEDY}"
+        reason, remedy = "the preallocator was killed, as the kernel does when a cgroup is over memory.max", FULL_REMEDY
+    elif process.returncode != 1 or not process.last_lines:
+        reason, remedy = f"the preallocator {process.how_it_ended()}", ""
+    else:
+        reason = process.last_lines[-1]
+        remedy = MBIND_REMEDY if "(mbind)" in reason else process.limit() if "threads" in reason else FULL_REMEDY
+    return HostError(f"cannot preallocate the guest's memory: {reason}", remedy=remedy)

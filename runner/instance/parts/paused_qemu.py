@@ -161,7 +161,7 @@ async def paused_qemu(
             version = await started_within(supervisor, plan.start_timeout, machine.greeted)
             log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
             if (reason := too_old(version)) is not None:
-                raise HostError(f"cannot use this QEMU: {reason}; install a newer one")
+                raise HostError(f"cannot use this QEMU: {reason}", remedy="install a newer one")
 
         try:
             if theirs is not None:

@@ -34,8 +34,8 @@ def seed_image(seed: SeedPlan) -> bytes:
     year = time.localtime().tm_year
     if year not in YEARS:
         raise HostError(
-            f"cannot write the cloud-init seed: the clock says that it is the year {year}, and a CD can be dated {YEARS[0]} to "
-            f"{YEARS[-1]}; set the host's clock"
+            f"cannot write the cloud-init seed: the clock says that it is the year {year}, and a CD can be dated {YEARS[0]} to {YEARS[-1]}",
+            remedy="set the host's clock",
         )
     files = {
         "meta-data": seed.meta_data,

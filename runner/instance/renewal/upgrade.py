@@ -205,7 +205,7 @@ async def _become(
                         finally:
                             signal.pthread_sigmask(signal.SIG_SETMASK, ())
                     await trio.sleep(LOOKED_AGAIN)
-    raise RefusedError(f"cannot renew the runner now: {changes.current or unfinished}; ask again later")
+    raise RefusedError(f"cannot renew the runner now: {changes.current or unfinished}", remedy="ask again later")
 
 
 def _unfinished(supervisor: Supervisor) -> str:

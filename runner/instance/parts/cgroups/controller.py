@@ -370,8 +370,8 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
                 await trio.sleep(supervisor.timeouts.controller_asked)
     what = "it is not there" if waiting else "it does not answer"
     raise HostError(
-        f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s; is its "
-        "DaemonSet running on this node?"
+        f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s",
+        remedy="let its DaemonSet run on this node",
     )
 
 
