@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -25,7 +25,9 @@ from runner.kernel.processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 
 if TYPE_CHECKING:
-    from runner.kernel.inherited_fds import InheritedFd  # few instances inherit any, and imports cost PID 1 time
+    # imports cost PID 1 time: few instances inherit any descriptor, and metrics are asked for later
+    from runner.kernel.inherited_fds import InheritedFd
+    from runner.protocol.instance_metrics import QemuUpdateOutcome, RenewalOutcome
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +69,11 @@ class Counters:
     """Bytes that the guest has written to its console."""
     resets: int = 0
     """Resets of the guest."""
-    renewals: Counter[str] = attrs.field(factory=Counter)
-    """Renewals of this program, by :data:`RenewalOutcome`."""
-    qemu_updates: Counter[str] = attrs.field(factory=Counter)
-    """Updates of QEMU that were begun, by :data:`QemuUpdateOutcome`."""
+    renewals: Counter[RenewalOutcome] = attrs.field(factory=Counter)
+    """Renewals of this program."""
+    qemu_updates: Counter[QemuUpdateOutcome] = attrs.field(factory=Counter)
+    """Updates of QEMU that were begun."""
 
-
-RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
-"""Another program has taken over; it could not, and the previous one continues; this one continues after a fault of its own."""
-
-QemuUpdateOutcome = Literal["updated", "fell_back", "lost"]
-"""Another QEMU has the guest; the previous one continues; neither continues, and the instance ends."""
 
 ResumeAfterLoop = Callable[[Exception], "Renewal | tuple[str, ...]"]
 """Lets this program continue as a fresh process image after its event loop has ended with an error. If that is not allowed, it returns the

@@ -8,6 +8,7 @@ in the controller's metrics: it cannot check them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 from runner.base.values import frozen
 
@@ -19,9 +20,17 @@ LONGEST_VERSION = 64
 REPORTED = "reported_"
 """The prefix, in the controller's metrics, of the names of labels whose value the instance has chosen."""
 
-PHASES = ("starting", "running", "stopping")
-RENEWAL_OUTCOMES = ("renewed", "fell_back", "resumed")
-QEMU_UPDATE_OUTCOMES = ("updated", "fell_back", "lost")
+Phase = Literal["starting", "running", "stopping"]
+
+RenewalOutcome = Literal["renewed", "fell_back", "resumed"]
+"""Another program has taken over; it could not, and the previous one continues; this one continues after a fault of its own."""
+
+QemuUpdateOutcome = Literal["updated", "fell_back", "lost"]
+"""Another QEMU has the guest; the previous one continues; neither continues, and the instance ends."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+RENEWAL_OUTCOMES: tuple[RenewalOutcome, ...] = get_args(RenewalOutcome)
+QEMU_UPDATE_OUTCOMES: tuple[QemuUpdateOutcome, ...] = get_args(QemuUpdateOutcome)
 RESTARTED_ROLES = ("anchor", "dnsmasq")
 UNREADY = (
     "phase",

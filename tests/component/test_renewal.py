@@ -566,8 +566,8 @@ def faulty(program: ProgramDirectory, *, forgiving: bool) -> Path:
             "        try:\n            await _faulty(observe)\n        except Exception as error:\n",
         ),
         (
-            "Phase = Literal",
-            FAULTY.format(path=str(path)) + "Phase = Literal",
+            "ENDS_WITHIN = 1.0",
+            FAULTY.format(path=str(path)) + "ENDS_WITHIN = 1.0",
         ),
     )
     if forgiving:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any
 
 import attrs
 import pytest
@@ -17,9 +17,9 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.controller.serve.server import listening
-from runner.instance.supervisor import QemuUpdateOutcome, RenewalOutcome, Supervisor, open_supervisor
+from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.instance.watch.figures import Figures
-from runner.instance.watch.guest_state import GuestState, Phase
+from runner.instance.watch.guest_state import GuestState
 from runner.instance.watch.reports import Pauses, report
 from runner.placement.backends import ControllerPlacement
 from runner.placement.children import RESTARTS
@@ -145,9 +145,6 @@ async def test_an_instance_reports_also_to_a_controller_that_was_started_again(
 
 async def test_the_table_has_the_values_that_there_are() -> None:
     await trio.lowlevel.checkpoint()
-    assert get_args(Phase) == instance_metrics.PHASES
-    assert get_args(RenewalOutcome) == instance_metrics.RENEWAL_OUTCOMES
-    assert get_args(QemuUpdateOutcome) == instance_metrics.QEMU_UPDATE_OUTCOMES
     assert tuple(RESTARTS) == instance_metrics.RESTARTED_ROLES
     assert [name for name, _ in GuestState().reasons()] == list(instance_metrics.UNREADY)
 

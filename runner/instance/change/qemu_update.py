@@ -40,7 +40,6 @@ from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.parts.shares import ShareDaemon, started_virtiofsd
 from runner.instance.parts.thread_placement import QemuThreads, enter_places, read_back
-from runner.instance.supervisor import QemuUpdateOutcome
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.connections import accepted, copy_between
 from runner.kernel.files import reopened
@@ -59,6 +58,7 @@ from runner.protocol.qmp import ExecuteError, Monitor, QmpError, whole_number, w
 
 if TYPE_CHECKING:
     from runner.instance.documents import QemuCheckAnswer, QemuUpdateAnswer
+    from runner.protocol.instance_metrics import QemuUpdateOutcome
 
 log = logging.getLogger(__name__)
 

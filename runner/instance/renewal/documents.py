@@ -86,6 +86,10 @@ def _has_fields(kind: Any) -> bool:
     return isinstance(kind, type) and (attrs.has(kind) or hasattr(kind, "_fields"))  # a named tuple has it
 
 
+def _is_text(kind: Any) -> bool:
+    return kind is str or get_origin(kind) is Literal  # ours are of words
+
+
 def _is_plain(value: Any, kind: Any, of: tuple[Any, ...]) -> bool:
     if get_origin(kind) is Literal:
         return value in of
@@ -128,7 +132,7 @@ def _collection_document(value: Any, origin: Any, of: tuple[Any, ...], descripto
         pairs = [
             (to_document(key, keys, descriptors), to_document(each, values, descriptors)) for key, each in value.items()
         ]
-        return dict(pairs) if keys is str else [list(pair) for pair in pairs]
+        return dict(pairs) if _is_text(keys) else [list(pair) for pair in pairs]
     if issubclass(origin, tuple) and of[-1] is not ...:
         return [to_document(each, kind, descriptors) for each, kind in zip(value, of, strict=True)]
     return [
@@ -222,7 +226,7 @@ def _one_of(document: Any, kinds: list[Any], where: str) -> Any:
 def _collection(document: Any, origin: Any, of: tuple[Any, ...], where: str) -> Any:
     if issubclass(origin, Mapping):
         keys, values = (*of, int)[:2]
-        pairs = document.items() if keys is str else document
+        pairs = document.items() if _is_text(keys) else document
         found = {_value(key, keys, where): _value(each, values, where) for key, each in pairs}
         return found if origin not in _MADE else origin(found)
     if not isinstance(document, list):

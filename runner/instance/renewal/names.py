@@ -36,6 +36,7 @@ from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan, DhcpPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import PassthroughPlan
+from runner.protocol.instance_metrics import QemuUpdateOutcome, RenewalOutcome
 from runner.protocol.qmp import MonitorRecord
 from runner.spec.readiness import AgentSign, ConsoleSign
 
@@ -149,6 +150,8 @@ ELSEWHERE: Final = {
     "WireNumbers": WireNumbers,
     "SeedPlan": Never,  # it holds secrets, and costs 0.7 MB
     "PassthroughPlan": PassthroughPlan,
+    "RenewalOutcome": RenewalOutcome,
+    "QemuUpdateOutcome": QemuUpdateOutcome,
 }
 """Types that modules name and do not import, because a fresh start needs few of them."""
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import trio
 
@@ -41,6 +41,9 @@ from runner.instance.renewal.names import FORMAT, OLDEST, name_of
 from runner.instance.supervisor import Renewal, Supervisor
 from runner.kernel.execution import execute, identity, memory, sealed_memory
 from runner.kernel.processes import Command
+
+if TYPE_CHECKING:
+    from runner.protocol.instance_metrics import RenewalOutcome
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +256,7 @@ def state_of(document: Any) -> dict[str, Any]:
 def taken_over(document: Any, index: int, reason: str) -> Renewal:
     """Return the state that the program *index* of *document* takes over; *reason* says why it is not the first program."""
     resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
-    outcome: Any = "resumed" if resumed else "renewed" if upgraded else "fell_back"
+    outcome: RenewalOutcome = "resumed" if resumed else "renewed" if upgraded else "fell_back"
     found = state_of(document)
     found["counters"].renewals[outcome] += 1
     held = Held(found, newer=lambda name: name_of(name).since > document["format"])

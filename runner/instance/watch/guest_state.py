@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import trio
@@ -17,6 +17,7 @@ from runner.instance.watch.signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
     from runner.placement.threads import Receipt
+    from runner.protocol.instance_metrics import Phase
     from runner.protocol.qmp import Monitor
 
 MINUTE = 60.0
@@ -24,8 +25,6 @@ MINUTE = 60.0
 
 RESETS_OF_A_LOOP = 3
 """Resets within :data:`MINUTE` from which on a guest counts as unable to boot; an installer, or a first boot, makes one or two."""
-
-Phase = Literal["starting", "running", "stopping"]
 
 
 class RunningQemu(Protocol):

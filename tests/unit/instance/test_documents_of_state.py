@@ -69,6 +69,7 @@ def carried(value: object, kind: Any) -> Any:
         ({1: "a"}, dict[int, str]),
         ({"kind": "a key of ours"}, dict[str, str]),
         (Counter({"dnsmasq": 2}), Counter[str]),
+        (Counter({"text": 2}), Counter[Literal["text", "json"]]),
         ({"a": [1, None, {"b": "c"}]}, dict[str, object]),
         (frozenset({1, 2}), frozenset[int]),
         ({3}, set[int]),

@@ -16,7 +16,7 @@ from runner.instance.init import ExitReport, failed_system_call
 from runner.instance.parts import console, daemons
 from runner.instance.parts.cgroups import controller, delegated
 from runner.instance.supervisor import Faults, open_supervisor
-from runner.instance.watch.guest_state import Phase
+from runner.protocol.instance_metrics import Phase
 from runner.spec.instance import ShutdownSpec
 
 BELOW = 10
