@@ -9,7 +9,7 @@ guest is the second one's, and the first one is ended, with each virtiofsd that 
 
 Whatever fails before 5, and a request to stop, ends the second one, and the first one continues. It keeps the guest's memory and
 devices until then, a virtiofsd the guest's files; the two never run the guest at the same time, because the first one continues
-only once the second has ended. With a device there is no such way back, because QEMU crashes on it (:func:`_held_back`).
+only once the second has ended. With a device there is no such way back, because QEMU crashes on it (:func:`_device_reason`).
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ async def check(running: RunningInstance, program: QemuProgram, *, no_way_back: 
 
 async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_back: bool) -> tuple[_NextQemu, list[str]]:
     path = program.path or running.plan.machine.program
-    reasons = [*_not_started_for_it(running), *_cannot_go_along(running, no_way_back=no_way_back)]
+    reasons = [*_start_reasons(running), *_part_reasons(running, no_way_back=no_way_back)]
     for daemon in dict.fromkeys(share.program.path for share in running.plan.machine.shares):
-        reasons += await _unusable(daemon)
-    if unusable := await _unusable(path, program.digest):
+        reasons += await _program_reasons(daemon)
+    if unusable := await _program_reasons(path, program.digest):
         return _NextQemu(path, ""), [*reasons, *unusable]  # the program is not executed
     # With QEMU's own rights: asking a program for its version already executes its code.
     output, failure = await version_output(running.supervisor.processes, "qemu", path, running.plan.machine.user)
@@ -124,17 +124,17 @@ async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_bac
     oldest = ".".join(map(str, SINCE))
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
     monitor = running.machine.monitor
-    return found, [*reasons, *await monitor.within(running.answers_within, partial(_asked, running))]
+    return found, [*reasons, *await monitor.within(running.answers_within, partial(_qemu_reasons, running))]
 
 
-async def _asked(running: RunningInstance) -> list[str]:
+async def _qemu_reasons(running: RunningInstance) -> list[str]:
     """Return QEMU's own reasons against the update."""
     monitor = running.machine.monitor
-    blocked = [] if _older(monitor.version) else await _blocked(monitor)
-    return [*blocked, *await _changed_vcpus(running), *await _not_now(running)]
+    blocked = [] if _older(monitor.version) else await _blocker_reasons(monitor)
+    return [*blocked, *await _vcpu_reasons(running), *await _state_reasons(running)]
 
 
-async def _unusable(program: PurePosixPath, digest: str | None = None) -> list[str]:
+async def _program_reasons(program: PurePosixPath, digest: str | None = None) -> list[str]:
     """Return the reasons why *program* must not be executed: users other than root may change it, or its digest is not *digest*."""
     try:
         await check_file(program, digest)
@@ -148,28 +148,29 @@ def _older(version: str) -> bool:
     return bool(version) and numbers < SINCE
 
 
-def _not_started_for_it(running: RunningInstance) -> Iterator[str]:
+def _start_reasons(running: RunningInstance) -> Iterator[str]:
+    """Yield the reason why the machine, as it was started, cannot be transferred."""
     if not running.plan.machine.updatable:
         yield f"the machine was not started for it; set hotplug.qemu = true and {_AGAIN}"
     elif running.machine.fds is None:
         yield f"the runner that started it kept no copies of QEMU's descriptors; {_AGAIN}"
 
 
-def _cannot_go_along(running: RunningInstance, *, no_way_back: bool) -> Iterator[str]:
-    """Yield the parts of the machine that cannot be transferred to another QEMU, by their names in the spec."""
+def _part_reasons(running: RunningInstance, *, no_way_back: bool) -> Iterator[str]:
+    """Yield the reasons why parts of the machine, by their names in the spec, cannot be transferred to another QEMU."""
     machine = running.plan.machine
     for share in machine.shares:
         if not share.updatable:
-            yield f"the share {share.tag!r} cannot go along: {_stays(share)}"
+            yield f"the share {share.tag!r} cannot go along: {_share_reason(share)}"
     if machine.guest.vsock is not None:
         yield "guest.vsock cannot go along: its context identifier belongs to the first QEMU until that has ended"
     for device in machine.passthrough.devices:
-        if reason := _held_back(device, machine.accel, no_way_back=no_way_back):
+        if reason := _device_reason(device, machine.accel, no_way_back=no_way_back):
             yield f"the device {device.address} cannot go along: {reason}"
     if machine.ram.locked:
         yield "memory.lock cannot go along: two QEMUs would lock their memory at the same time"
     for index, network in enumerate(machine.networks):
-        if reason := _connection(network):
+        if reason := _network_reason(network):
             yield f"network[{index}] cannot go along: {reason}"
     for disk in running.disks.attached:
         yield (
@@ -178,7 +179,7 @@ def _cannot_go_along(running: RunningInstance, *, no_way_back: bool) -> Iterator
         )
 
 
-def _stays(share: SharePlan) -> str:
+def _share_reason(share: SharePlan) -> str:
     """Return the reason why another virtiofsd cannot take over *share*."""
     if share.program.hands_over:
         return f"its virtiofsd was not started for it; {_AGAIN}"
@@ -186,7 +187,7 @@ def _stays(share: SharePlan) -> str:
     return f"virtiofsd {version}{'' if share.program.rust else ' (in C)'} cannot hand its state over; the one in Rust can from 1.12 on"
 
 
-def _held_back(device: DevicePlan, accel: Accel, *, no_way_back: bool) -> str:
+def _device_reason(device: DevicePlan, accel: Accel, *, no_way_back: bool) -> str:
     """Return the reason why *device* cannot be transferred, empty if it can.
 
     QEMU 11.1.3 was seen to crash in ``vfio_cpr_set_msi_virq``: without KVM at once, and with KVM when the transfer fails.
@@ -200,7 +201,8 @@ def _held_back(device: DevicePlan, accel: Accel, *, no_way_back: bool) -> str:
     )
 
 
-def _connection(network: NetworkPlan) -> str:
+def _network_reason(network: NetworkPlan) -> str:
+    """Return the reason why the connection of *network* cannot be transferred, empty if it can."""
     if isinstance(network, PasstPlan) or (isinstance(network, InheritedFdPlan) and network.kind == "socket"):
         return "QEMU may have read half a packet from its connection"
     if isinstance(network, InheritedFdPlan) and network.vhost_fds:
@@ -208,7 +210,7 @@ def _connection(network: NetworkPlan) -> str:
     return ""
 
 
-async def _blocked(monitor: Monitor) -> list[str]:
+async def _blocker_reasons(monitor: Monitor) -> list[str]:
     """Return QEMU's own blockers, such as a device whose kernel has no ``IOMMU_IOAS_CHANGE_PROCESS``.
 
     QEMU answers for the migration mode that is set, which is the one used for the transfer.
@@ -220,12 +222,12 @@ async def _blocked(monitor: Monitor) -> list[str]:
     return [f"QEMU cannot hand its devices over: {reason}" for reason in found]
 
 
-async def _changed_vcpus(running: RunningInstance) -> list[str]:
+async def _vcpu_reasons(running: RunningInstance) -> list[str]:
     """Return the reason why the vCPUs cannot be transferred: the next QEMU is started with the number in the spec."""
     count = running.plan.machine.vcpus
     if running.plan.machine.vcpu_hotplug is None:
         return []
-    vcpus: Any = (await running.vcpus.listed())["vcpus"]
+    vcpus = (await running.vcpus.listed())["vcpus"]
     if later := CpuSet(each["vcpu"] for each in vcpus if each["plugged_later"]):
         reason = f"`ctl cpus {min(later)}` unplugs them, and they can be plugged again afterwards"
         return [f"the vCPUs {later} cannot go along: they were plugged while the guest runs; {reason}"]
@@ -236,7 +238,7 @@ async def _changed_vcpus(running: RunningInstance) -> list[str]:
     return []
 
 
-async def _not_now(running: RunningInstance) -> list[str]:
+async def _state_reasons(running: RunningInstance) -> list[str]:
     """Return the reason why the update is not possible at this moment."""
     runs, state = await running.machine.monitor.query(
         "query-status", lambda reply: (reply["running"], words(reply["status"]))
@@ -407,7 +409,7 @@ class _Move:
         """Start the successor, which waits for the source's state, in the cgroup that the guest's memory is charged to."""
         supervisor, kept = self.running.supervisor, self.source.fds
         assert kept is not None  # noqa: S101 - else it was refused
-        words = tuple(word for each in incoming for word in ("-incoming", json.dumps(each)))
+        options = tuple(word for each in incoming for word in ("-incoming", json.dumps(each)))
         with ExitStack() as lent:
             ours, theirs = lent.enter_context(connected_pair("QMP"))
             vhosts = [
@@ -425,7 +427,7 @@ class _Move:
             )
             cgroup = self.running.receipts.active.memory_cgroup_fd
             lent.enter_context(lockable(plan.lockable))
-            process = spawn_qemu(supervisor, plan, descriptors, cgroup, words, more)
+            process = spawn_qemu(supervisor, plan, descriptors, cgroup, options, more)
             return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
 
     @contextmanager
