@@ -194,10 +194,8 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 listening(options.socket.with_name(REPORT_SOCKET)) as report_listener,
                 contextlib.ExitStack() as held,
             ):
-                for each in (
-                    listener,
-                    report_listener,
-                ):  # its queue goes with this process, which waits for nothing then
+                # A copy of each stays open until the process exits: the last close closes what clients have left in the queue.
+                for each in (listener, report_listener):
                     os.dup(each.fileno())
                 hang_up = HangUps().hang_up
                 server = UnixServer(controller_methods(registrations, seals, status), SocketLimits(), hang_up)

@@ -1,8 +1,8 @@
 """Hanging up on clients, also on those that have sent descriptors.
 
-Closing these may take as long as the client likes (:mod:`runner.kernel.fd_passing`), and the controller would answer nobody meanwhile.
-Linux 6.16 and later refuse them. Before, threads close the connection: what can be interrupted of that is, by a signal, and what
-cannot, the freeing of memory, has been paid for by the client's pod.
+A close of received descriptors may take as long as the client likes (:mod:`runner.kernel.fd_passing`), and the controller would answer
+nobody meanwhile. Linux 6.16 and later refuse such descriptors. On older kernels threads close the connection. A signal interrupts a close
+that can be interrupted; the freeing of memory cannot, but that memory was charged to the client's pod.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import trio
 from runner.kernel.fd_passing import holds_fds
 
 _MOST = 16
-"""Threads that close; further connections wait for one."""
+"""The most threads that close connections; further connections wait for a thread."""
 _MOST_WAITING = 1024
-"""Connections that wait; what is more the event loop closes, which is interrupted as well."""
+"""The most connections that wait; the event loop closes further ones, and is interrupted as well."""
 _INTERRUPTED_AFTER = 0.001
 """Seconds after which a close(2) that has not returned is interrupted, again and again."""
 
