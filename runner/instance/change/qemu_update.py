@@ -39,7 +39,7 @@ from runner.instance.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.parts.shares import ShareDaemon, started_virtiofsd
-from runner.instance.parts.thread_placement import QemuThreads, enter_places, read_back
+from runner.instance.parts.thread_placement import QemuThreads, enter_places
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.connections import accepted, copy_between
 from runner.kernel.files import reopened
@@ -448,14 +448,7 @@ class _Move:
         for vcpu in self.threads.vcpus:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or reading back detects it
                 receipts.active.release(vcpu.tid)
-        self._read_back_successor(threads)
-
-    def _read_back_successor(self, threads: QemuThreads) -> None:
-        supervisor, receipts = self.running.supervisor, self.running.receipts
-        found = read_back(supervisor.processes, supervisor.procfs, receipts.active, receipts.active.placement, threads)
-        receipts.threads, receipts.receipt = threads, attrs.evolve(receipts.receipt, threads=found.threads)
-        if supervisor.guest_state.placed is not None:
-            supervisor.guest_state.placed(receipts.receipt)
+        receipts.follow(threads)
 
     async def _let_run(self, successor: Qemu) -> _Moved:
         """Let the successor run the guest; from here on the source's state is out of date, and it never runs the guest again.
@@ -538,7 +531,7 @@ class _Move:
         for queue, detached in self.queues.items():
             (detach_queue if detached else attach_queue)(queue)
         if self.displaced:
-            self._read_back_successor(self.threads)
+            self.running.receipts.follow(self.threads)
         if await monitor.run_state() in {"postmigrate", "finish-migrate", "paused"}:
             await monitor.execute("cont")
 
