@@ -28,20 +28,31 @@ _MOST_ENTRIES = 100_000
 
 
 @frozen
-class _Mount:
-    """A mount: its *point* in this mount namespace, its *device*, and the directory *top* of that file system which is mounted."""
+class _Place:
+    """A directory, wherever it is mounted: the *device* of its file system, and its *path* from the root of that."""
 
-    point: PurePosixPath
     device: str
-    top: PurePosixPath
+    path: PurePosixPath
+
+    def is_below(self, other: _Place) -> bool:
+        return self.device == other.device and self.path.is_relative_to(other.path)
+
+
+@frozen
+class _Shared:
+    """A shared directory: its *path* as given, its *real* path, and the *places* in it: its own, and what is mounted below."""
+
+    path: PurePosixPath
+    real: PurePosixPath
+    places: tuple[_Place, ...]
 
 
 @frozen
 class SharedDirectories:
-    """The directories *paths*, and the mounts of this process."""
+    """The directories *shared*, and what is visible at each mount point of this process."""
 
-    paths: tuple[PurePosixPath, ...]
-    mounts: tuple[_Mount, ...]
+    shared: tuple[_Shared, ...]
+    mounts: dict[PurePosixPath, _Place]
 
     def holding(self, path: PurePosixPath) -> PurePosixPath | None:
         """Return the first of the directories through which *path*, which need not exist, leads; ``None`` if there is none.
@@ -57,7 +68,7 @@ class SharedDirectories:
             return None
         if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
             return None
-        return next((shared for shared in self.paths if may_have(os.fspath(shared), found)), None)
+        return next((shared.path for shared in self.shared if may_have(os.fspath(shared.path), found)), None)
 
     def leading_to(self, path: PurePosixPath) -> PurePosixPath | None:
         """Return the first of the directories in which a component of *path* is looked up, so that its guest could redirect the path.
@@ -65,9 +76,8 @@ class SharedDirectories:
         ``None`` if there is none. A mount point in one of them is allowed as the target: the kernel lets no process rename a mount point of
         its own mount namespace (rename(2), ``EBUSY``).
         """
-        mounted = {mount.point for mount in self.mounts}
         for directory, name in _lookups(path):
-            if name in {"", ".."} or directory / name in mounted:
+            if name in {"", ".."} or directory / name in self.mounts:
                 continue
             if (shared := self._having(directory)) is not None:
                 return shared
@@ -76,42 +86,47 @@ class SharedDirectories:
     def lies_below(self, path: PurePosixPath) -> bool:
         """Tell whether one of the directories lies below *path*."""
         real = PurePosixPath(os.path.realpath(path))
-        return any(PurePosixPath(os.path.realpath(each)).is_relative_to(real) for each in self.paths)
+        return any(each.real.is_relative_to(real) for each in self.shared)
 
     def _having(self, directory: PurePosixPath) -> PurePosixPath | None:
-        """Return the first of the directories that equals or contains the real path *directory*."""
-        return next((shared for shared in self.paths if self._is_below(directory, shared)), None)
-
-    def _is_below(self, directory: PurePosixPath, shared: PurePosixPath) -> bool:
-        """Tell whether the real path *directory* is *shared* or below it, at this place or at another mount of it."""
-        real = PurePosixPath(os.path.realpath(shared))
-        if directory.is_relative_to(real):
-            return True
-        device, place = self._in_file_system(directory)
-        tops = [self._in_file_system(real)]
-        tops += [(mount.device, mount.top) for mount in self.mounts if mount.point.is_relative_to(real)]
-        return any(device == each and place.is_relative_to(top) for each, top in tops)
-
-    def _in_file_system(self, directory: PurePosixPath) -> tuple[str, PurePosixPath]:
-        """Return the device of the real path *directory*, and its path from the root of that file system."""
-        over = [mount for mount in self.mounts if directory.is_relative_to(mount.point)]
-        if not over:
-            return "", directory
-        deepest = max(len(mount.point.parts) for mount in over)
-        mount = [each for each in over if len(each.point.parts) == deepest][-1]  # the last one hides those before it
-        return mount.device, mount.top / directory.relative_to(mount.point)
+        """Return the first of the directories that equals or contains the real path *directory*, here or at another mount of it."""
+        place = _place(directory, self.mounts)
+        for shared in self.shared:
+            if directory.is_relative_to(shared.real) or any(map(place.is_below, shared.places)):
+                return shared.path
+        return None
 
 
 def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDirectories:
     """Return the directories *paths*, with the mounts that this process has now (proc_pid_mountinfo(5))."""
-    found = tuple(paths)
-    lines = read_text(roots.proc / "self/mountinfo").splitlines() if found else []
-    return SharedDirectories(found, tuple(map(_parse_mount, lines)))
+    given = tuple(paths)
+    lines = read_text(roots.proc / "self/mountinfo").splitlines() if given else []
+    found = [_parse_mount(line) for line in lines]
+    visible = dict(found)  # of several mounts at one point the last hides the others
+    return SharedDirectories(tuple(_shared(path, found, visible) for path in given), visible)
 
 
-def _parse_mount(line: str) -> _Mount:
+def _shared(
+    path: PurePosixPath, mounts: list[tuple[PurePosixPath, _Place]], visible: dict[PurePosixPath, _Place]
+) -> _Shared:
+    real = PurePosixPath(os.path.realpath(path))
+    # also a hidden one: it is there again when the mount over it goes
+    below = [place for point, place in mounts if point.is_relative_to(real)]
+    return _Shared(path, real, (_place(real, visible), *below))
+
+
+def _place(directory: PurePosixPath, mounts: dict[PurePosixPath, _Place]) -> _Place:
+    """Return the place of the real path *directory*."""
+    for point in (directory, *directory.parents):
+        if (mounted := mounts.get(point)) is not None:
+            return _Place(mounted.device, mounted.path / directory.relative_to(point))
+    return _Place("", directory)
+
+
+def _parse_mount(line: str) -> tuple[PurePosixPath, _Place]:
+    """Return the mount point that *line* names, and what is mounted there."""
     _, _, device, top, point, *_ = line.split(" ")
-    return _Mount(_unescaped(point), device, _unescaped(top))
+    return _unescaped(point), _Place(device, _unescaped(top))
 
 
 def _unescaped(text: str) -> PurePosixPath:
