@@ -28,13 +28,13 @@ _MOST_ENTRIES = 100_000
 
 
 @frozen
-class _Place:
+class _MountedDirectory:
     """A directory, wherever it is mounted: the *device* of its file system, and its *path* from the root of that."""
 
     device: str
     path: PurePosixPath
 
-    def is_below(self, other: _Place) -> bool:
+    def is_below(self, other: _MountedDirectory) -> bool:
         return self.device == other.device and self.path.is_relative_to(other.path)
 
 
@@ -44,7 +44,7 @@ class _Shared:
 
     path: PurePosixPath
     real: PurePosixPath
-    places: tuple[_Place, ...]
+    places: tuple[_MountedDirectory, ...]
 
 
 @frozen
@@ -52,7 +52,7 @@ class SharedDirectories:
     """The directories *shared*, and what is visible at each mount point of this process."""
 
     shared: tuple[_Shared, ...]
-    mounts: dict[PurePosixPath, _Place]
+    mounts: dict[PurePosixPath, _MountedDirectory]
 
     def holding(self, path: PurePosixPath) -> PurePosixPath | None:
         """Return the first of the directories through which *path*, which need not exist, leads; ``None`` if there is none.
@@ -107,7 +107,9 @@ def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDi
 
 
 def _shared(
-    path: PurePosixPath, mounts: list[tuple[PurePosixPath, _Place]], visible: dict[PurePosixPath, _Place]
+    path: PurePosixPath,
+    mounts: list[tuple[PurePosixPath, _MountedDirectory]],
+    visible: dict[PurePosixPath, _MountedDirectory],
 ) -> _Shared:
     real = PurePosixPath(os.path.realpath(path))
     # also a hidden one: it is there again when the mount over it goes
@@ -115,18 +117,18 @@ def _shared(
     return _Shared(path, real, (_place(real, visible), *below))
 
 
-def _place(directory: PurePosixPath, mounts: dict[PurePosixPath, _Place]) -> _Place:
+def _place(directory: PurePosixPath, mounts: dict[PurePosixPath, _MountedDirectory]) -> _MountedDirectory:
     """Return the place of the real path *directory*."""
     for point in (directory, *directory.parents):
         if (mounted := mounts.get(point)) is not None:
-            return _Place(mounted.device, mounted.path / directory.relative_to(point))
-    return _Place("", directory)
+            return _MountedDirectory(mounted.device, mounted.path / directory.relative_to(point))
+    return _MountedDirectory("", directory)
 
 
-def _parse_mount(line: str) -> tuple[PurePosixPath, _Place]:
+def _parse_mount(line: str) -> tuple[PurePosixPath, _MountedDirectory]:
     """Return the mount point that *line* names, and what is mounted there."""
     _, _, device, top, point, *_ = line.split(" ")
-    return _unescaped(point), _Place(device, _unescaped(top))
+    return _unescaped(point), _MountedDirectory(device, _unescaped(top))
 
 
 def _unescaped(text: str) -> PurePosixPath:
