@@ -17,8 +17,8 @@ from runner.base.values import frozen
 from runner.facts.hardware import Hardware
 from runner.facts.host import Kvm, PodQos
 from runner.facts.roots import Roots
+from runner.kernel.child_processes import Processes
 from runner.kernel.kubelet_files import Frozen
-from runner.kernel.processes import Processes
 from runner.kernel.procfs import Procfs
 from runner.kubelet.state import CpuState
 from runner.plan.host_checks import ASKING_FOR_LESS

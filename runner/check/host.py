@@ -31,12 +31,12 @@ from runner.host.discover import read_host_facts
 from runner.host.pods import read_pod
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.kernel.character_devices import probe_kvm, try_kvm
+from runner.kernel.child_processes import Processes, dying_with_us, open_processes
 from runner.kernel.file_prober import probe_file
+from runner.kernel.hardware_reader import read_hardware, read_online_cpus
 from runner.kernel.kernel_facts import pid_namespace
 from runner.kernel.peers import INIT_PID_NAMESPACE
-from runner.kernel.processes import Processes, dying_with_us, open_processes
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status

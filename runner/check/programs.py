@@ -15,8 +15,8 @@ from runner.facts.host import Virtiofsd
 from runner.facts.packages import install
 from runner.host.discover import SYSTEM_DIRECTORIES, ask_qemu_version, find_virtiofsd, version_output
 from runner.host.trial_guest import try_guest
+from runner.kernel.child_processes import Command, Processes
 from runner.kernel.files import find_program
-from runner.kernel.processes import Command, Processes
 from runner.kernel.small_files import read_os_release
 from runner.plan.argv.qemu import SANDBOX
 

@@ -14,7 +14,7 @@ import attrs
 from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
-from runner.kernel.lines import LineFramer, OverlongError
+from runner.kernel.line_reader import LineFramer, OverlongError
 from runner.kernel.sockets import CONSOLE_SOCKET, Socket, connected, unbounded
 
 LONGEST_REPLY = 1 << 12

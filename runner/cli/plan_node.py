@@ -20,8 +20,8 @@ from runner.base.errors import HostError, RefusedError, UsageError
 from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
 from runner.facts.hardware import Hardware
+from runner.kernel.hardware_reader import read_kubelet_hardware
 from runner.kernel.kubelet_files import read_state_file
-from runner.kernel.sysfs import read_kubelet_hardware
 from runner.kubelet.state_files import CPU_STATE, MEMORY_STATE, parse_cpu_state, parse_memory_state
 from runner.node_plan.configuration import changed, parse_kubelet_configuration
 from runner.node_plan.device_manager import Devices, peak_devices

@@ -14,7 +14,7 @@ from runner.cli.options import TERMINATION_LOG, read_spec_file
 from runner.cli.outputs import Outputs
 from runner.instance.init import ASK_TO_STOP, ExitReport, run_as_init
 from runner.instance.supervisor import Renewal
-from runner.kernel.processes import raise_limits
+from runner.kernel.child_processes import raise_limits
 
 log = logging.getLogger("runner")
 

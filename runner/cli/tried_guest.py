@@ -30,10 +30,10 @@ from runner.cli.outcomes import KILLED, explain_status
 from runner.facts.packages import install
 from runner.facts.roots import Roots
 from runner.host.discover import SYSTEM_DIRECTORIES, read_disk_facts
+from runner.kernel.child_processes import dying_with_us
 from runner.kernel.file_prober import probe_file
 from runner.kernel.files import find_program
 from runner.kernel.privileges import CAP_SYS_ADMIN
-from runner.kernel.processes import dying_with_us
 from runner.kernel.procfs import Procfs
 from runner.kernel.small_files import read_os_release
 from runner.kernel.terminal_processes import TerminalProcess

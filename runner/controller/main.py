@@ -53,14 +53,14 @@ from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.facts.hardware import hugetlb_name
 from runner.kernel.cgroup import Cgroup
+from runner.kernel.child_processes import raise_limits
 from runner.kernel.device_filter import DeviceRule
+from runner.kernel.hardware_reader import read_promised_pages
 from runner.kernel.host_settings import HostSettings
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import Peers
-from runner.kernel.processes import raise_limits
 from runner.kernel.procfs import Procfs
 from runner.kernel.resctrl import Resctrl
-from runner.kernel.sysfs import read_promised_pages
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.http import open_http_listeners, parse_address, serve_http

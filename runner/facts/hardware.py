@@ -1,4 +1,4 @@
-"""The CPUs and NUMA nodes of one host as frozen values, which ``kernel/sysfs.py`` reads.
+"""The CPUs and NUMA nodes of one host as frozen values, which ``kernel/hardware_reader.py`` reads.
 
 A :class:`Hardware` can be recorded (:meth:`Hardware.to_json`) on one machine and used for a plan on another. The kubelet
 gets the same facts from cadvisor's ``MachineInfo``.

@@ -38,14 +38,14 @@ from runner.facts.memory import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
+from runner.kernel.child_processes import Command, Processes
 from runner.kernel.file_prober import free_space, probe_file, read_document, why_not_appended
 from runner.kernel.files import find_program, memory
+from runner.kernel.hardware_reader import read_hardware, read_online, read_promised_pages
 from runner.kernel.limits import CAP_IPC_LOCK, cpu_limits, hard_limit, huge_limits, memory_limit, read_lockable
-from runner.kernel.processes import Command, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_cpuset, read_mask
 from runner.kernel.small_files import read_os_release, read_text
-from runner.kernel.sysfs import read_hardware, read_online, read_promised_pages
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import too_old

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import trio
 
-from runner.kernel.processes import Command, Processes
+from runner.kernel.child_processes import Command, Processes
 from runner.kernel.sockets import connected_pair
 from runner.plan.argv.networks import passt_argv
 from runner.plan.network_plan import PasstPlan

@@ -15,8 +15,8 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.values import frozen
+from runner.kernel.child_processes import Command, Processes
 from runner.kernel.files import filled_memory
-from runner.kernel.processes import Command, Processes
 from runner.plan.argv.qemu import SANDBOX
 
 ENDS_WITHIN = 10.0

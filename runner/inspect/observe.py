@@ -33,10 +33,10 @@ from runner.inspect.observation import (
 )
 from runner.inspect.roles import Roles
 from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.hardware_reader import read_hardware, read_online_cpus
 from runner.kernel.kubelet_files import Frozen
 from runner.kernel.peers import INIT_PID_NAMESPACE, Peers
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_hardware, read_online_cpus
 from runner.kubelet.pod_cgroups import (
     FLOAT,
     NOT_SEALED,

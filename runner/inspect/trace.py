@@ -20,10 +20,10 @@ from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally
 from runner.inspect.observation import InstanceObservation, Observation
 from runner.inspect.observe import read_processes
 from runner.inspect.task_table import TaskTable, known_tasks
+from runner.kernel.hardware_reader import read_online_cpus
 from runner.kernel.procfs import Procfs
 from runner.kernel.ring_buffer import has_missed_events, records
 from runner.kernel.scheduler import pin, read_mask
-from runner.kernel.sysfs import read_online_cpus
 from runner.kernel.tracefs import TraceInstance, remove_stale_instances, trace_instance, tracefs_reached
 from runner.placement.threads import ObservedThread
 

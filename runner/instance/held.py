@@ -38,7 +38,7 @@ from runner.kernel.files import closing
 from runner.kernel.sockets import Socket, adopted_socket, connected_pair, refuse_fds
 
 if TYPE_CHECKING:
-    from runner.kernel.processes import Process, Processes
+    from runner.kernel.child_processes import Process, Processes
 
 T = TypeVar("T")
 

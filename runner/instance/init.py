@@ -29,9 +29,9 @@ from runner.instance.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import Faults, Renewal, Supervisor, open_supervisor
 from runner.instance.watch.shown import figures_shown
+from runner.kernel.child_processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.files import all_closed
 from runner.kernel.nonblocking_writer import NonBlockingWriter
-from runner.kernel.processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.signals import received
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance

@@ -38,14 +38,14 @@ from runner.instance.parts.state_directory import discard_leftovers
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
-from runner.kernel.processes import Process
+from runner.kernel.child_processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.kernel.waiting import readable
 from runner.placement.children import FATAL
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
-    from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
+    from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
     from runner.instance.watch.receipts import Receipts
 
 log = logging.getLogger(__name__)

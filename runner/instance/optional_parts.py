@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import PurePosixPath
 
     from runner.base.errors import Problem
-    from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
+    from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
     from runner.instance.held import Held
     from runner.instance.parts.cgroups.active import ActivePlacement
     from runner.instance.parts.daemons import RestartedChild

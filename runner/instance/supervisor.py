@@ -21,7 +21,7 @@ from runner.instance.gate import Changes, StopRequest
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
 from runner.instance.watch.guest_state import GuestState
-from runner.kernel.processes import Processes, open_processes
+from runner.kernel.child_processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from runner.facts.descriptor import DESCRIPTOR_NAME, DescriptorFact, DescriptorK
 from runner.kernel.character_devices import IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, TUNGETIFF
 from runner.kernel.fd_passing import TooManyFdsError, TruncatedFdsError, receive_with_fds
 from runner.kernel.files import Descriptor, owned
-from runner.kernel.lines import LineFramer
+from runner.kernel.line_reader import LineFramer
 from runner.kernel.peers import credentials
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Children of a command on a terminal, in a process that is not an init (see :mod:`runner.kernel.processes` for one that is).
+"""Children of a command on a terminal, in a process that is not an init (see :mod:`runner.kernel.child_processes` for one that is).
 
 They are waited for by pidfd, each by itself, and may share the terminal.
 """

@@ -26,7 +26,7 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.cgroup_fds import CgroupFds, open_cgroup_fds
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.files import Descriptor
-from runner.kernel.lines import LineFramer, OverlongError, receive_line
+from runner.kernel.line_reader import LineFramer, OverlongError, receive_line
 from runner.kernel.sockets import reachable
 
 LONGEST_RESPONSE = 1 << 16

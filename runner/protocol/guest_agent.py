@@ -17,7 +17,7 @@ import trio
 
 from runner.base.errors import HostError
 from runner.kernel.fd_passing import send_with_fds
-from runner.kernel.lines import LineFramer, OverlongError, receive_line
+from runner.kernel.line_reader import LineFramer, OverlongError, receive_line
 from runner.kernel.waiting import persistently
 
 LONGEST_LINE = 1 << 16

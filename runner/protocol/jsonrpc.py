@@ -14,7 +14,7 @@ import trio
 from runner.base.strict_json import parse_json
 from runner.base.values import frozen
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.lines import LineFramer, OverlongError
+from runner.kernel.line_reader import LineFramer, OverlongError
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600

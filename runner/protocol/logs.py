@@ -18,7 +18,7 @@ from typing import Protocol
 from runner.base.errors import escaped
 from runner.base.events import OTHER, Event, SharedEvent
 from runner.base.values import frozen
-from runner.kernel.lines import LineFramer
+from runner.kernel.line_reader import LineFramer
 from runner.kernel.nonblocking_writer import NonBlockingWriter, dropped_message
 
 LONGEST = 16 * 1024
@@ -136,7 +136,7 @@ class DroppingWriter(Protocol):
 class JsonConsole:
     """Writes the output of a guest's serial console as lines of JSON, none of which can be taken for an event.
 
-    The caller cuts the output into pieces of few lines (:func:`~runner.kernel.lines.pieces`): each piece is one step.
+    The caller cuts the output into pieces of few lines (:func:`~runner.kernel.line_reader.pieces`): each piece is one step.
     """
 
     def __init__(self, writer: DroppingWriter) -> None:

@@ -34,7 +34,7 @@ from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.kernel.fd_passing import TooManyFdsInFlightError, send_with_fds
-from runner.kernel.lines import LineFramer, OverlongError
+from runner.kernel.line_reader import LineFramer, OverlongError
 from runner.kernel.packages import without_init
 from runner.kernel.waiting import receive
 

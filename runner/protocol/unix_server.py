@@ -28,7 +28,7 @@ from runner.base.values import frozen
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.connections import HangUp, close, serve_connections
 from runner.kernel.fd_passing import FdsSentError, receive_without_fds, send_with_fds
-from runner.kernel.lines import OverlongError
+from runner.kernel.line_reader import OverlongError
 from runner.kernel.peers import Peer, Peers
 from runner.kernel.sockets import Socket
 from runner.kernel.waiting import SHORT, shortages

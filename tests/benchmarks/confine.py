@@ -24,7 +24,7 @@ from runner.instance.parts.cgroups.entered import EnteredCgroups
 from runner.instance.parts.daemons import anchored
 from runner.instance.parts.thread_placement import QemuThreads, place_threads
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
-from runner.kernel.processes import Command, Process
+from runner.kernel.child_processes import Command, Process
 from runner.kernel.procfs import Procfs
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.qmp import VcpuThread

@@ -9,7 +9,7 @@ import sys
 
 import trio
 
-from runner.kernel.processes import Command, open_processes
+from runner.kernel.child_processes import Command, open_processes
 
 
 async def reap(fds: tuple[int, ...], argv: tuple[str, ...]) -> int:

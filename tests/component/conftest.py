@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from runner.kernel.processes import become_subreaper
+from runner.kernel.child_processes import become_subreaper
 from tests.support.fake_host import FakeHost
 
 CLONE_NEWNET = 0x40000000

@@ -24,8 +24,8 @@ from runner.instance.parts.cgroups.float import entered_float, is_frozen
 from runner.instance.parts.daemons import restarted_child
 from runner.instance.supervisor import Faults, Renewal, open_supervisor
 from runner.kernel.cgroup_fds import CgroupFds
+from runner.kernel.child_processes import Command
 from runner.kernel.files import Descriptor, owned
-from runner.kernel.processes import Command
 from runner.kernel.scheduler import read_mask
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths

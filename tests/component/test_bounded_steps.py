@@ -14,9 +14,9 @@ import trio
 
 from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.console import Console
-from runner.kernel.lines import LINES_PER_STEP
+from runner.kernel.child_processes import LINES_PER_SECOND, Command, open_processes
+from runner.kernel.line_reader import LINES_PER_STEP
 from runner.kernel.log_file import kept_log
-from runner.kernel.processes import LINES_PER_SECOND, Command, open_processes
 from runner.protocol.jsonrpc import MessageFramer
 from runner.protocol.logs import JsonConsole
 from runner.protocol.qmp import Monitor
@@ -54,7 +54,7 @@ def counted_records(meter: StepMeter) -> Iterator[list[logging.LogRecord]]:
             meter.count(1)
             records.append(record)
 
-    log, handler = logging.getLogger("runner.kernel.processes"), Counting()
+    log, handler = logging.getLogger("runner.kernel.child_processes"), Counting()
     before = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)

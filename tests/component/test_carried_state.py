@@ -22,8 +22,8 @@ from runner.instance.renewal.names import NAMES
 from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program, state_of
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.receipts import PlacedThreads
+from runner.kernel.child_processes import start_time
 from runner.kernel.execution import claim_inherited, identity, sealed_memory
-from runner.kernel.processes import start_time
 from runner.placement.threads import CgroupPaths
 from tests.support.fake_host import FakeHost
 

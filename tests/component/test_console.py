@@ -24,8 +24,8 @@ from runner.cli.console_client import AttachRequest
 from runner.instance.parts.console import MOST_CONNECTIONS, REQUEST_WITHIN
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
+from runner.kernel.child_processes import Command
 from runner.kernel.log_file import kept_log
-from runner.kernel.processes import Command
 from tests.support.fake_host import FakeHost
 
 PROJECT = str(Path(__file__).parents[2])

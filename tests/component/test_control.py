@@ -24,7 +24,7 @@ from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
 from runner.cli.refusal import print_refusal
 from runner.facts.host import User
-from runner.instance.change.hotplug import refuse_elsewhere
+from runner.instance.change.disk_hotplug import refuse_elsewhere
 from runner.instance.control.method_table import METHODS
 from runner.instance.control.server import ACTIONS, ControlMethods
 from runner.instance.gate import Changes, Kind
@@ -350,7 +350,7 @@ async def test_a_full_state_directory_refuses_a_disk_with_the_reason_and_nothing
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, when: str, *, unplugs: bool
 ) -> None:
     """A disk that the guest does not release stays only if the directory became full when the guest had it."""
-    monkeypatch.setattr("runner.instance.change.hotplug.RELEASED_WITHIN", 0.2)
+    monkeypatch.setattr("runner.instance.change.disk_hotplug.RELEASED_WITHIN", 0.2)
     fills = str(fake_host.root / "state") if when == "meanwhile" else None
     plan = fake_host.plan("[hotplug]\ndisks = 2\n", qemu={"unplugs": unplugs, "fills": fills}, grace=2)
     (fake_host.root / "disk").write_bytes(bytes(1 << 20))

@@ -16,7 +16,7 @@ from runner.base.errors import SpecError, Status
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
 from runner.instance.supervisor import Supervisor
-from runner.kernel.processes import open_processes
+from runner.kernel.child_processes import open_processes
 from runner.plan.instance import plan_instance
 from runner.plan.passthrough_plan import VfioBackend
 from runner.spec.instance import parse_instance

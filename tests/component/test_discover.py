@@ -16,7 +16,7 @@ from runner.facts.roots import Roots
 from runner.host.discover import find_virtiofsd, read_allowed_cpus, read_host_facts, version_output
 from runner.kernel import preallocate
 from runner.kernel.cgroup import Cgroup
-from runner.kernel.processes import open_processes
+from runner.kernel.child_processes import open_processes
 from runner.spec.instance import parse_instance
 
 

@@ -27,10 +27,10 @@ from runner.facts.network import Interface
 from runner.facts.roots import Roots
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
+from runner.kernel.child_processes import Command
+from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.network import Bridge, build, read_interfaces, recover, remove
-from runner.kernel.processes import Command
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_hardware
 from runner.plan.argv.networks import dnsmasq_argv
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance

@@ -21,8 +21,8 @@ from runner.base.errors import HostError, Status, explain
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, network
+from runner.kernel.child_processes import Command
 from runner.kernel.inherited_fds import probe_descriptor
-from runner.kernel.processes import Command
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import PasstPlan
 from tests.support.fake_host import FakeHost

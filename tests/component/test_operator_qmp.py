@@ -21,7 +21,7 @@ from runner.cli.qmp import parse_words
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
-from runner.kernel.processes import Command
+from runner.kernel.child_processes import Command
 from runner.kernel.sockets import reachable
 from runner.protocol.qmp_server import BadRequestError, ObjectFramer
 from tests.support.fake_host import FakeHost

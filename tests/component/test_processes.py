@@ -16,8 +16,15 @@ import trio
 
 from runner.base.errors import HostError
 from runner.instance.parts.cgroups.entered import OUT_OF_MEMORY, OomKills
+from runner.kernel.child_processes import (
+    LONGEST_LINE,
+    Command,
+    _state,
+    more_likely_to_be_killed,
+    open_processes,
+    signal_name,
+)
 from runner.kernel.limits import own_groups
-from runner.kernel.processes import LONGEST_LINE, Command, _state, more_likely_to_be_killed, open_processes, signal_name
 from tests.support.leases import leasing
 
 
@@ -258,7 +265,7 @@ IN_GROUP = """
 import sys, trio
 from pathlib import Path
 from runner.base.errors import HostError, explain
-from runner.kernel.processes import LONGEST_LINE, Command, open_processes
+from runner.kernel.child_processes import LONGEST_LINE, Command, open_processes
 
 async def main():
     Path(sys.argv[1], "cgroup.procs").write_text("0")

@@ -24,7 +24,7 @@ from runner.instance.change import qemu_update
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.instance.timeouts import InstanceTimeouts
-from runner.kernel.processes import ProcessRecord
+from runner.kernel.child_processes import ProcessRecord
 from runner.kernel.small_files import read_text
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import Accel

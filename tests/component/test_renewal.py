@@ -472,7 +472,8 @@ def test_down_and_up_again(start: RenewableStarter, made: ProgramDirectory, prog
         ("    down: bool\n\n\n", "    down: bool\n    newer: int = 0\n\n\n"),
     )
     program.patch(
-        "kernel/processes.py", ("    ended: int | None = None\n", "    ended: int | None = None\n    newer: int = 0\n")
+        "kernel/child_processes.py",
+        ("    ended: int | None = None\n", "    ended: int | None = None\n    newer: int = 0\n"),
     )
     run = start(EVERYTHING, "--http", "127.0.0.1:9441")
     for generation, each in enumerate((program, made, program), 1):

@@ -18,8 +18,8 @@ from runner.host import trial_guest
 from runner.host.discover import read_host_facts
 from runner.host.trial_guest import ENDS_WITHIN, TRIAL_GUEST, GuestTrial, try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
+from runner.kernel.child_processes import open_processes
 from runner.kernel.files import find_program
-from runner.kernel.processes import open_processes
 from runner.spec.instance import parse_instance
 from tests.component.test_check import here
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.kernel.processes import become_subreaper
+from runner.kernel.child_processes import become_subreaper
 from tests.support.program_runs import GuestFiles, ProgramStarter, until
 
 

@@ -16,7 +16,7 @@ from runner.instance.gate import StopRequest
 from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.daemons import anchored
 from runner.instance.supervisor import Faults, open_supervisor
-from runner.kernel.processes import Command
+from runner.kernel.child_processes import Command
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of
 from tests.node.instances import TREE, Controller, uid_of

@@ -21,17 +21,17 @@ from runner.base.rate_limit import LogRateLimit
 from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
-from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.change.disk_hotplug import DiskHotplug
 from runner.instance.gate import Changes, StopRequest
 from runner.instance.lifecycle import run_instance
 from runner.instance.parts.qemu import GuestEnd, Qemu
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
+from runner.kernel.child_processes import Process
+from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.nonblocking_writer import NonBlockingWriter
-from runner.kernel.processes import Process
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_hardware
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.qmp import Monitor
 from runner.spec.instance import parse_instance

@@ -41,10 +41,10 @@ from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.controller.tune.tuner_process import TunerProcess, obey
+from runner.kernel.hardware_reader import read_promised_pages
 from runner.kernel.peers import Peers
 from runner.kernel.procfs import Procfs
 from runner.kernel.sockets import SO_PASSRIGHTS
-from runner.kernel.sysfs import read_promised_pages
 from runner.kubelet.state_files import KubeletFiles
 from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.unix_server import SocketLimits, UnixServer

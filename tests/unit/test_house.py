@@ -95,7 +95,7 @@ EFFECTS = {
 """Modules that no pure room imports, because a pure room does no input or output."""
 
 ONE_DOOR = {
-    "subprocess": {"kernel.processes"},
+    "subprocess": {"kernel.child_processes"},
     "socket": {"kernel", "protocol", "controller"},
     "h11": {"protocol.http"},
     "h2": {"protocol.grpc"},

@@ -22,8 +22,8 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RunnerError, SpecError, explain
 from runner.base.events import ControllerEvent
+from runner.kernel.hardware_reader import read_online_cpus
 from runner.kernel.kubelet_files import Frozen, attempt, attempt_claims, is_registered, settled
-from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.claims import CDI_FILES, DRIVER_SOCKETS, CpuClaims, claimed_cpu_state, parse_cpu_claims
 from runner.kubelet.pod_resources import (
     GET_ALLOCATABLE,

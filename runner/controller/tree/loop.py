@@ -53,8 +53,8 @@ from runner.controller.tree.watches import Watches
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.hardware_reader import read_online_cpus
 from runner.kernel.kubelet_files import Frozen, attempt
-from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.state import CpuState
 from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 

@@ -11,8 +11,8 @@ from runner.base.errors import HostError, explain
 from runner.base.values import frozen
 from runner.controller.tune.cache_groups import CachePlan, CacheRequest, plan_cache_groups
 from runner.controller.tune.disturbances import Record, Setting, Unset, WaysBelow
+from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.resctrl import Resctrl
-from runner.kernel.sysfs import read_hardware
 
 RESCTRL = "sys/fs/resctrl"
 

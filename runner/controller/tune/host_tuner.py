@@ -42,6 +42,7 @@ from runner.controller.tune.disturbances import (
 from runner.controller.tune.irqbalance import Irqbalance, find_irqbalance
 from runner.controller.tune.tuner_messages import Tuned, TunedInstance
 from runner.kernel.files import discard, publish
+from runner.kernel.hardware_reader import read_online_cpus
 from runner.kernel.host_settings import (
     DEFAULT_AFFINITY,
     INTERRUPTS,
@@ -53,7 +54,6 @@ from runner.kernel.host_settings import (
 )
 from runner.kernel.leases import read_at_once
 from runner.kernel.procfs import Procfs
-from runner.kernel.sysfs import read_online_cpus
 from runner.kubelet.pod_cgroups import instance_group
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from runner.instance.change.vcpus import Vcpus
 from runner.instance.gate import Kind, LiveChange
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.watch.receipts import Receipts
+from runner.kernel.hardware_reader import read_online
 from runner.kernel.scheduler import pin, read_mask
-from runner.kernel.sysfs import read_online
 from runner.placement.backends import ControllerPlacement, Placement
 
 log = logging.getLogger(__name__)

@@ -41,11 +41,11 @@ from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
 from runner.instance.parts.shares import ShareDaemon, started_virtiofsd
 from runner.instance.parts.thread_placement import QemuThreads, enter_places
 from runner.kernel.character_devices import vhost_net
+from runner.kernel.child_processes import Process, stop_bound
 from runner.kernel.connections import accepted, copy_between
 from runner.kernel.files import reopened
 from runner.kernel.limits import lockable
 from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, meeting_point
-from runner.kernel.processes import Process, stop_bound
 from runner.kernel.program_directory import check_file
 from runner.kernel.sockets import Socket, connected_pair
 from runner.kernel.tap_queues import attach_queue, detach_queue

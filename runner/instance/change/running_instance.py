@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.base.values import frozen
-from runner.instance.change.hotplug import DiskHotplug
+from runner.instance.change.disk_hotplug import DiskHotplug
 from runner.instance.change.vcpus import Vcpus
 from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.instance.supervisor import Supervisor

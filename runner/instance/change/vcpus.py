@@ -24,8 +24,8 @@ from runner.facts.roots import Roots
 from runner.instance.gate import Kind
 from runner.instance.parts.thread_placement import QemuThreads
 from runner.instance.watch.receipts import Receipts
+from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.scheduler import pin, read_mask
-from runner.kernel.sysfs import read_hardware
 from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of

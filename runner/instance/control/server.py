@@ -21,7 +21,7 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.instance.change.hotplug import AttachedDisk, DiskHotplug
+from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
 from runner.instance.change.running_instance import RunningInstance
 from runner.instance.change.vcpus import Vcpus
 from runner.instance.control.method_table import METHODS, PROTOCOL

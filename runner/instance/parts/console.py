@@ -24,7 +24,7 @@ from runner.base.values import define
 from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
 from runner.kernel.connections import serve_connections
-from runner.kernel.lines import LineFramer, OverlongError, pieces, receive_line
+from runner.kernel.line_reader import LineFramer, OverlongError, pieces, receive_line
 from runner.kernel.log_file import LogFile, kept_log
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.peers import PeerError, Peers

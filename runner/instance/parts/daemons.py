@@ -17,7 +17,7 @@ from runner.base.tasks import first_of
 from runner.base.values import define
 from runner.instance.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
-from runner.kernel.processes import Command, Process, ProcessRecord, stop_bound
+from runner.kernel.child_processes import Command, Process, ProcessRecord, stop_bound
 from runner.placement.children import RESTARTS, Restart
 
 log = logging.getLogger(__name__)

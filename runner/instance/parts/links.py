@@ -13,8 +13,8 @@ from runner.base.events import InstanceEvent
 from runner.instance.parts.daemons import restarted_child
 from runner.instance.supervisor import Supervisor
 from runner.kernel import network
+from runner.kernel.child_processes import Command
 from runner.kernel.network import Bridge, Macvtap
-from runner.kernel.processes import Command
 from runner.plan.argv.networks import DNSMASQ_UP, dnsmasq_argv
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan, MacvtapPlan, NetworkPlan

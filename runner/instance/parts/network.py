@@ -12,7 +12,7 @@ from runner.base.values import frozen
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, files
-from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.child_processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.networks import passt_argv
 from runner.plan.argv.wires import WireNumbers

@@ -13,7 +13,7 @@ from runner.base.errors import HostError, explain
 from runner.base.values import frozen
 from runner.instance.supervisor import Faults, Supervisor
 from runner.kernel import files, pci, vfio
-from runner.kernel.processes import Command, Process
+from runner.kernel.child_processes import Command, Process
 from runner.plan.instance import InstancePlan
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 

@@ -16,8 +16,8 @@ from runner.instance.parts.qemu import Qemu, spawn_qemu, started_within
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
+from runner.kernel.child_processes import Process, stop_bound
 from runner.kernel.limits import lockable
-from runner.kernel.processes import Process, stop_bound
 from runner.kernel.sockets import Socket
 from runner.plan.argv.qemu import QemuFds
 from runner.plan.firmware import ForgottenVariables, VariablesPlan

@@ -22,7 +22,7 @@ from runner.instance.held import Held
 from runner.instance.parts.memory import MBIND_REMEDY
 from runner.instance.parts.qemu_events import HANDLED, IGNORED, DiskEvents
 from runner.instance.supervisor import Supervisor
-from runner.kernel.processes import Command, Process
+from runner.kernel.child_processes import Command, Process
 from runner.placement.children import FATAL
 from runner.plan.argv.qemu import QemuFds, qemu_argv
 from runner.plan.instance import ShutdownPlan

@@ -11,7 +11,7 @@ import trio
 
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.supervisor import Supervisor
-from runner.kernel.processes import Command, Process, stop_bound
+from runner.kernel.child_processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
 from runner.plan.argv.qemu import virtiofsd_argv
 from runner.plan.shares import SharePlan

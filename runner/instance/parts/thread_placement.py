@@ -12,7 +12,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import PlacementError
 from runner.base.values import define, frozen
 from runner.facts.threads import ThreadStatus
-from runner.kernel.processes import Process, Processes
+from runner.kernel.child_processes import Process, Processes
 from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import Placement

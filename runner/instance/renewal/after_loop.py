@@ -24,7 +24,7 @@ from runner.instance.held import Held
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.renewal.upgrade import BLOCKED, execute_again
 from runner.instance.supervisor import Renewal, Supervisor
-from runner.kernel.processes import KILLED_WITHIN, Process, alive_after
+from runner.kernel.child_processes import KILLED_WITHIN, Process, alive_after
 from runner.plan.instance import InstancePlan
 
 log = logging.getLogger(__name__)

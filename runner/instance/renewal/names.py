@@ -17,16 +17,16 @@ from typing import Any, Final, Literal, Never
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import Fd, frozen
-from runner.instance.change.hotplug import AttachedDisk
+from runner.instance.change.disk_hotplug import AttachedDisk
 from runner.instance.parts.daemons import RestartedChildRecord
 from runner.instance.supervisor import Counters
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.instance.watch.receipts import PlacedThreads
 from runner.instance.watch.signs_of_life import Silence
 from runner.kernel.cgroup_fds import CgroupFds
+from runner.kernel.child_processes import ProcessRecord
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.log_file import LogFileRecord
-from runner.kernel.processes import ProcessRecord
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
 from runner.plan.argv.qemu import QemuFds

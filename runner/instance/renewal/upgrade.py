@@ -39,8 +39,8 @@ from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.first_stage import stage_argv
 from runner.instance.renewal.names import FORMAT, OLDEST, name_of
 from runner.instance.supervisor import Renewal, Supervisor
+from runner.kernel.child_processes import Command
 from runner.kernel.execution import execute, identity, memory, sealed_memory
-from runner.kernel.processes import Command
 
 if TYPE_CHECKING:
     from runner.protocol.instance_metrics import RenewalOutcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from runner.kernel.bounded_search import SlowSearchError, search_any
+from runner.kernel.regex_search import SlowSearchError, search_any
 from runner.protocol.terminal_escapes import shown_lines
 
 

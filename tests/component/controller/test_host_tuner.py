@@ -21,8 +21,8 @@ from runner.controller.serve.tuning_passes import TUNING
 from runner.controller.tune.cache_tuner import RESCTRL
 from runner.controller.tune.host_tuner import HostTuner, TuningOptions
 from runner.controller.tune.tuner_messages import Tuned, TunedInstance
+from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, d3cold_path, governor_path, latency_path
-from runner.kernel.sysfs import read_hardware
 from tests.support.fake_host_settings import FakeResctrl
 from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
 

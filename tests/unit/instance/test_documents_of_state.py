@@ -16,9 +16,9 @@ from runner.base.judgement import Judgement, Level
 from runner.base.values import Fd
 from runner.instance.renewal.documents import field_types, from_document, to_document
 from runner.instance.renewal.names import KINDS, NAMES
+from runner.kernel.child_processes import ProcessRecord
 from runner.kernel.files import Descriptor
 from runner.kernel.log_file import LogFileRecord
-from runner.kernel.processes import ProcessRecord
 from runner.placement.backends import AffinityPlacement, Placement
 from runner.placement.children import Role
 from runner.plan.instance import InstancePlan, plan_instance

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from runner.kernel.lines import LINES_PER_STEP, LineFramer, OverlongError, pieces, receive_line
+from runner.kernel.line_reader import LINES_PER_STEP, LineFramer, OverlongError, pieces, receive_line
 
 
 def test_lines_do_not_depend_on_how_they_are_split_into_pieces() -> None:

@@ -7,7 +7,7 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kernel.sysfs import read_hardware, read_online_cpus
+from runner.kernel.hardware_reader import read_hardware, read_online_cpus
 from tests.support.fake_cgroupfs import fake_sysfs
 
 RECORDS = sorted((Path(__file__).parents[2] / "data/hosts").glob("*.json"))

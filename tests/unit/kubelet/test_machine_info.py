@@ -7,7 +7,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
-from runner.kernel.sysfs import read_hardware, read_kubelet_hardware
+from runner.kernel.hardware_reader import read_hardware, read_kubelet_hardware
 from runner.node_plan.admission import Kubelet, KubeletConfiguration
 from runner.node_plan.allocatable import node_allocatable
 from runner.node_plan.cpu_assignment import CpuTopology

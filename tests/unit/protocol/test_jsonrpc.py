@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import trio
 
-from runner.kernel.lines import LINES_PER_STEP, OverlongError
+from runner.kernel.line_reader import LINES_PER_STEP, OverlongError
 from runner.protocol.jsonrpc import (
     INVALID_PARAMS,
     LONGEST_BATCH,

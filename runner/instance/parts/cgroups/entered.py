@@ -12,9 +12,9 @@ import attrs
 from runner.base.values import frozen
 from runner.kernel.cgroup import flat_keyed, read_members, write_control
 from runner.kernel.cgroup_fds import CgroupFds
+from runner.kernel.child_processes import Processes
 from runner.kernel.files import all_closed
 from runner.kernel.limits import no_kills
-from runner.kernel.processes import Processes
 from runner.kernel.scheduler import unpin
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths

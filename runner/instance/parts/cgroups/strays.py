@@ -16,7 +16,7 @@ from runner.base.rate_limit import LogRateLimit
 from runner.instance.parts.cgroups.entered import EnteredCgroups, P
 from runner.instance.supervisor import Counters
 from runner.kernel.cgroup import CgroupError
-from runner.kernel.processes import Processes
+from runner.kernel.child_processes import Processes
 from runner.kernel.procfs import Procfs
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import Fd, define, frozen
 from runner.kernel.leases import read_at_once
 from runner.kernel.limits import OutOfMemory, limit_in_words, limit_of_signal, limited, no_kills
-from runner.kernel.lines import LINES_PER_STEP, LineFramer
+from runner.kernel.line_reader import LINES_PER_STEP, LineFramer
 from runner.kernel.signals import received
 
 log = logging.getLogger(__name__)
