@@ -164,23 +164,21 @@ def explain(error: BaseException) -> str:
     An ``OSError`` contributes its reason only: the sentence before it has named the object already. The words of a guest or
     another program in it can neither begin a line of their own nor control a terminal.
     """
-    sentence, remedies = _with_remedies(error)
-    return "; ".join([sentence, *map(escaped, remedies)])
+    return "; ".join(filter(None, explained(error)))
 
 
 def problems_of(error: RunnerError) -> tuple[Problem, ...]:
     """Return the problems of *error* and its chain of causes: those of the document, or else one without a path."""
     if isinstance(error, SpecError):
         return error.problems
-    sentence, remedies = _with_remedies(error)
-    return (Problem("", sentence, "; ".join(remedies)),)
+    return (Problem("", *explained(error)),)
 
 
-def _with_remedies(error: BaseException) -> tuple[str, Iterable[str]]:
-    """Return the sentences of *error* and its chain of causes, and each of their remedies once."""
+def explained(error: BaseException) -> tuple[str, str]:
+    """Return the sentences of *error* and its chain of causes, and apart from them each of their remedies once."""
     chain = [error, *_causes(error)]
     remedies = dict.fromkeys(each.remedy for each in chain if isinstance(each, RunnerError) and each.remedy)
-    return ": ".join(map(_sentence, chain)), remedies
+    return ": ".join(map(_sentence, chain)), "; ".join(map(escaped, remedies))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

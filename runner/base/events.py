@@ -129,7 +129,7 @@ class InstanceEvent:
     VCPUS_NOT_PLACED_ANEW = Event("the vCPUs cannot be placed anew yet%s: %s")
     VCPUS_PLACED_ANEW = Event("vCPUs placed anew%s", "count=%d cpus=%s")
     GUEST_WITHOUT_CPUS = Event("the guest cannot run on: %s")
-    GUEST_NOT_CONTINUED = Event("the guest does not run on: %s")
+    GUEST_NOT_CONTINUED = Event("the guest does not continue: %s")
     FLOAT_WITHOUT_CPUS = Event("all CPUs of the container belong to vCPUs now, and all other threads share them")
     # -- operators
     CONSOLE_LOG_GIVEN_UP = Event("the console's log file lacks output from here on%s: %s")

@@ -68,8 +68,8 @@ _MEANING = {
 class CgroupError(HostError):
     """A refusal of the kernel to read or change a group; *errno* is its error number."""
 
-    def __init__(self, sentence: str, number: int) -> None:
-        super().__init__(sentence)
+    def __init__(self, sentence: str, number: int, *, remedy: str = "") -> None:
+        super().__init__(sentence, remedy=remedy)
         self.errno = number
 
 

@@ -55,8 +55,8 @@ BUSY = -32005
 class ControllerError(HostError):
     """The controller refused; *code* is its JSON-RPC error code, *data* further values."""
 
-    def __init__(self, sentence: str, code: int, data: Mapping[str, object] | None = None) -> None:
-        super().__init__(sentence)
+    def __init__(self, sentence: str, code: int, data: Mapping[str, object] | None = None, *, remedy: str = "") -> None:
+        super().__init__(sentence, remedy=remedy)
         self.code = code
         self.data = data or {}
 
@@ -68,7 +68,7 @@ class CpusHeldError(ControllerError):
     """
 
     def __init__(self, refusal: ControllerError, within: float, cgroup_events: Descriptor) -> None:
-        super().__init__(str(refusal), refusal.code, refusal.data)
+        super().__init__(refusal.message, refusal.code, refusal.data, remedy=refusal.remedy)
         self.within = within
         self.cgroup_events = cgroup_events
 
@@ -354,10 +354,13 @@ def _result(method: str, response: bytes, server: str) -> object:
         raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}") from error
     match document:
         case {"error": {"code": int(code), "message": str(message)} as error}:
+            given = error.get("data")
+            data = given if isinstance(given, dict) else {}
+            remedy = str(data.get("remedy", ""))
+            sentence = message.removesuffix(f"; {remedy}")
             if code == BUSY:
-                raise ControllerBusyError(message)
-            data = error.get("data")
-            raise ControllerError(message, code, data if isinstance(data, dict) else None)
+                raise ControllerBusyError(sentence, remedy=remedy)
+            raise ControllerError(sentence, code, data, remedy=remedy)
         case {"result": result}:
             return result
     raise HostError(f"cannot understand {server}: it answered {method!r} with {response[:200]!r}")

@@ -31,7 +31,10 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 
 class RpcError(Exception):
-    """The error that answers a request: *code*, *message* and *data*, with *control_files* whose descriptors are sent along."""
+    """The error that answers a request, with *control_files* whose descriptors are sent along.
+
+    The client receives *message* and *remedy* as one sentence, and the remedy also in the *data*.
+    """
 
     def __init__(
         self,
@@ -39,11 +42,14 @@ class RpcError(Exception):
         message: str,
         data: Mapping[str, object] | None = None,
         control_files: tuple[tuple[Cgroup, str], ...] = (),
+        *,
+        remedy: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(f"{message}; {remedy}" if remedy else message)
         self.code = code
         self.message = message
-        self.data = data
+        self.remedy = remedy
+        self.data = {**(data or {}), "remedy": remedy} if remedy else data
         self.control_files = control_files
 
 
@@ -158,7 +164,7 @@ async def answer(message: bytes, call: Call) -> Reply | None:
         found = await _respond(document, call)
         return None if found is None else Reply(_line(found[0]), found[1])
     if not 0 < len(document) <= LONGEST_BATCH:
-        many = f"a batch of {len(document)}; 1 to {LONGEST_BATCH} are allowed"
+        many = f"a batch of {len(document)}, and 1 to {LONGEST_BATCH} are allowed"
         return Reply(format_error(RpcError(INVALID_REQUEST, f"Invalid Request: {many}")))
     responses = [response for request in document if (response := await _respond(request, call)) is not None]
     return Reply(_line([response for response, _ in responses])) if responses else None
@@ -210,7 +216,7 @@ def _checked(request: object) -> tuple[str, Mapping[str, object] | list[object]]
 
 
 def _failure(identifier: object, error: RpcError) -> dict[str, object]:
-    encoded: dict[str, object] = {"code": error.code, "message": error.message}
+    encoded: dict[str, object] = {"code": error.code, "message": str(error)}
     if error.data is not None:
         encoded["data"] = dict(error.data)
     return {"jsonrpc": "2.0", "error": encoded, "id": identifier}

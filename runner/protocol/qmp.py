@@ -90,8 +90,8 @@ class SilentError(QmpError):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"QEMU does not answer: it has owed a reply for {seconds:.0f} s; a debugger, a core dump or a freezer has stopped it, "
-            "or its main loop waits for a file system or a device of the host"
+            f"QEMU does not answer: it has owed a reply for {seconds:.0f} s, because a debugger, a core dump or a freezer has "
+            "stopped it, or its main loop waits for a file system or a device of the host"
         )
 
 

@@ -256,7 +256,7 @@ class UnixServer:
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
             if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
                 # The reply said to wait for the processes in a group, which have already ended.
-                refusal = RpcError(BUSY, f"cannot answer: {explain(error)}; ask again", {"reason": "busy"})
+                refusal = RpcError(BUSY, f"cannot answer: {explain(error)}", {"reason": "busy"}, remedy="ask again")
             await self._send(client.connection, Reply(reply.replaced(refusal)))
 
     async def _send(self, connection: trio.socket.SocketType, reply: Reply) -> None:

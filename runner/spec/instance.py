@@ -537,9 +537,8 @@ class NetworkSpec:
         if not self.fd:
             yield Problem("fd", "is missing", 'mode = "descriptor" needs the name of one')
         if self.vhost_fd and len(self.vhost_fd) != len(self.fd):
-            yield Problem(
-                "vhost_fd", f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}; each queue needs one of both"
-            )
+            counts = f"names {len(self.vhost_fd)}, but fd names {len(self.fd)}"
+            yield Problem("vhost_fd", counts, "each queue needs one of both")
         if self.queues is not None and self.queues != len(self.fd):
             yield Problem("queues", f"is {self.queues}, but fd names {len(self.fd)}", "leave it out")
 
@@ -921,7 +920,8 @@ def _networks(networks: tuple[NetworkSpec, ...]) -> Iterator[Problem]:
         ):
             yield Problem(
                 f"network[{index}].address",
-                f"{address} is not a guest's address of {mine}; the first one is the bridge's",
+                f"{address} is not a guest's address of {mine}",
+                f"take one from {mine[2]} to {mine.broadcast_address - 1}",
             )
 
 

@@ -81,7 +81,7 @@ def ready_sign() -> Rule[ReadySign]:
 def _refuse_bad_pattern(pattern: str) -> None:
     if len(pattern) > LONGEST_PATTERN:
         raise WrongValueError(
-            f"found a regular expression of {len(pattern)} characters; {LONGEST_PATTERN} are the most"
+            f"found a regular expression of {len(pattern)} characters, and {LONGEST_PATTERN} are allowed"
         )
     try:
         re.compile(pattern)

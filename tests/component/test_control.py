@@ -288,7 +288,7 @@ async def test_a_change_is_not_waited_for_when_qemu_is_silent_and_goes_on_with_i
             )
             methods = ControlMethods(status, peers, nursery)
             with pytest.raises(
-                RpcError, match=r"QEMU does not answer: it has owed a reply for 0 s; .*; the change goes on"
+                RpcError, match=r"QEMU does not answer: it has owed a reply for 0 s, .*; and the change goes on"
             ):
                 await methods.call(lambda: peer, "disk.attach", {"path": str(fake_host.root / "disk")})
             assert disks._changes.making(Kind.DISK)

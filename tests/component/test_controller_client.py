@@ -82,6 +82,10 @@ async def test_a_refusal_is_reported_with_its_code(node: Node) -> None:
         with pytest.raises(ControllerError, match="cannot act for instance") as refused:
             await register(PurePosixPath(node.socket), B, CPUS, node.scope(A), ExitStack())
         assert refused.value.code == -32001
+        with pytest.raises(ControllerError, match="it is not registered; register it first") as refused:
+            await tune(PurePosixPath(node.socket), A, {"latency": "low"})
+        assert refused.value.message.endswith("it is not registered")
+        assert (refused.value.remedy, refused.value.data["remedy"]) == ("register it first",) * 2
 
 
 def registered(path: Path, tuning: CpuTuning) -> RegisteredCgroups:

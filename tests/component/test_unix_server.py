@@ -169,7 +169,11 @@ async def test_who_is_to_wait_for_a_group_that_has_gone_is_to_ask_again(tmp_path
     async with served(path, SocketLimits(), WaitingService()), connected(path) as client:
         assert json.loads(await ask(client, "null"))["error"]["data"] == {"reason": "conflict"}
         answer = json.loads(await ask(client, "nothing"))
-        assert (answer["id"], answer["error"]["code"], answer["error"]["data"]) == ("mine", BUSY, {"reason": "busy"})
+        assert (answer["id"], answer["error"]["code"], answer["error"]["data"]) == (
+            "mine",
+            BUSY,
+            {"reason": "busy", "remedy": "ask again"},
+        )
         assert answer["error"]["message"].endswith("; ask again")
 
 

@@ -216,11 +216,11 @@ async def test_a_guest_that_does_not_run_on_is_no_success(fake_host: FakeHost, a
     plan = fake_host.plan(GROWING, qemu=NEWEST | {"cont_again": again})
 
     async def act() -> None:
-        with pytest.raises(RunnerError, match=r"the guest does not run on: .*; the instance ends"):
+        with pytest.raises(RunnerError, match=r"the guest does not continue, and the instance ends: "):
             await asked(plan, "cpu.set", count=2)
 
     await run(fake_host, plan, act, stop=False)
-    assert "asked to stop reason=the guest does not run on" in fake_host.logged()
+    assert "asked to stop reason=the guest does not continue" in fake_host.logged()
 
 
 async def test_nothing_is_unplugged_where_the_containers_cpus_cannot_be_read(

@@ -205,11 +205,11 @@ WITH_KERNEL = [
     ),
     (
         '[[network]]\naddress = "10.0.0.2"\n',
-        "network[0].address: 10.0.0.2 is not a guest's address of 192.168.77.0/24; the first one",
+        "network[0].address: 10.0.0.2 is not a guest's address of 192.168.77.0/24; take one from 192.168.77.2 to 192.168.77.254",
     ),
     (
         '[[network]]\naddress = "192.168.77.1"\n',
-        "network[0].address: 192.168.77.1 is not a guest's address of 192.168.77.0/24; the first",
+        "network[0].address: 192.168.77.1 is not a guest's address of 192.168.77.0/24; take one from 192.168.77.2 to 192.168.77.254",
     ),
     (
         '[[network]]\naddress = "dhcp"\n',

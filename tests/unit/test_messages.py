@@ -15,7 +15,9 @@ MADE_BY = re.compile(
     r"\w+Error|Event|Fault|Judgement|Problem|_?(?:refuse|remark|finding)|ok|unknown|warning|error|bad|why_refused"
 )
 """The names of what makes a message: its strings, one after the other, are the sentence and its remedy."""
-TAKES_REMEDY = re.compile(r"(Usage|Refused|Host|NoInstance|Placement|Peer)Error|doing")
+TAKES_REMEDY = re.compile(
+    r"(Usage|Refused|RequestRefused|Host|NoInstance|Placement|Peer|Controller|Cgroup|GuestStopped|Rpc)Error|Problem|doing"
+)
 """The names of what takes a remedy beside its sentence, by ``remedy=``."""
 
 
@@ -68,16 +70,18 @@ def test_a_sentence_has_one_semicolon_at_most() -> None:
 def joined(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield what could be a remedy in a sentence of *tree*: what follows ``; `` in it, unless it is what else has happened."""
     for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and TAKES_REMEDY.fullmatch(getattr(call.func, "id", "")) and call.args:
-            _, semicolon, rest = text_of(call.args[0], constants()).partition("; ")
-            if semicolon and not re.match("and |the program before continues", rest):
-                yield call.lineno, rest
+        if isinstance(call, ast.Call) and TAKES_REMEDY.fullmatch(getattr(call.func, "id", "")):
+            for each in call.args[:2]:
+                _, semicolon, rest = text_of(each, constants()).partition("; ")
+                if semicolon and not re.match("and |the program before continues", rest):
+                    yield call.lineno, rest
 
 
 def test_a_remedy_stands_beside_its_sentence() -> None:
     """A program that reads a refusal in JSON finds it under ``remedy``."""
     assert [(path, *each) for path in files() for each in joined(ast.parse(path.read_text()))] == []
     assert [*joined(ast.parse('with doing(f"open {it}; give it"): pass'))] == [(1, "give it")]
+    assert [*joined(ast.parse('Problem("cpu", "is missing; give it", "or not; all")'))] == [(1, "give it")]
 
 
 def test_a_remark_names_the_value_that_it_is_about() -> None:

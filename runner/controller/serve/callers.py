@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import attrs
 import trio
 
-from runner.base.errors import HostError, explain
+from runner.base.errors import HostError, explained
 from runner.base.values import frozen
 from runner.controller.metrics import ControllerCounters
 from runner.controller.serve import identity
@@ -100,8 +100,9 @@ class Callers:
         if not self.tree.vcpus_of(pod_uid).exists():
             raise RequestRefusedError(
                 identity.CONFLICT,
-                f"cannot {what} instance {pod_uid!r}: it is not registered; register it first",
+                f"cannot {what} instance {pod_uid!r}: it is not registered",
                 lasting=True,
+                remedy="register it first",
             )
 
     async def identified(self, request: RpcRequest) -> ContainerIdentity | None:
@@ -132,7 +133,8 @@ class Callers:
         except PeerError as error:
             if self.pods.trusting:
                 return None
-            raise RequestRefusedError(identity.IDENTITY, explain(error), lasting=True) from error
+            sentence, remedy = explained(error)
+            raise RequestRefusedError(identity.IDENTITY, sentence, lasting=True, remedy=remedy) from error
 
     async def _witnesses(self, peer: Peer, pod_uid: str) -> tuple[ContainerProcess, ...]:
         """Return, for each container of *pod_uid* that has one, a process in the peer's PID namespace."""
@@ -172,4 +174,4 @@ class Callers:
 def busy_error(counters: ControllerCounters, reason: str) -> RpcError:
     """Return the error for a request beyond a limit, and count it."""
     counters.refusals[identity.BUSY] += 1
-    return RpcError(BUSY, f"cannot take more: {reason}; wait for them", {"reason": identity.BUSY})
+    return RpcError(BUSY, f"cannot take more: {reason}", {"reason": identity.BUSY}, remedy="wait for them")

@@ -36,9 +36,9 @@ def check_cpus(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, scope: CpuSet |
         if not asked <= allowed or not online - asked - CpuSet(others):
             raise RequestRefusedError(
                 identity.CPUSET,
-                f"cannot register instance {pod_uid!r} with CPUs '{asked}': it may have '{allowed}', and one CPU must "
-                "be left over; see --cpus",
+                f"cannot register instance {pod_uid!r} with CPUs '{asked}': it may have '{allowed}', and one CPU must be left over",
                 lasting=True,
+                remedy="see --cpus",
                 requested=str(asked),
                 allowed=str(allowed),
             )
@@ -51,9 +51,10 @@ def check_cpus(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, scope: CpuSet |
     if state.policy == "none" and not loop.source.has_claims():
         raise RequestRefusedError(
             identity.CPUSET,
-            f"cannot register instance {pod_uid!r}: no pod of this node has CPUs of its own, because the CPU Manager's policy "
-            "is 'none' and no DRA driver for CPUs is there; set cpuManagerPolicy: static, or install such a driver",
+            f"cannot register instance {pod_uid!r}: no pod of this node has CPUs of its own (the CPU Manager's policy "
+            "is 'none', and no DRA driver for CPUs is there)",
             lasting=True,
+            remedy="set cpuManagerPolicy: static, or install such a driver",
             requested=str(asked),
         )
     check_agreement(asked, state, asked if scope is None else scope, pod_uid)
@@ -72,8 +73,9 @@ def check_holders(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, handover: fl
             raise RequestRefusedError(
                 identity.CONFLICT,
                 f"cannot register instance {pod_uid!r} with CPUs '{asked}': instance {other!r} still holds "
-                f"'{held.cpus or held.effective}'; end it first",
+                f"'{held.cpus or held.effective}'",
                 lasting=False,
+                remedy="end it first",
                 requested=str(asked),
                 holder=other,
             )
@@ -86,9 +88,10 @@ def check_holders(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, handover: fl
     if mine is not None and mine.populated and mine.cpus != asked and not _is_resized(loop, pod_uid, mine, asked):
         raise RequestRefusedError(
             identity.CONFLICT,
-            f"cannot register instance {pod_uid!r} with CPUs '{asked}': its vCPUs run on '{mine.cpus}'; another container "
-            "of the pod has registered them, and a pod has one instance",
+            f"cannot register instance {pod_uid!r} with CPUs '{asked}': another container of the pod has "
+            f"registered its vCPUs on '{mine.cpus}'",
             lasting=False,
+            remedy="run one instance in a pod",
             requested=str(asked),
             holder=pod_uid,
         )

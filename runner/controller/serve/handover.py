@@ -36,10 +36,9 @@ class HandoverPendingError(RequestRefusedError):
         holding = " and ".join(f"instance {each.holder!r} still runs on '{each.cpus}'" for each in pending)
         super().__init__(
             CONFLICT,
-            f"cannot register instance {pod_uid!r} with CPUs '{asked}': {holding}, and the kubelet has taken them from it; wait "
-            f"for its end, or end the container that `crictl ps --label io.kubernetes.pod.uid={self.holder}` names by "
-            "`crictl stop`",
+            f"cannot register instance {pod_uid!r} with CPUs '{asked}': {holding}, and the kubelet has taken them from it",
             lasting=True,
+            remedy=f"wait for its end, or `crictl stop` what `crictl ps --label io.kubernetes.pod.uid={self.holder}` names",
             requested=str(asked),
             holder=self.holder,
             within=within,

@@ -25,13 +25,13 @@ HOST = "host"
 
 
 class RequestRefusedError(RefusedError):
-    """The refusal of a request: *reason* for programs, *sentence* for people, and the *values* that were compared.
+    """The refusal of a request: *reason* for programs, *sentence* and *remedy* for people, and the *values* that were compared.
 
     The cause of a refusal that is not *lasting* may pass within seconds: the request is tried again.
     """
 
-    def __init__(self, reason: str, sentence: str, *, lasting: bool, **values: str | float) -> None:
-        super().__init__(sentence)
+    def __init__(self, reason: str, sentence: str, *, lasting: bool, remedy: str = "", **values: str | float) -> None:
+        super().__init__(sentence, remedy=remedy)
         self.reason = reason
         self.lasting = lasting
         self.values = values
@@ -67,15 +67,16 @@ def check_init_process(peer: Peer, own_namespace: int) -> None:
     if peer.pid_namespace in (INIT_PID_NAMESPACE, own_namespace):
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: it is in the host's PID namespace; "
-            "an instance's pod must not set hostPID",
+            f"cannot identify process {peer.pid}: it is in the host's PID namespace",
+            remedy="an instance's pod must not set hostPID",
             lasting=True,
         )
     if peer.inner_pid != 1:
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its container's PID namespace; only process 1 "
-            "may act for an instance, and its pod must not set shareProcessNamespace",
+            f"cannot identify process {peer.pid}: it is process {peer.inner_pid} of its container's PID namespace, and only "
+            "process 1 may act for an instance",
+            remedy="its pod must not set shareProcessNamespace",
             lasting=True,
         )
 
@@ -103,31 +104,32 @@ def identify_container(
     if found is None and peer.cgroup.startswith("/.."):
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is outside this program's cgroup "
-            "namespace; run the controller in the host's (a privileged container is)",
+            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is outside this program's cgroup namespace",
+            remedy="run the controller in the host's (a privileged container is)",
             lasting=True,
         )
     if found is None and ".slice:" in peer.cgroup:  # systemd's slice:prefix:name, misread as a path
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is in no pod's, because the kubelet names cgroups for systemd "
-            "and the container runtime takes the name for a path; give both one driver (SystemdCgroup = true in containerd's "
-            "configuration, or the kubelet's cgroupDriver: cgroupfs)",
+            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is in no pod's: the container runtime takes the "
+            "kubelet's name for systemd for a path",
+            remedy="give both the same cgroup driver (SystemdCgroup = true for containerd, or cgroupDriver: cgroupfs for the kubelet)",
             lasting=True,
         )
     if found is None and (above := peer.cgroup.partition("/kubepods")[0]) not in {"", peer.cgroup}:
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: its kubelet has its pods in {above!r}, and the owner of that group could make "
-            "any path below it; give the container or service of that kubelet a cgroup namespace of its own (docker run "
-            "--cgroupns=private), and run the controller in there",
+            f"cannot identify process {peer.pid}: its kubelet's pods are in {above!r}, whose owner could make any path in it",
+            remedy="give that kubelet's container or service a cgroup namespace of its own (docker run --cgroupns=private), and "
+            "run the controller in it",
             lasting=True,
         )
     if found is None:
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: it is in {peer.cgroup!r} and shares its PID namespace with no "
-            f"process in the cgroup of {pod_uid!r}; keep the anchor running in the pod's cgroup",
+            f"process in the cgroup of {pod_uid!r}",
+            remedy="keep the anchor running in the pod's cgroup",
             lasting=True,
         )
     if found.container.owner != pod_uid:
@@ -148,7 +150,7 @@ def check_container(caller: ContainerIdentity, scope: CpuSet, held: CpuSet, pod_
     if scope.isdisjoint(held):
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot act for instance {pod_uid!r}: its CPUs '{held}' are another container's of the pod; "
+            f"cannot act for instance {pod_uid!r}: its CPUs '{held}' are another container's of the pod, and "
             f"{caller.container.path} has '{scope}'",
             lasting=True,
         )
@@ -169,15 +171,15 @@ def check_agreement(asked: CpuSet, state: CpuState, scope: CpuSet, pod_uid: str)
     remedy = ""
     if not choices:
         remedy = (
-            "; name a claim for CPUs in resources.claims of the container, which must be running"
+            "name a claim for CPUs in resources.claims of the container, which must be running"
             if by_claims
-            else "; whole CPUs of a Guaranteed pod are exclusive, and no others; of one with spec.resources only by the kubelet's gate "
-            "PodLevelResourceManagers"
+            else "ask for whole CPUs in a Guaranteed pod (with spec.resources also the kubelet's gate PodLevelResourceManagers)"
         )
     raise RequestRefusedError(
         CPUSET,
-        f"cannot register instance {pod_uid!r} with CPUs '{asked}': {has}, the container's cpuset.cpus '{scope}'{remedy}",
+        f"cannot register instance {pod_uid!r} with CPUs '{asked}': {has}, the container's cpuset.cpus '{scope}'",
         lasting=scope in choices,
+        remedy=remedy,
         requested=str(asked),
         kubelet=" or ".join(map(str, choices)),
         scope=str(scope),

@@ -44,15 +44,18 @@ def memory_granted(
     if has is not None:
         return {pod_uid: max(found, has)}
     if limits.memory_max is not None and found < (least := request.overhead or LEAST_INSTANCE_MEMORY):
-        reason = f"{max(limits.memory_max - others, 0) >> 20} of the {limits.memory_max >> 20} MiB of --memory-max are left; give the "
-        reason += "controller more, and reserve as much for the system"
+        reason = (
+            f"{max(limits.memory_max - others, 0) >> 20} of the {limits.memory_max >> 20} MiB of --memory-max are left"
+        )
+        remedy = "give the controller more, and reserve as much for the system"
         if most < least:
-            reason = f"it may have {most >> 20}, for its pod has no larger part of the machine; give each more by --pod-memory, or the "
-            reason += "pod more by limits.memory"
+            reason = f"it may have {most >> 20}, for its pod has no larger part of the machine"
+            remedy = "give each more by --pod-memory, or the pod more by limits.memory"
         raise RequestRefusedError(
             identity.HOST,
             f"cannot register instance {pod_uid!r}: it needs {least >> 20} MiB besides the guest's memory, and {reason}",
             lasting=most < least,
+            remedy=remedy,
         )
     return {pod_uid: found if request.charged else min(found, max(limits.instance_memory, request.overhead))}
 

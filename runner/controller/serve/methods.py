@@ -38,7 +38,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from runner.base.errors import HostError, explain
+from runner.base.errors import HostError, explained
 from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
@@ -54,6 +54,7 @@ from runner.controller.serve.seals import Seals
 from runner.controller.serve.tuning_passes import TUNING, TuningPasses
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tune.tuner_messages import Tuning
+from runner.kernel.cgroup import Cgroup
 from runner.kernel.peers import PeerError, Peers
 from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
@@ -107,7 +108,8 @@ class RpcMethods:
             if self.callers.pods.trusting:
                 return 0
             self.counters.refusals[identity.IDENTITY] += 1
-            raise RpcError(CODES[identity.IDENTITY], explain(error), {"reason": identity.IDENTITY}) from error
+            sentence, remedy = explained(error)
+            raise RpcError(CODES[identity.IDENTITY], sentence, {"reason": identity.IDENTITY}, remedy=remedy) from error
 
     def busy(self, reason: str) -> RpcError:
         """Return the error for a peer that exceeds a limit, and count it."""
@@ -131,7 +133,8 @@ class RpcMethods:
         except HandoverPendingError as error:
             raise self._pending(error) from error
         except HostError as error:
-            refusal = RequestRefusedError(identity.HOST, explain(error), lasting=True)
+            sentence, remedy = explained(error)
+            refusal = RequestRefusedError(identity.HOST, sentence, lasting=True, remedy=remedy)
             raise self._refused(identify, method, refusal) from error
         except RequestRefusedError as error:
             raise self._refused(identify, method, error) from error
@@ -148,7 +151,7 @@ class RpcMethods:
                 peer=each.pod_uid,
             )
         events = (self.callers.tree.vcpus_of(refusal.holder), "cgroup.events")
-        return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values}, (events,))
+        return _answer(refusal, (events,))
 
     def _refused(self, identify: Identify, method: str, refusal: RequestRefusedError) -> RpcError:
         self.counters.refusals[refusal.reason] += 1
@@ -165,7 +168,12 @@ class RpcMethods:
             kind=f"refused: {refusal.reason}",
             peer=key,
         )
-        return RpcError(CODES[refusal.reason], str(refusal), {"reason": refusal.reason, **refusal.values})
+        return _answer(refusal)
+
+
+def _answer(refusal: RequestRefusedError, control_files: tuple[tuple[Cgroup, str], ...] = ()) -> RpcError:
+    data = {"reason": refusal.reason, **refusal.values}
+    return RpcError(CODES[refusal.reason], refusal.message, data, control_files, remedy=refusal.remedy)
 
 
 def controller_methods(registrations: Registrations, seals: Seals, status: NodeStatus) -> RpcMethods:

@@ -71,16 +71,18 @@ class Registrations:
         if protocol < PROTOCOL:
             raise RequestRefusedError(
                 identity.HOST,
-                f"cannot register instance {pod_uid!r}: its runner is older than this controller, and does not know that each "
-                f"instance has a domain of its own (protocol {protocol} instead of {PROTOCOL}); update its image",
+                f"cannot register instance {pod_uid!r}: its runner is older than this controller (protocol {protocol} "
+                f"instead of {PROTOCOL})",
                 lasting=True,
+                remedy="update its image",
             )
         if "protocol" not in arguments and self.seals_required:
             raise RequestRefusedError(
                 identity.HOST,
                 f"cannot register instance {pod_uid!r}: its client names no protocol, and so does not seal its CPUs, which "
-                "--partitions required demands; use instance-runner",
+                "--partitions required demands",
                 lasting=True,
+                remedy="use instance-runner",
             )
         if (peer := self.callers.peer(request.identify)) is not None:
             self.seccomp.check(peer, pod_uid)
@@ -218,9 +220,9 @@ class Registrations:
             threads = " ".join(map(str, sorted(group.threads())[:8]))
             raise RequestRefusedError(
                 identity.HOST,
-                f"cannot deregister instance {pod_uid!r}: threads {threads} are still in {group.path}; end them, or move "
-                "them to the pod's cgroup",
+                f"cannot deregister instance {pod_uid!r}: threads {threads} are still in {group.path}",
                 lasting=True,
+                remedy="end them, or move them to the pod's cgroup",
             )
         self.loop.log_limit.log(log.info, ControllerEvent.INSTANCE_DEREGISTERED, pod_uid, peer=pod_uid)
         self.loop.pass_over({})

@@ -51,8 +51,9 @@ class Seals:
         if self.required:
             raise RequestRefusedError(
                 identity.HOST,
-                f"cannot keep all others off the CPUs of instance {request.pod_uid!r}: {reason}; --partitions auto goes on without",
+                f"cannot keep all others off the CPUs of instance {request.pod_uid!r}: {reason}",
                 lasting=True,
+                remedy="with --partitions auto it starts all the same",
             )
         self.loop.log_limit.log(
             log.warning, ControllerEvent.INSTANCE_NOT_SEALED, request.pod_uid, reason, peer=request.pod_uid

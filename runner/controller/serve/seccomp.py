@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 _MOST_JUDGED = 4
 """Threads of a pod whose seccomp mode is read: those with the lowest numbers, which mostly are its PID 1's."""
-_SENTENCE = (
-    "its process runs without a seccomp profile and may make user namespaces, in which it can write the limits and CPUs of its "
-    "cgroups; give the pod seccompProfile: RuntimeDefault, or the node's kubelet seccompDefault: true, or set "
-    "user.max_user_namespaces to 0 on the node"
+_REASON = "its process has no seccomp profile and may make user namespaces, in which it can write the limits and CPUs of its cgroups"
+_REMEDY = (
+    "set seccompProfile: RuntimeDefault for the pod, seccompDefault: true for the kubelet, or user.max_user_namespaces to 0 on "
+    "the node"
 )
 
 
@@ -47,8 +47,10 @@ class SeccompCheck:
         if not self._may_make_root((peer.pid, peer.pid_namespace), lambda: [peer.pid]):
             return
         if self.required:
-            raise RequestRefusedError(identity.HOST, f"cannot register instance {pod_uid!r}: {_SENTENCE}", lasting=True)
-        self.log_limit.log(log.warning, ControllerEvent.INSTANCE_WITHOUT_SECCOMP, pod_uid, _SENTENCE, peer=pod_uid)
+            sentence = f"cannot register instance {pod_uid!r}: {_REASON}"
+            raise RequestRefusedError(identity.HOST, sentence, lasting=True, remedy=_REMEDY)
+        why = f"{_REASON}; {_REMEDY}"
+        self.log_limit.log(log.warning, ControllerEvent.INSTANCE_WITHOUT_SECCOMP, pod_uid, why, peer=pod_uid)
 
     def without(self, pod_uids: Collection[str]) -> frozenset[str]:
         """Return the pods of *pod_uids* that may be such a root, judged by their first processes in the tree."""

@@ -99,9 +99,10 @@ class Tree:
         offered = self.root.parent.controllers()
         if "cpuset" not in offered:
             raise CgroupError(
-                f"cannot use {self.root.parent.path}: it offers no cpuset controller; the kernel must have cpuset in "
-                "the version 2 hierarchy (systemd.unified_cgroup_hierarchy=1, no cgroup v1 cpuset mount)",
+                f"cannot use {self.root.parent.path}: it offers no cpuset controller",
                 errno.EOPNOTSUPP,
+                remedy="the kernel must have cpuset in the version 2 hierarchy (systemd.unified_cgroup_hierarchy=1, no cgroup v1 "
+                "cpuset mount)",
             )
         delegated = self.root.parent.enabled()
         if not self.root.exists():

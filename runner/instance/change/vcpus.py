@@ -228,8 +228,8 @@ class Vcpus:
         """End the instance, whose guest cannot be continued. Raises :exc:`GuestStoppedError`."""
         if not self._receipts.machine.ends:
             log.error(InstanceEvent.GUEST_NOT_CONTINUED, reason)
-            self._receipts.supervisor.stop.ask("the guest does not run on after a vCPU was to be plugged")
-        raise GuestStoppedError(f"the guest does not run on: {reason}; the instance ends")
+            self._receipts.supervisor.stop.ask("the guest does not continue after a vCPU was to be plugged")
+        raise GuestStoppedError(f"the guest does not continue, and the instance ends: {reason}")
 
     async def _plug(self, index: int, slot: VcpuSlot) -> None:
         arguments = {"driver": slot.driver, "id": f"vcpu{index}", **slot.properties}

@@ -54,7 +54,7 @@ class OperatorMonitor:
             allowed_peer(self.peers, identify)
             self._places.acquire_on_behalf_of_nowait(connection)
         except RpcError as error:
-            await turn_away(connection, error.message)
+            await turn_away(connection, str(error))
             return
         except trio.WouldBlock:
             await turn_away(connection, f"cannot take more: {MOST_CLIENTS} clients are connected; wait for one to go")
@@ -77,7 +77,7 @@ class OperatorMonitor:
         try:
             peer = allowed_peer(self.peers, identify)  # each time: it may have ended and passed its connection on
         except RpcError as error:
-            raise RefusedError(error.message) from error
+            raise RefusedError(error.message, remedy=error.remedy) from error
         reason = refusal(command)
         if reason is not None:
             log.warning(InstanceEvent.QMP_REFUSED, command, peer.pid, peer.user_id)

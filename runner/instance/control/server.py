@@ -92,7 +92,7 @@ class ControlMethods:
 
     def busy(self, reason: str) -> RpcError:
         """Return the error for a client that exceeds a limit."""
-        return RpcError(BUSY, f"cannot take more: {reason}; wait for them")
+        return RpcError(BUSY, f"cannot take more: {reason}", remedy="wait for them")
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         """Carry out the client's request. Raises :exc:`RpcError`."""
@@ -125,7 +125,8 @@ class ControlMethods:
         self.nursery.start_soon(make)
         await first_of(ended.wait, silent)
         if not outcome:
-            raise RpcError(REFUSED, f"{explain(silence[0])}; the change goes on when it does: see `ctl status`")
+            goes_on = f"{explain(silence[0])}; and the change goes on when it does"
+            raise RpcError(REFUSED, goes_on, remedy="see `ctl status`")
         return outcome[0]()
 
 
@@ -136,13 +137,14 @@ def allowed_peer(peers: Peers, identify: Identify) -> Peer:
     except PeerError as error:
         raise RpcError(
             NOT_ALLOWED,
-            "cannot see the client: its PID namespace is not the instance's; ask from inside its container",
+            "cannot see the client: its PID namespace is not the instance's",
+            remedy="ask from inside its container",
         ) from error
     if peer.user_id != 0 or peer.pid_namespace != peers.own_namespace():
         raise RpcError(
             NOT_ALLOWED,
-            f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask; "
-            "use `kubectl exec`",
+            f"cannot serve process {peer.pid} of user {peer.user_id}: only root in the instance's own PID namespace may ask",
+            remedy="use `kubectl exec`",
         )
     return peer
 
@@ -156,7 +158,7 @@ def _checked(method: str, params: Mapping[str, object] | list[object]) -> Params
     known = METHODS[method]
     if not known.keys_of_disk and (unknown := next((name for name in params if name not in known.params), None)):
         takes = ", ".join(known.params) or "none"
-        raise RpcError(INVALID_PARAMS, f"Invalid params: {unknown!r} is unknown; {method} takes {takes}")
+        raise RpcError(INVALID_PARAMS, f"Invalid params: {unknown!r} is unknown", remedy=f"{method} takes {takes}")
     return params
 
 
@@ -284,7 +286,7 @@ def _size(params: Params) -> int | None:
     try:
         return _SIZE.parse(value)
     except ValueError as error:
-        raise RpcError(INVALID_PARAMS, f"Invalid params: size: {error}; it takes {_SIZE.allowed}") from error
+        raise RpcError(INVALID_PARAMS, f"Invalid params: size: {error}", remedy=f"it takes {_SIZE.allowed}") from error
 
 
 def _count(params: Params) -> int:

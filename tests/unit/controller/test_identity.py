@@ -61,7 +61,7 @@ def test_beside_a_debugger_in_its_pid_namespace_it_is_the_container_that_was_the
 def test_a_pod_of_a_kubelet_within_a_container_is_told_apart(above: str) -> None:
     nested = peer(cgroup=f"{above}/kubepods/poda/{'c' * 64}")
     with pytest.raises(
-        RequestRefusedError, match=f"its kubelet has its pods in '{above}', .*a cgroup namespace of its own"
+        RequestRefusedError, match=f"its kubelet's pods are in '{above}', .*a cgroup namespace of its own"
     ):
         identify_container(nested, None, (), "a", OURS)
 
@@ -70,7 +70,7 @@ def test_a_pod_of_a_kubelet_within_a_container_is_told_apart(above: str) -> None
 def test_a_runtime_with_another_driver_than_the_kubelets_is_named(above: str) -> None:
     """A containerd without SystemdCgroup, below a kubelet with cgroupDriver: systemd."""
     misnamed = peer(cgroup=f"{above}/kubepods-poda.slice:cri-containerd:{'c' * 64}")
-    with pytest.raises(RequestRefusedError, match=r"is in no pod's, .*; give both one driver"):
+    with pytest.raises(RequestRefusedError, match=r"is in no pod's: .*; give both the same cgroup driver"):
         identify_container(misnamed, None, (), "a", OURS)
 
 
@@ -153,7 +153,10 @@ def test_a_refusal_has_both_values() -> None:
 @pytest.mark.parametrize(
     ("policy", "remedy"),
     [
-        ("static", "state has nothing, .*; whole CPUs of a Guaranteed pod are .* gate PodLevelResourceManagers$"),
+        (
+            "static",
+            r"state has nothing, .*; ask for whole CPUs in a Guaranteed pod .* gate PodLevelResourceManagers\)$",
+        ),
         ("none", "claims give it nothing, .*; name a claim for CPUs in resources.claims"),
     ],
 )

@@ -35,7 +35,7 @@ async def call(method: str, params: Mapping[str, object] | list[object]) -> RpcR
         case (("update" | "notify_hello" | "notify_sum"), _):
             return RpcResult(None)
         case "subtract", _:
-            raise RpcError(INVALID_PARAMS, "Invalid params", {"given": len(params)})
+            raise RpcError(INVALID_PARAMS, "Invalid params", {"given": len(params)}, remedy="give two")
     raise RpcError(METHOD_NOT_FOUND, "Method not found")
 
 
@@ -169,7 +169,11 @@ async def test_params_are_structured(params: str) -> None:
 async def test_errors_of_a_method_carry_its_data() -> None:
     assert await response_to('{"jsonrpc":"2.0","method":"subtract","params":[1],"id":1}') == {
         "jsonrpc": "2.0",
-        "error": {"code": -32602, "message": "Invalid params", "data": {"given": 1}},
+        "error": {
+            "code": -32602,
+            "message": "Invalid params; give two",
+            "data": {"given": 1, "remedy": "give two"},
+        },
         "id": 1,
     }
     assert await response_to('{"jsonrpc":"2.0","method":"subtract","params":[1]}') is None

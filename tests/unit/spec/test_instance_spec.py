@@ -196,7 +196,7 @@ MISTAKES = [
     ),
     (
         KERNEL + f"[guest]\nready = 'console:{'x' * 1001}'\n",
-        "guest.ready: found a regular expression of 1001 characters; 1000 are the most; it takes",
+        "guest.ready: found a regular expression of 1001 characters, and 1000 are allowed; it takes",
     ),
     (KERNEL + '[guest]\nready = "console:"\n', 'guest.ready: found the string "console:"; it takes "agent"'),
     (KERNEL + '[guest]\nready = "port:65536"\n', "guest.ready: found the port 65536; it takes"),

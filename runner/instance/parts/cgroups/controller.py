@@ -336,7 +336,8 @@ async def registration_of(
             except CpusHeldError as error:
                 deadline = min(deadline, trio.current_time() + error.within)
                 if trio.current_time() >= deadline:
-                    raise ControllerError(f"waited {error.within:g} s: {error}", error.code) from None
+                    sentence = f"waited {error.within:g} s: {error.message}"
+                    raise ControllerError(sentence, error.code, remedy=error.remedy) from None
                 if waits_for != str(error):
                     waits_for = str(error)
                     log.warning(InstanceEvent.OTHER_INSTANCE_AWAITED, deadline - trio.current_time(), waits_for)
