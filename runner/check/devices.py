@@ -102,8 +102,8 @@ def judge_seccomp(*, may_make_root: bool) -> Judgement:
     if may_make_root:
         return seccomp.warning(
             "no seccomp profile, and user namespaces may be made",
-            "seccompProfile: RuntimeDefault in the pod's manifest, or seccompDefault: true in the kubelet's configuration, or "
-            "user.max_user_namespaces = 0 on the node",
+            "set seccompProfile: RuntimeDefault for the pod, seccompDefault: true for the kubelet, or user.max_user_namespaces to "
+            "0 on the node",
         )
     return seccomp.ok("a seccomp profile, a sysctl or a user namespace is in the way of becoming root of one")
 

@@ -252,9 +252,9 @@ def judge_isolated(isolated: CpuSet | None, quiet_cpus: QuietCpus, shared_pool: 
     quiet = _quiet(quiet_cpus)
     if shared_pool and shared_pool <= quiet_cpus.nohz_full:
         return isolated_cpus.warning(
-            f"all CPUs of the shared pool, '{shared_pool}', are in nohz_full=: the kernel's own work is left to instances' "
-            "CPUs, and newer kernels isolate the last of them for no instance",
-            "leave the CPUs of the shared pool out of nohz_full=",
+            f"all CPUs of the shared pool, '{shared_pool}', are in nohz_full=, so that the kernel's own work runs on "
+            "instances' CPUs, and newer kernels do not isolate the last of those",
+            "leave the shared pool out of nohz_full=",
         )
     if isolated is None:
         return isolated_cpus.unknown("the kernel does not say which CPUs are isolated")

@@ -139,9 +139,8 @@ def macvtap(
         if len(found) < queues:
             raise HostError(
                 f"cannot open the macvtap {name!r}: Operation not permitted",
-                remedy="let the container use the device, such as "
-                f"`--device-cgroup-rule 'c {major}:* rw'`, or, on a node on which every pod may use every macvtap, start the "
-                "controller with --allow-macvtap after the kernel has loaded macvtap",
+                remedy=f"let the container use it (`--device-cgroup-rule 'c {major}:* rw'`), or every pod of the node every "
+                "macvtap (the controller's --allow-macvtap, with the module macvtap loaded before)",
             )
         for descriptor in found:
             _use_macvtap(descriptor.number, name, several=queues > 1)

@@ -160,9 +160,9 @@ def _remark_search(asked: Sequence[str], found: Sequence[str], problems: Problem
     if rest:
         problems.remark(
             "network",
-            f"the guest looks up no short names in {', '.join(rest)}: of the {len(asked)} search domains these do not fit into "
-            f"the {LONGEST_OPTION} bytes of a DHCP option",
-            "name fewer or shorter ones, or all of them in the guest (cloud_init.network_config)",
+            f"the guest looks up no short names in {', '.join(rest)}: of {len(asked)} search domains these do not fit into the "
+            f"{LONGEST_OPTION} bytes of a DHCP option",
+            "name fewer, or all of them in cloud_init.network_config",
         )
 
 
@@ -172,7 +172,7 @@ def remark_long_reply(sizes: Iterable[int], problems: Problems) -> None:
     if size > SHORT_REPLY:
         problems.remark(
             "network",
-            "the guest may get no search domains: a DHCP client that takes replies of 576 bytes only (such as udhcpc's and "
-            f"dhclient's by default) is not sent all {size} bytes of options",
-            "let the client ask for more (its option 57), or name fewer search domains or routes",
+            f"the guest may get no search domains: a DHCP client that takes only 576 bytes (udhcpc, dhclient) does not "
+            f"get {size} bytes of options",
+            "let it ask for more (option 57), or name fewer domains or routes",
         )

@@ -176,9 +176,9 @@ def remark_little_space(disks: Iterable[DiskPlan], free: int | None, problems: P
         return
     problems.remark(
         "disk",
-        f"the guest gets write errors, and nothing else can write in the state directory, once it has written {format_size(free)} to "
-        f"{' and '.join(limits)}, which may take {format_size(sum(limits.values()))}: its volume has no more",
-        "set ephemeral_size, or name a directory on a larger volume with --state-dir",
+        f"the guest gets write errors, and the state directory is full, once it has written {format_size(free)} to "
+        f"{' and '.join(limits)}, which may take {format_size(sum(limits.values()))}",
+        "set ephemeral_size, or have --state-dir on a larger volume",
     )
 
 
@@ -187,8 +187,8 @@ def remark_lockless(where: str, path: PurePosixPath, image: ImageFact, problems:
     if image.lock_error is not None:
         problems.remark(
             where,
-            f"nothing keeps another QEMU from using {str(path)!r} at the same time, which destroys what both write: its file system "
-            f"takes no locks ({image.lock_error})",
+            f"nothing keeps another QEMU from using {str(path)!r} at the same time, which destroys it: its file system takes no "
+            f"locks ({image.lock_error})",
             "see that no other instance has it, or keep it on a file system with locks",
         )
 
@@ -216,9 +216,9 @@ def _judge_content(
         if files.get(layer.path, MISSING).held:
             problems.remark(
                 where,
-                f"the guest and the machine destroy what the other writes to {str(layer.path)!r}: the machine has it for itself, as a "
-                "mount, as swap space, or below a device mapper or a RAID",
-                "unmount it or take it out there, or name the device that is made of it",
+                f"the guest and the machine destroy what the other writes to {str(layer.path)!r}: the machine uses it, as a mount, "
+                "as swap space, or in a device mapper or RAID",
+                "end that use, or name the device that is made of it",
             )
     found = content_of(layers, files)
     if found is None:
@@ -264,9 +264,9 @@ def _judge_partitions(content: DiskContent, name: str, fact: FileFact, where: st
     if content.sector is not None and content.sector != fact.sectors[0]:
         problems.remark(
             where,
-            f"the guest finds no partitions in {where}: the partition table in {name} is for sectors of {content.sector} bytes, and the "
-            f"guest sees sectors of {fact.sectors[0]}",
-            "copy the image to a disk with such sectors, or make its partition table anew",
+            f"the guest finds no partitions in {where}: the partition table in {name} is for sectors of {content.sector} bytes, and "
+            f"the guest sees {fact.sectors[0]}",
+            "copy it to a disk with such sectors, or make another partition table",
         )
 
 

@@ -10,9 +10,8 @@ QEMU_OLDEST = (7, 2)
 """The oldest QEMU that this program was tested with."""
 
 OWN_CPUS = (
-    "give every container of the pod whole CPUs and memory with requests equal to limits, the pod itself no resources "
-    "(spec.resources), and the node's kubelet `cpuManagerPolicy: static`, or on a node with a DRA driver for CPUs name a claim "
-    "for them in resources.claims of the container"
+    "give every container of the pod whole CPUs and memory with requests equal to limits (not in spec.resources), and the "
+    "kubelet `cpuManagerPolicy: static`, or claim CPUs of a DRA driver"
 )
 """The remedy for :func:`shared_cpus`. A pod with pod-level resources can be Guaranteed and gets no exclusive CPUs, whatever
 its containers request (``policy_static.go``, ``Allocate``, with the gate ``PodLevelResourceManagers`` off)."""
@@ -93,8 +92,8 @@ KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel =
 DENIED = "Permission denied"
 """The reason, EACCES, if the owner and mode of a device node forbid opening it; that of a device filter is EPERM."""
 LET_IN = (
-    'let every user open it, on the node, by a rule of udev with MODE="0666": in a user namespace (hostUsers: false) its owner '
-    "and group are nobody's, and the container's device filter still says who may"
+    'let every user open it, on the node, by a rule of udev with MODE="0666": in a user namespace (hostUsers: false) it is '
+    "nobody's, and the device filter still decides"
 )
 """The remedy for :data:`DENIED`."""
 
@@ -137,8 +136,7 @@ VFIO_MEMLOCK_OVERHEAD = 64 << 20
 """Upper bound of the bytes that VFIO locks in addition to the guest's RAM: firmware, option ROMs, video memory."""
 
 KEPT_MEMORY_STATE = (
-    "a kubelet with the static Memory Manager then starts only without its old memory_manager_state: drain the node, stop "
-    "the kubelet, and remove that file"
+    "with the static Memory Manager drain the node, stop the kubelet, and remove its old memory_manager_state"
 )
 """The consequence of another number of huge pages: the kubelet refuses a state file with the former number
 (``pkg/kubelet/cm/memorymanager/policy_static.go``, ``validateState``)."""

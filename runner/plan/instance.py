@@ -294,7 +294,7 @@ def _with_topology_file(machine: MachinePlan, problems: Problems) -> MachinePlan
     if len(machine.passthrough.devices) <= 1:
         return machine
     from runner.plan.cloud_init import Secret  # here, because few guests have such devices
-    from runner.plan.nccl import FW_CFG, PATH, nccl_topology, vendor_data
+    from runner.plan.nccl import FW_CFG, nccl_topology, vendor_data
 
     topology = nccl_topology(machine)
     if topology and machine.seed is not None:
@@ -302,9 +302,8 @@ def _with_topology_file(machine: MachinePlan, problems: Problems) -> MachinePlan
     if topology and any(port.kind == "upstream" for port in machine.passthrough.ports):
         problems.remark(
             "device",
-            "NCCL in the guest does not know the speed of the host's links: it reads 2.5 GT/s x1 from QEMU's switches",
-            f"have the guest copy /sys/firmware/qemu_fw_cfg/by_name/{FW_CFG}/raw (module qemu_fw_cfg) to {PATH} at each boot, and "
-            f"put NCCL_TOPO_FILE={PATH} into its /etc/nccl.conf (with [cloud_init] the guest gets both)",
+            "NCCL in the guest takes 2.5 GT/s x1, which QEMU's switches show, for the speed of all links",
+            f"add [cloud_init], or copy {FW_CFG} (qemu_fw_cfg) to its NCCL_TOPO_FILE",
         )
     return machine
 

@@ -225,7 +225,7 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
         yield Problem(
             "memory.hugepages",
             f"{sum(wanted.values())} pages of {shown} are wanted on all NUMA nodes together, where {free} are free{others}",
-            f"reserve more on the node (nr_hugepages), but {KEPT_MEMORY_STATE}",
+            f"reserve more on the node ({KEPT_MEMORY_STATE})",
         )
 
 
@@ -246,7 +246,7 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
         "memory.hugepages",
         f"{pages} pages of {format_size(page)} ({format_size(pages * page)}) are to come from {where}, where {free} "
         f"({in_mib(free * page)}) are free",
-        f"give the guest less, or on the node: echo {total + pages - free} > {file} ({KEPT_MEMORY_STATE})",
+        f"on the node: echo {total + pages - free} > {file} ({KEPT_MEMORY_STATE})",
     )
 
 

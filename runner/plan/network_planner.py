@@ -53,8 +53,7 @@ IPV6_LEAST_MTU = 1280
 NO_MAC = "has no MAC address of Ethernet, which the guest's network is"
 
 SERVED = (
-    'give the interface one IPv4 address (its guest gets it by DHCP, and pods with IPv6 alone are served by mode = "private" and '
-    '"passt" only)'
+    'give the interface one IPv4 address, or use mode = "private" or "passt", which also serve pods with IPv6 alone'
 )
 """The remedy for an interface whose addresses no guest can take over."""
 
@@ -295,9 +294,9 @@ class _NetworkPlanner:
         if pod.virtual_function:
             self._problems.remark(
                 where,
-                f"the guest may receive nothing: {pod.name!r} is a virtual function (SR-IOV), which passes frames to and from its own "
-                "MAC address alone unless it is trusted",
-                "on the node: `ip link set PF vf N trust on spoofchk off`, or give the guest the function itself ([[device]])",
+                f"the guest may receive nothing: {pod.name!r} is a virtual function (SR-IOV), which passes only frames of its own MAC "
+                "address unless it is trusted",
+                "on the node: `ip link set PF vf N trust on spoofchk off`, or pass it by [[device]]",
             )
         if others := ", ".join(str(each) for each in pod.routes if each not in given):
             self._problems.remark(
@@ -405,9 +404,9 @@ class _NetworkPlanner:
             if each.first < lowest:
                 self._problems.refuse(
                     f"network[{index}].ports",
-                    f"passt cannot listen at {each.first}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and its newer "
-                    "versions give root's rights away before they listen",
-                    f"set it to 0 in the pod's securityContext.sysctls (containerd 2 does so itself), or name ports from {lowest} on",
+                    f"passt cannot listen at {each.first}: net.ipv4.ip_unprivileged_port_start is {lowest} here, and it listens "
+                    "without root's rights",
+                    f"set it to 0 in the pod's securityContext.sysctls, or name ports from {lowest} on",
                 )
         if network.listened_at + PASST_FILES > self._facts.open_files:
             self._problems.refuse(

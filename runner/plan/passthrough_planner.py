@@ -216,8 +216,8 @@ def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _G
     if not files:
         raise _NoDevicesError(
             f"the container has no file about the devices of a claim {claim!r}",
-            "list the claim in the container's resources.claims, and let its driver write device metadata (KEP-5304: "
-            "Kubernetes 1.36 or later, an option of the driver, and CDI in the container runtime)",
+            "list the claim in the container's resources.claims, and let its driver write device metadata (KEP-5304, "
+            "Kubernetes 1.36)",
         )
     kinds = {each.path.parents[1] for each in files}
     if len(kinds) > 1:
@@ -411,9 +411,8 @@ class _DevicePlanner:
             self._problems.refuse(
                 "device",
                 f"the devices' memory needs a window of {format_size(window)} above {format_size(size)} of "
-                f"RAM, which ends at {format_size(top)}, and the guest's CPU has addresses of {bits} bits, up to "
-                f"{format_size(1 << bits)}",
-                "under KVM leave cpu.model out or add host-phys-bits=on to it, without host-phys-bits-limit, or pass fewer devices",
+                f"RAM, which ends at {format_size(top)}, and the guest has {bits} address bits ({format_size(1 << bits)})",
+                "pass fewer devices, or under KVM add host-phys-bits=on to cpu.model, or leave it out",
             )
         return window
 

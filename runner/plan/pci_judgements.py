@@ -30,10 +30,8 @@ def power_remarks(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     cold = [fact.address for fact in facts if fact.d3cold and is_gpu(fact.device_class)]
     if cold:
         yield _remark(
-            f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold), and a GPU that does not wake "
-            "answers with ones until the machine is switched off",
-            "echo 0 to d3cold_allowed of its directory in sysfs before the start, or a rule of udev that does, or placement "
-            '"controller", with which it stays powered while an instance has it',
+            f"the kernel may cut the power of {some(cold)} while the guest leaves it idle (D3cold), and some do not wake again",
+            'use placement "controller", which keeps it powered, or write 0 to its d3cold_allowed in sysfs',
         )
 
 
@@ -146,16 +144,14 @@ def _peer_to_peer(facts: Sequence[PciFact]) -> Iterator[Judgement]:
     if not ports:
         return
     yield _remark(
-        "traffic between the devices behind a switch (GPUDirect) goes up to the root complex and back, at about half of the "
-        f"bandwidth: its ports redirect it (ACS): {some(ports)}",
-        "have them let translated requests through: bit 6 of ECAP_ACS+6.w by setpci (or pci=config_acs= from Linux 6.11), and "
-        "ATS on the NIC, or, where one tenant has all devices behind the switch, no redirection",
+        "traffic between devices behind a switch (GPUDirect) goes up to the root complex and back, since its ports redirect it "
+        f"(ACS): {some(ports)}",
+        "let translated requests pass (ECAP_ACS+6.w bit 6), with ATS on the NIC",
     )
     if untranslated:
         yield _remark(
-            f"the requests of {some(untranslated)} are translated by the IOMMU alone, so that they take that way whatever the "
-            "ports do: the NIC shows no ATS",
-            "mlxconfig -d ADDRESS set ATS_ENABLED=true, and reset the NIC (others have a like setting of their firmware)",
+            f"the requests of {some(untranslated)} are translated by the IOMMU alone, and go up as well: the NIC shows no ATS",
+            "enable it in the NIC's firmware (mlxconfig -d ADDRESS set ATS_ENABLED=true), and reset the NIC",
         )
 
 
@@ -197,10 +193,9 @@ def _nvlink(facts: Sequence[PciFact]) -> Iterator[Judgement]:
         return
     some_passed = len(missing) < len(gpus[0].nvswitches)
     yield _remark(
-        f"the GPUs have no NVLink to each other, or CUDA does not start: {'only some' if some_passed else 'none'} of the board's "
-        f"NVSwitches are passed, {some(missing)} {'are' if len(missing) > 1 else 'is'} not",
-        "pass all GPUs and all NVSwitches of the board to one guest, or give these GPUs a partition of the host's Fabric Manager "
-        "(FABRIC_MODE=1)",
+        f"the GPUs have no NVLink to each other, or CUDA does not start: {'not all' if some_passed else 'none'} of the board's "
+        f"NVSwitches are passed ({some(missing)} missing)",
+        "pass the whole board, or use a partition of Fabric Manager (FABRIC_MODE=1)",
     )
 
 
@@ -211,6 +206,5 @@ def _small_regions(facts: Sequence[PciFact]) -> Iterator[Judgement]:
                 yield _remark(
                     f"{_named(fact)}: the CPU and other devices reach {format_size(bar.size)} of its memory at a time, where "
                     f"its region can have {format_size(bar.largest)}",
-                    "switch on resizable BAR and above 4G decoding in the machine's firmware, or write the size to its "
-                    "resourceN_resize in sysfs before vfio-pci has it",
+                    "enable resizable BAR in the host's firmware, or write the size to its resourceN_resize before the start",
                 )

@@ -88,9 +88,9 @@ def plan_placement(
     if backend == "controller" and vcpus < len(allowed) and not growing:
         problems.refuse(
             "cpu.count",
-            f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and under placement "
-            '"controller" each belongs to a vCPU',
-            f"give the container as many CPUs as vCPUs, and so that they are its own {OWN_CPUS}",
+            f"asks for {vcpus} vCPUs, but the container has {len(allowed)} CPUs ('{allowed}'), and placement \"controller\" needs a "
+            "vCPU for each",
+            "give the container as many CPUs as vCPUs, whole ones with requests equal to limits",
         )
         return None
     pins = _choose_pins(cpu, vcpus, allowed, facts, problems)

@@ -413,7 +413,7 @@ def test_partitions_for_other_sectors_are_remarked(tmp_path: Path) -> None:
         file.write(b"EFI PART")
     [remark] = remarks(DiskSpec(path=PurePosixPath(path)))
     assert remark.startswith("the guest finds no partitions in disk[0]: the partition table in")
-    assert "is for sectors of 4096 bytes, and the guest sees sectors of 512" in remark
+    assert "is for sectors of 4096 bytes, and the guest sees 512;" in remark
 
 
 @pytest.mark.parametrize("table", ["label: gpt\n,32M,U\n,,L\n", "label: gpt\n,,L\n", "label: dos\n,32M,ef\n,,L\n"])
@@ -538,7 +538,7 @@ def test_without_locks_a_disk_is_used_and_remarked(tmp_path: Path, number: int) 
     finally:
         FAULT_INJECTOR.end()
     assert remark == (
-        f"nothing keeps another QEMU from using '{path}' at the same time, which destroys what both write: its file system takes "
+        f"nothing keeps another QEMU from using '{path}' at the same time, which destroys it: its file system takes "
         f"no locks ({os.strerror(number)}); see that no other instance has it, or keep it on a file system with locks"
     )
 

@@ -20,6 +20,9 @@ TAKES_REMEDY = re.compile(
 )
 """The names of what takes a remedy beside its sentence, by ``remedy=``."""
 
+LONGEST = 200
+"""Characters of a sentence with its remedy."""
+
 
 @cache
 def constants() -> dict[str, str]:
@@ -65,6 +68,12 @@ def test_a_sentence_has_one_semicolon_at_most() -> None:
     found = [(path, line, text) for path in files() for line, text in messages(ast.parse(path.read_text()))]
     assert len(found) > 500
     assert [each for each in found if any(part.count(";") > 1 for part in re.split(r"\.\s", each[2]))] == []
+
+
+def test_a_message_has_at_most_200_characters() -> None:
+    """The values that it will have are not counted, nor commands."""
+    found = [(path, line, text) for path in files() for line, text in messages(ast.parse(path.read_text()))]
+    assert [each for each in found if len(each[2].replace("{}", "")) > LONGEST] == []
 
 
 def joined(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -111,17 +111,16 @@ def identify_container(
     if found is None and ".slice:" in peer.cgroup:  # systemd's slice:prefix:name, misread as a path
         raise RequestRefusedError(
             IDENTITY,
-            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is in no pod's: the container runtime takes the "
-            "kubelet's name for systemd for a path",
-            remedy="give both the same cgroup driver (SystemdCgroup = true for containerd, or cgroupDriver: cgroupfs for the kubelet)",
+            f"cannot identify process {peer.pid}: its cgroup {peer.cgroup!r} is in no pod's: the container runtime takes a "
+            "name for systemd for a path",
+            remedy="give both the same cgroup driver (SystemdCgroup = true, or cgroupDriver: cgroupfs)",
             lasting=True,
         )
     if found is None and (above := peer.cgroup.partition("/kubepods")[0]) not in {"", peer.cgroup}:
         raise RequestRefusedError(
             IDENTITY,
             f"cannot identify process {peer.pid}: its kubelet's pods are in {above!r}, whose owner could make any path in it",
-            remedy="give that kubelet's container or service a cgroup namespace of its own (docker run --cgroupns=private), and "
-            "run the controller in it",
+            remedy="give that kubelet a cgroup namespace of its own (docker run --cgroupns=private), and the controller",
             lasting=True,
         )
     if found is None:

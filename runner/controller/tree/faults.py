@@ -66,9 +66,8 @@ def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterato
     for pod_uid, charged in left_behind(desired, observed).items():
         yield Fault(
             instance_group(pod_uid),
-            f"cannot remove {root / instance_group(pod_uid)}: {charged >> 20} MiB are charged to it that another program holds since "
-            "its pod has gone, in a memfd that was passed on, in tmpfs or in a pipe; --memory-max leaves so much less until that "
-            "program ends",
+            f"cannot remove {root / instance_group(pod_uid)}: {charged >> 20} MiB are charged to it that another program holds, "
+            "in a memfd, in tmpfs or in a pipe; until it ends, --memory-max has that much less to give",
             unlimited=True,
         )
     for file, value in withheld(desired, observed):

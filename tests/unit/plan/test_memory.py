@@ -133,10 +133,9 @@ def test_qemu_allocates_private_memory_itself() -> None:
             ALL_CPUS + '[memory]\nsize = "4GiB"\nhugepages = "2MiB"\n',
             {"hardware": hardware((1024, 1000))},
             (
-                "memory.hugepages: 1024 pages of 2MiB (2GiB) are to come from NUMA node 1, where 1000 (2000MiB) are free; give "
-                "the guest less, or on the node: echo 2072 > "
-                "/sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages (a kubelet with the static Memory "
-                "Manager then starts only without its old memory_manager_state"
+                "memory.hugepages: 1024 pages of 2MiB (2GiB) are to come from NUMA node 1, where 1000 (2000MiB) are free; on "
+                "the node: echo 2072 > /sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages (with the static "
+                "Memory Manager drain the node, stop the kubelet, and remove its old memory_manager_state)"
             ),
         ),
         (
@@ -367,6 +366,5 @@ def test_huge_pages_that_two_guest_numa_nodes_need_are_reported_with_the_sum() -
     [found] = too_few_pages(memory, 5000 * MIB, both, FACTS)
     assert str(found) == (
         "memory.hugepages: 2500 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free; reserve more on "
-        "the node (nr_hugepages), but a kubelet with the static Memory Manager then starts only without its old "
-        "memory_manager_state: drain the node, stop the kubelet, and remove that file"
+        "the node (with the static Memory Manager drain the node, stop the kubelet, and remove its old memory_manager_state)"
     )

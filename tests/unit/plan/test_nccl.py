@@ -147,7 +147,7 @@ def test_cloud_init_puts_the_file_where_nccl_finds_it(tmp_path: Path) -> None:
     assert not any(FW_CFG in str(remark) for remark in plan.remarks)
     assert not any(FW_CFG in word for word in argv(plan))
     without, _ = planned(tmp_path / "without", "hgx-h200")
-    assert any(f"/by_name/{FW_CFG}/raw" in str(remark) for remark in without.remarks)
+    assert any(f"copy {FW_CFG} (qemu_fw_cfg)" in str(remark) for remark in without.remarks)
     [word] = [word for word in argv(without) if FW_CFG in word]
     assert word == f"name={FW_CFG},string={nccl_topology(without.machine).replace(',', ',,')}"
     assert len(word) < 1 << 17, "Linux takes no longer argument (MAX_ARG_STRLEN)"

@@ -249,12 +249,12 @@ def test_a_guest_gets_the_pods_ipv6_address_only_on_request() -> None:
         (
             KERNEL + '[[network]]\nmode = "passt"\nports = ["2222:22", "127.0.0.1/80:8080"]\n',
             {"unprivileged_port": 1024},
-            "network[0].ports: passt cannot listen at 80: net.ipv4.ip_unprivileged_port_start is 1024 here, and its",
+            "network[0].ports: passt cannot listen at 80: net.ipv4.ip_unprivileged_port_start is 1024 here, and it ",
         ),
         (
             KERNEL + '[[network]]\nmode = "passt"\nports = "all"\n',
             {"unprivileged_port": 1024},
-            "network[0].ports: passt cannot listen at 1: net.ipv4.ip_unprivileged_port_start is 1024 here, and its",
+            "network[0].ports: passt cannot listen at 1: net.ipv4.ip_unprivileged_port_start is 1024 here, and it ",
         ),
         (
             KERNEL + '[[network]]\nmode = "passt"\nports = "all"\n',

@@ -50,9 +50,9 @@ def test_redirected_peer_to_peer_traffic_is_one_remark_with_its_ports(tmp_path: 
     found = remarks(tmp_path, HGX, GPU, NIC)
     [redirected] = about(found, "(ACS)")
     assert redirected.startswith(
-        "traffic between the devices behind a switch (GPUDirect) goes up to the root complex and back, at"
+        "traffic between devices behind a switch (GPUDirect) goes up to the root complex and back, since"
     )
-    assert f"redirect it (ACS): {GPU_PORT}, {NIC_PORT}; have them let translated requests through" in redirected
+    assert f"redirect it (ACS): {GPU_PORT}, {NIC_PORT}; let translated requests pass" in redirected
     [untranslated] = about(found, "no ATS")
     assert untranslated.startswith(f"the requests of {NIC} are translated by the IOMMU alone")
 
@@ -124,11 +124,11 @@ def test_a_link_below_what_both_ends_can_do_is_remarked(
     [
         (
             (GPU, "0000:2a:00.0"),
-            "none of the board's NVSwitches are passed, 0000:05:00.0, 0000:06:00.0, 0000:07:00.0, 0000:08:00.0 are",
+            "none of the board's NVSwitches are passed (0000:05:00.0, 0000:06:00.0, 0000:07:00.0, 0000:08:00.0 missing)",
         ),
         (
             (GPU, "0000:05:00.0", "0000:06:00.0", "0000:07:00.0"),
-            "only some of the board's NVSwitches are passed, 0000:08:00.0 is not",
+            "not all of the board's NVSwitches are passed (0000:08:00.0 missing)",
         ),
         ((), ""),
         ((NIC,), ""),
@@ -163,7 +163,9 @@ def test_power_that_may_be_cut_is_one_remark_about_gpus(tmp_path: Path) -> None:
     assert remark.startswith(
         "the kernel may cut the power of 0000:18:00.0, 0000:2a:00.0, 0000:3a:00.0, 0000:5d:00.0 and 4 more while"
     )
-    assert remark.endswith('or placement "controller", with which it stays powered while an instance has it')
+    assert remark.endswith(
+        '; use placement "controller", which keeps it powered, or write 0 to its d3cold_allowed in sysfs'
+    )
     kept = changed(HGX, {GPU: {"d3cold_allowed": 0}})
     assert about(remarks(tmp_path / "kept", kept, GPU), "D3cold") == []
 
