@@ -5,7 +5,8 @@ is charged to the cgroup of the process that touches it first, and because it ca
 runner, which has one thread, and not QEMU, which takes one NUMA node after the other, reports no progress, and may not
 choose the CPUs of its threads in its sandbox. QEMU then only maps the pages.
 
-The first argument is the interval of its progress reports in seconds; if it fails, its last line of output is the reason.
+The first argument is the interval of its progress reports in seconds. If it fails, its last line of output is the reason,
+and its exit status the kind of reason (:data:`NO_MEMORY`, :data:`NOT_BOUND`, :data:`NO_THREADS`).
 The others are ``DESCRIPTOR:BYTES:PAGE:NUMA_NODES:CPUS:THREADS``, one for each file: ``PAGE`` is the size of its huge
 pages or 0, its pages are bound to the ``NUMA_NODES`` (comma separated; empty: no binding), and its ``THREADS`` run on
 ``CPUS`` (as in "2-3,10").
@@ -33,6 +34,17 @@ _SLICE = 32 << 20
 """Bytes of one system call: small enough that all threads end together, large enough to make the call worthwhile."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 MIB = 1 << 20
+
+NO_MEMORY, NOT_BOUND, NO_THREADS = 3, 4, 5
+"""Exit statuses: what could not be had. Python itself ends with 1 and 2; an enum would be one import more."""
+
+
+class PreallocationError(Exception):
+    """It failed; *status* says by which of the reasons."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 def bind(address: int, size: int, numa_nodes: list[int]) -> None:
@@ -74,13 +86,17 @@ class _File:
         try:
             self.mapped = mmap.mmap(int(descriptor), self.size, mmap.MAP_SHARED)
         except OSError as error:
-            raise OSError(f"cannot map {self.size // MIB} MiB in {self.name}: {error.strerror}") from None
+            raise PreallocationError(
+                NO_MEMORY, f"cannot map {self.size // MIB} MiB in {self.name}: {error.strerror}"
+            ) from None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))
         if self.numa_nodes:
             try:
                 bind(self.address, self.size, self.numa_nodes)
             except OSError as error:
-                raise OSError(f"cannot bind memory to NUMA nodes (mbind): {error.strerror}") from None
+                raise PreallocationError(
+                    NOT_BOUND, f"cannot bind memory to NUMA nodes (mbind): {error.strerror}"
+                ) from None
         if not self.page:  # as QEMU does; without effect on a kernel without transparent huge pages
             _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_ulong(self.size), _MADV_HUGEPAGE)
 
@@ -97,27 +113,26 @@ class _File:
                 _check(_LIBC.madvise(start, size, _MADV_POPULATE_WRITE))
             except OSError as error:
                 of = f"{self.taken // MIB} of {self.size // MIB} MiB"
-                raise OSError(f"cannot take more than {of} in {self.name}: {error.strerror}") from None
+                raise PreallocationError(
+                    NO_MEMORY, f"cannot take more than {of} in {self.name}: {error.strerror}"
+                ) from None
             with self._counting:
                 self.taken += length
 
 
-def main(interval: float, arguments: list[str]) -> str | None:
-    """Preallocate all files, print the progress every *interval* seconds, and return in one line why it failed."""
+def main(interval: float, arguments: list[str]) -> None:
+    """Preallocate all files, and print the progress every *interval* seconds. Raises :exc:`PreallocationError`."""
     began = time.monotonic()
-    try:
-        files = [_File(argument) for argument in arguments]
-    except OSError as error:
-        return str(error)
+    files = [_File(argument) for argument in arguments]
     total = sum(file.size for file in files)
-    reasons: list[str] = []
+    failures: list[PreallocationError] = []
     over = threading.Event()
 
     def work(file: _File) -> None:
         try:
             file.take()
-        except OSError as error:
-            reasons.append(str(error))
+        except PreallocationError as error:
+            failures.append(error)
             over.set()
 
     threads = [threading.Thread(target=work, args=(file,), daemon=True) for file in files for _ in range(file.threads)]
@@ -131,16 +146,22 @@ def main(interval: float, arguments: list[str]) -> str | None:
         for thread in (*threads, threading.Thread(target=wait, daemon=True)):
             thread.start()
     except RuntimeError:  # Python hides the error number, EAGAIN
-        return f"cannot start {len(threads)} threads: {os.strerror(errno.EAGAIN)}"
+        raise PreallocationError(
+            NO_THREADS, f"cannot start {len(threads)} threads: {os.strerror(errno.EAGAIN)}"
+        ) from None
     while not over.wait(interval):
         taken = sum(file.taken for file in files)
         speed = taken / (time.monotonic() - began) / (1 << 30)
         print(f"{taken // MIB} of {total // MIB} MiB taken, {speed:.2g} GiB/s", flush=True)
-    return reasons[0] if reasons else None
+    if failures:
+        raise failures[0]
 
 
 if __name__ == "__main__":
-    reason = main(float(sys.argv[1]), sys.argv[2:])
-    if reason is not None:
-        print(reason, flush=True)
-    os._exit(0 if reason is None else 1)  # after a failure the other threads need not finish
+    status = 0
+    try:
+        main(float(sys.argv[1]), sys.argv[2:])
+    except PreallocationError as error:
+        print(error, flush=True)
+        status = error.status
+    os._exit(status)  # after a failure the other threads need not finish

@@ -19,6 +19,7 @@ from runner.host.discover import PREALLOCATOR
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
+from runner.kernel.preallocate import NO_MEMORY, NO_THREADS, NOT_BOUND
 from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost, hotplug_of
 
@@ -69,9 +70,18 @@ async def test_a_request_to_stop_ends_preallocation_at_once(fake_host: FakeHost)
             "cannot preallocate the guest's memory: nothing is left; raise the pod's limits of memory and huge pages",
         ),
         (
-            {"does": "fail", "output": "cannot bind memory to NUMA nodes (mbind): not permitted"},
+            {"does": "fail", "output": "cannot bind memory to NUMA nodes (mbind): not permitted", "status": NOT_BOUND},
             "not permitted; let the container's seccomp profile allow mbind(2)",
         ),
+        (
+            {
+                "does": "fail",
+                "output": "cannot start 4 threads: Resource temporarily unavailable",
+                "status": NO_THREADS,
+            },
+            "cannot start 4 threads: Resource temporarily unavailable",
+        ),
+        ({"does": "fail", "output": "Traceback (mbind)", "status": 1}, "the preallocator exited with status 1, saying"),
         (
             {"does": "die"},
             "the preallocator was killed, as the kernel does when a cgroup is over memory.max; raise the pod's limits",
@@ -127,7 +137,7 @@ def test_threads_that_cannot_be_started_are_the_reason() -> None:
     with files.memory("some", MIB) as some:
         argv = [*limited, f"{some}:{MIB}:0::0:4"]
         done = subprocess.run(argv, pass_fds=[some], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (NO_THREADS, "")
     assert done.stdout == "cannot start 4 threads: Resource temporarily unavailable\n"
 
 
@@ -137,7 +147,10 @@ def test_a_refusal_by_the_kernel_is_reported_with_the_numbers() -> None:
         pytest.skip("a kernel that has huge pages of 1 GiB, and none free, is missing")
     with files.owned(files.create_memory("huge", 1 << 30, 1 << 30)) as huge:
         done = taken(f"{huge.number}:{1 << 30}:{1 << 30}::0:1", descriptors=(huge.number,))
-    assert (done.returncode, done.stdout) == (1, "cannot map 1024 MiB in pages of 1024 MiB: Cannot allocate memory\n")
+    assert (done.returncode, done.stdout) == (
+        NO_MEMORY,
+        "cannot map 1024 MiB in pages of 1024 MiB: Cannot allocate memory\n",
+    )
 
 
 async def test_qemus_limit_of_locked_memory_is_raised_where_something_is_locked(fake_host: FakeHost) -> None:

@@ -80,11 +80,18 @@ async def _preallocate(
 
 
 def _failure(process: Process) -> HostError:
-    if process.returncode == -signal.SIGKILL:
+    from runner.kernel.preallocate import (
+        NO_MEMORY,
+        NO_THREADS,
+        NOT_BOUND,
+    )  # here, because it is a program, and few fail
+
+    remedies = {NO_MEMORY: FULL_REMEDY, NOT_BOUND: MBIND_REMEDY, NO_THREADS: process.limit()}
+    status = process.returncode
+    if status in remedies and process.last_lines:
+        reason, remedy = process.last_lines[-1], remedies[status]
+    elif status == -signal.SIGKILL:
         reason, remedy = "the preallocator was killed, as the kernel does when a cgroup is over memory.max", FULL_REMEDY
-    elif process.returncode != 1 or not process.last_lines:
-        reason, remedy = f"the preallocator {process.how_it_ended()}", ""
     else:
-        reason = process.last_lines[-1]
-        remedy = MBIND_REMEDY if "(mbind)" in reason else process.limit() if "threads" in reason else FULL_REMEDY
+        reason, remedy = f"the preallocator {process.how_it_ended()}", ""
     return HostError(f"cannot preallocate the guest's memory: {reason}", remedy=remedy)

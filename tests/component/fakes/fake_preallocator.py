@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-behaviour = {"does": "exit", "output": "nothing is left", **globals()["BEHAVIOUR"]}
+behaviour = {"does": "exit", "output": "nothing is left", "status": 3, **globals()["BEHAVIOUR"]}
 fds = sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}"))
 with open(globals()["LOG"], "a") as log:
     log.write(json.dumps({"fake": globals()["NAME"], "what": "start", "argv": sys.argv, "fds": fds}) + "\n")
@@ -16,4 +16,4 @@ elif behaviour["does"] == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 elif behaviour["does"] == "fail":
     print(behaviour["output"], flush=True)
-    sys.exit(1)
+    sys.exit(behaviour["status"])
