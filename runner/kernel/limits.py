@@ -86,7 +86,7 @@ def limit_of_signal(name: str) -> str:
     if name == "SIGXFSZ":
         return limit_behind(errno.EFBIG, "file")
     if name == "SIGSYS":
-        return "a seccomp profile, the container's or its own, allows a system call not; the kernel's log names it (`dmesg`, audit)"
+        return "a seccomp profile, the container's or its own, forbids a system call; the kernel's log names it (`dmesg`, audit)"
     return ""
 
 

@@ -97,8 +97,8 @@ class IdentitySpec:
     uuid: str | None = key(
         text(UUID, "a UUID in lower case"),
         default=None,
-        doc="the SMBIOS UUID that the guest sees, and what MAC addresses are derived from, also in its next pod; without it the guest "
-        "sees none, and they are derived from the pod's UID",
+        doc="the SMBIOS UUID that the guest sees. MAC addresses are derived from it, so that they stay the same in its next pod. "
+        "Without it the guest sees no UUID, and they are derived from the pod's UID",
     )
     user: str = key(
         text(r"auto|[a-z_][a-z0-9_-]{0,31}", 'a user name, or "auto"'),
@@ -115,13 +115,14 @@ class CpuSpec:
         either(Literal["all"], integer(1, 1024)),
         default=1,
         elsewhere=("vcpus", "vcpu", "cores", "cpu", "smp", "number"),
-        doc="number of vCPUs; each has one CPU of its own. "
+        doc="number of vCPUs. Each has one CPU of its own. "
         '`"all"`: as many vCPUs as the container has CPUs, without one core if QEMU\'s other threads run on these CPUs too',
     )
     cpus: CpuSet | None = key(
         cpu_set(),
         default=None,
-        doc="the CPUs of the vCPUs; without it whole cores of as few NUMA nodes as possible, of the CPUs that the container may use",
+        doc="the CPUs of the vCPUs. Without it they are chosen from the CPUs that the container may use: whole cores of as few NUMA "
+        "nodes as possible",
     )
     placement: PlacementChoice = key(
         choice(PlacementChoice),
@@ -138,70 +139,70 @@ class CpuSpec:
     exclusive: ExclusiveChoice = key(
         choice(ExclusiveChoice),
         default="auto",
-        doc='what must keep all others off the CPUs of the vCPUs while the guest runs; `"enforced"`: the kernel, by an isolated '
-        'partition (Linux 6.7, placement `"controller"`), or the instance does not start; `"auto"`: the kernel where it can, else '
-        "the others' cpusets and the sweep (`arranged`); the log, `ctl status` and `inspect` say which guarantee is in force",
+        doc='what must keep all other threads off the CPUs of the vCPUs while the guest runs. `"enforced"`: the kernel, by an isolated '
+        'partition (Linux 6.7, placement `"controller"`), or the instance does not start. `"auto"`: the kernel where it can, else the '
+        "cpusets of the others and the sweep (`arranged`). The log, `ctl status` and `inspect` name the guarantee that is in force",
     )
     sweep: bool = key(
         flag(),
         default=True,
         doc="whether processes that other programs start in the container (`kubectl exec`, probes) are moved to the float cgroup "
-        'within a second; of no effect with placement `"affinity"`, which has no cgroups',
+        'within a second. It has no effect with placement `"affinity"`, which has no cgroups',
     )
     pinning: PinningChoice = key(
         choice(PinningChoice),
         default="auto",
-        doc='`"packed-siblings"`: the vCPUs of one guest core are pinned to the siblings of one host core; `"linear"`: vCPU *i* is '
-        'pinned to the *i*-th CPU; `"auto"`: `"packed-siblings"` if the CPUs are whole cores, else `"linear"`',
+        doc='`"packed-siblings"`: the vCPUs of one guest core are pinned to the siblings of one host core. `"linear"`: vCPU *i* is '
+        'pinned to the *i*-th CPU. `"auto"`: `"packed-siblings"` if the CPUs are whole cores, else `"linear"`',
     )
     topology: TopologyChoice = key(
         choice(TopologyChoice),
         default="host",
         elsewhere=("sockets", "threads"),
-        doc='the topology that the guest sees; `"host"`: the sockets, L3 caches, threads and NUMA nodes that its vCPUs are pinned to; '
+        doc='the topology that the guest sees. `"host"`: the sockets, L3 caches, threads and NUMA nodes that its vCPUs are pinned to. '
         '`"flat"`: one socket of cores with one thread each',
     )
     accel: AccelChoice = key(
         choice(AccelChoice),
         default="auto",
-        doc='`"kvm"`, `"tcg"` (emulation in software), `"auto"`: KVM if /dev/kvm can be used, else TCG; `"tried"`: KVM if a trial guest of '
-        "200 bytes runs with it as well, which takes 0.2 s before the start and 10 s at most, else TCG",
+        doc='`"kvm"`, or `"tcg"` (emulation in software). `"auto"`: KVM if /dev/kvm can be used, else TCG. `"tried"`: KVM if a trial '
+        "guest of 200 bytes runs with it as well, else TCG. The trial takes 0.2 s before the start, and 10 s at most",
     )
     model: str | None = key(
         text(r"[A-Za-z0-9_.,=+-]{1,200}", "a QEMU CPU model"),
         default=None,
-        doc="QEMU's CPU model; without it `host` under KVM (on AMD with `topoext` if guest cores have two threads, and with `invtsc` "
-        "if the host's time stamp counter is invariant) and under TCG `max` without what makes it slower (`erms`, `fsrm`, `la57`); with "
-        'placement `"controller"` under KVM each model also gets `kvm-hint-dedicated`, by which the guest learns that nothing else runs '
-        "on its CPUs",
+        doc="QEMU's CPU model. Without it, it is `host` under KVM (on AMD with `topoext` if guest cores have two threads, and with "
+        "`invtsc` if the host's time stamp counter is invariant), and under TCG `max` without the features that make it slower (`erms`, "
+        '`fsrm`, `la57`). With placement `"controller"` under KVM each model also gets `kvm-hint-dedicated`, which tells the guest that '
+        "nothing else runs on its CPUs",
     )
     idle: IdleChoice = key(
         choice(IdleChoice),
         default="host",
-        doc='who idles a CPU that its vCPU does not need; `"host"`: the host\'s kernel, after an exit from the guest; `"guest"`: the guest '
-        "itself, by MWAIT and HLT that do not exit (KVM only): it wakes sooner, but its CPUs look busy all the time to the host, and "
-        "the sibling threads of their cores may become slower",
+        doc='which kernel idles a CPU that its vCPU does not need. `"host"`: the host\'s, after an exit from the guest. `"guest"`: the '
+        "guest's, by MWAIT and HLT that do not exit (KVM only). Then it wakes sooner, but its CPUs always look busy to the host, and the "
+        "sibling threads of their cores may become slower",
     )
 
     latency: LatencyChoice = key(
         choice(LatencyChoice),
         default="default",
-        doc='`"low"`: the node\'s controller keeps the CPUs of the vCPUs out of idle states that take more than 2 µs to leave, and has '
-        "their frequency governor `performance`, which costs power; both are as before at the instance's end; what cannot be had is "
-        'logged, and the guest runs without; only with placement `"controller"`',
+        doc='`"low"`: the node\'s controller keeps the CPUs of the vCPUs out of idle states that take more than 2 µs to leave, and sets '
+        "their frequency governor to `performance`, which costs power. Both are restored at the instance's end. If one is not possible, "
+        'that is logged, and the guest runs without it. Only with placement `"controller"`',
     )
     cache_ways: int | None = key(
         integer(1, 32),
         default=None,
-        doc="how many ways of each L3 cache of these CPUs nothing else on the node fills (resctrl): at most half of a cache's, for "
-        "all instances together; without it they share the ways that are left with all others; what cannot be had is logged, and "
-        'the guest runs without; only with placement `"controller"`',
+        doc="the number of ways of each L3 cache of these CPUs that nothing else on the node fills (resctrl). All instances together "
+        "can have at most half of a cache. Without it these CPUs share the remaining ways with all others. If it is not possible, that "
+        'is logged, and the guest runs without it. Only with placement `"controller"`',
     )
     memory_bandwidth: int | None = key(
         integer(1, 100),
         default=None,
-        doc="percent of the memory bandwidth that these CPUs may use at most (resctrl), rounded up to a step of theirs; without it "
-        "there is no limit; what cannot be had is logged, and the guest runs without; only with placement "
+        doc="the percentage of the memory bandwidth that these CPUs may use at most (resctrl), rounded up to a step that they support. "
+        "Without it there is no limit. If it is not possible, that is logged, and the guest runs without it. Only with placement "
         '`"controller"`',
     )
 
@@ -280,14 +281,14 @@ class BootSpec:
         ),
         default=None,
         elsewhere=("uefi", "bios", "efi", "ovmf", "loader"),
-        doc='a firmware image that is mapped as flash, such as OVMF_CODE.fd; `"uefi"`: the installed OVMF; `"uefi-secure"`: the '
-        "installed OVMF with Secure Boot and Microsoft's keys; without it SeaBIOS",
+        doc='a firmware image that is mapped as flash, such as OVMF_CODE.fd. `"uefi"`: the installed OVMF. `"uefi-secure"`: the '
+        "installed OVMF with Secure Boot and Microsoft's keys. Without it the guest has SeaBIOS",
     )
     firmware_vars: PurePosixPath | None = key(
         path(),
         default=None,
-        doc="the file that keeps the firmware's variables, which the guest can write; if it does not exist it is created as a copy of "
-        "the firmware's empty store. Without this key the variables are lost when the instance ends",
+        doc="the file for the firmware's variables, which the guest can write. If it does not exist, it is created as a copy of the "
+        "firmware's empty store. Without this key the variables are lost when the instance ends",
     )
 
     @property
@@ -349,15 +350,15 @@ class DiskSpec:
     cache: CacheChoice = key(
         choice(CacheChoice),
         default="auto",
-        doc='`"none"`: QEMU bypasses the page cache (`O_DIRECT`); `"writeback"`: it uses the page cache; `"writethrough"`: each write is '
-        'on stable storage before the guest sees it complete; `"auto"`: `"none"` if the file system supports `O_DIRECT`, else '
+        doc='`"none"`: QEMU bypasses the page cache (`O_DIRECT`). `"writeback"`: it uses the page cache. `"writethrough"`: each write is '
+        'on stable storage before the guest sees it complete. `"auto"`: `"none"` if the file system supports `O_DIRECT`, else '
         '`"writeback"`',
     )
     aio: AioChoice = key(
         choice(AioChoice),
         default="auto",
         doc='how QEMU reads and writes: by `io_submit(2)` (`"native"`, with cache `"none"` only), by `"io_uring"`, or by worker '
-        '`"threads"`; `"auto"`: `"native"` for block devices and files without holes, to which a write allocates no space, else '
+        '`"threads"`. `"auto"`: `"native"` for block devices and files without holes, to which a write allocates no space, else '
         '`"threads"`',
     )
     discard: bool = key(
@@ -419,9 +420,9 @@ class HotplugSpec:
     cpus: int | None = key(
         integer(1, 1024),
         default=None,
-        doc="how many vCPUs the guest can have while it runs: `instance-runner ctl cpus COUNT` plugs and unplugs them, and they are "
-        "unplugged when the kubelet takes CPUs from the pod; the guest must see one socket of cores with one thread each "
-        '(`cpu.topology = "flat"`); without it the number of vCPUs cannot change',
+        doc="the largest number of vCPUs while the guest runs. `instance-runner ctl cpus COUNT` plugs and unplugs them, and they are "
+        "unplugged when the kubelet takes CPUs from the pod. The guest must see one socket of cores with one thread each "
+        '(`cpu.topology = "flat"`). Without this key the number of vCPUs cannot change',
     )
     qemu: bool = key(
         flag(),
@@ -438,9 +439,9 @@ class NetworkSpec:
         choice(NetworkMode, elsewhere={"user": "passt", "slirp": "passt", "nat": "passt", "tap": "private"}),
         default="private",
         elsewhere=("type", "kind"),
-        doc='`"private"`: a subnet that only this instance has; `"bridge"`: the guest takes over the address of the pod\'s interface; '
-        '`"macvtap"`: the guest is a host of its own, with its own MAC address, on the network of an interface; `"passt"`: the guest '
-        'connects through the pod\'s sockets, which needs no privilege; `"descriptor"`: an inherited tap, macvtap or socket',
+        doc='`"private"`: a subnet that only this instance has. `"bridge"`: the guest takes over the address of the pod\'s interface. '
+        '`"macvtap"`: the guest is a host of its own, with its own MAC address, on the network of an interface. `"passt"`: the guest '
+        'connects through the pod\'s sockets, which needs no privilege. `"descriptor"`: an inherited tap, macvtap or socket',
     )
     interface: str | None = key(
         text(r"[!-.0-9;-~]{1,15}", "the name of a network interface"),
@@ -474,8 +475,9 @@ class NetworkSpec:
     mac: str | None = key(
         mac(),
         default=None,
-        doc="the guest's MAC address; without it that of the pod's interface with `\"bridge\"`, that of an inherited macvtap, else one "
-        "derived from `instance.uuid`, else from the pod's UID, without a pod from this machine's id and the state directory",
+        doc="the guest's MAC address. Without it, it is that of the pod's interface with `\"bridge\"`, or that of an inherited macvtap, "
+        "else one derived from `instance.uuid`, else from the pod's UID. Without a pod it is derived from this machine's id and the "
+        "state directory",
     )
     mtu: int | None = key(
         integer(576, 65521),
@@ -645,9 +647,9 @@ class DeviceSpec:
     topology: DeviceTopology = key(
         choice(DeviceTopology),
         default="host",
-        doc='where the guest sees the device; `"host"`: behind a host bridge for its root complex, and behind a switch with those that '
-        'share one with it on the host; `"numa"`: behind the host bridge of its NUMA node, in a guest of several; `"flat"`: on the root '
-        "bus",
+        doc='where the guest sees the device. `"host"`: behind a host bridge for its root complex, and behind a switch together with the '
+        'devices that share one with it on the host. `"numa"`: behind the host bridge of its NUMA node, in a guest with several. '
+        '`"flat"`: on the root bus',
     )
     properties: tuple[tuple[str, object], ...] = key(
         settings(DEVICE_PROPERTIES), default=(), doc="further properties of QEMU's `vfio-pci`"
@@ -712,9 +714,9 @@ class GuestSpec:
     ready: ReadySign | None = key(
         ready_sign(),
         default=None,
-        doc='the sign by which the guest says that it is ready: `"agent"`: the guest agent answers; `"console:REGEX"`: a line of the '
-        'console matches (Python\'s syntax); `"port:N"`: it accepts a TCP connection in its network with `mode = "private"`; without it '
-        "it is ready as soon as its vCPUs run and every thread is in its place",
+        doc='the sign by which the guest shows that it is ready. `"agent"`: the guest agent answers. `"console:REGEX"`: a line of the '
+        'console matches (Python\'s syntax). `"port:N"`: it accepts a TCP connection in its network with `mode = "private"`. Without it '
+        "the guest is ready as soon as its vCPUs run and every thread is in its place",
     )
     clock: ClockBase = key(
         choice(ClockBase),
@@ -792,8 +794,8 @@ class ShutdownSpec:
         seconds(1, 3600),
         default=30.0,
         elsewhere=("timeout",),
-        doc="seconds that the whole power-down of the guest may take; keep it 10 s below terminationGracePeriodSeconds, for the teardown "
-        "of network, shares and cgroups that follows",
+        doc="seconds that the whole power-down of the guest may take. Keep it 10 s below terminationGracePeriodSeconds: the teardown of "
+        "network, shares and cgroups follows",
     )
     on_reboot: RebootAction = key(
         choice(RebootAction),

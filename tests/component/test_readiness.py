@@ -142,7 +142,7 @@ async def test_what_could_not_be_written_is_written_once_there_is_room(fake_host
         assert not ready.exists()
         supervisor.guest_state.panic = ""
         supervisor.guest_state.changed()
-        while not {"cannot show that the guest is ready", "the receipt is that of before"} <= failures(fake_host):
+        while not {"cannot show that the guest is ready", "the receipt is from before"} <= failures(fake_host):
             await trio.sleep(0.005)
         for each in in_the_way:
             each.rmdir()
@@ -156,9 +156,7 @@ async def test_what_could_not_be_written_is_written_once_there_is_room(fake_host
 
 def failures(fake_host: FakeHost) -> set[str]:
     logged = fake_host.logged()
-    return {
-        words for words in ("cannot show that the guest is ready", "the receipt is that of before") if words in logged
-    }
+    return {words for words in ("cannot show that the guest is ready", "the receipt is from before") if words in logged}
 
 
 async def test_a_line_of_the_console_makes_it_ready_until_it_is_reset(fake_host: FakeHost) -> None:
@@ -286,14 +284,14 @@ async def test_a_guest_that_is_reset_again_and_again_is_not_ready_until_it_gets_
         await wait_for(lambda: guest.host.counters.resets == 2)
         await guest.is_ready()
         await guest.prints(b"!reset")
-        await guest.is_not_ready("the guest does not get up: it was reset 3 times in the last minute")
+        await guest.is_not_ready("the guest is reset again and again: it was reset 3 times in the last minute")
         shown: Any = await ask_instance(PurePosixPath(guest.ready_file.parent), "status", {})
         assert shown["resets"] == {"total": 3, "last_minute": 3}
         mock_clock.jump(MINUTE)
         await guest.is_ready()
 
     await run(fake_host, plan_of(fake_host, None), act)
-    assert fake_host.logged().count("the guest does not get up: 3 resets in the last minute") == 1
+    assert fake_host.logged().count("the guest is reset again and again: 3 resets in the last minute") == 1
 
 
 async def test_a_qemu_that_is_stopped_is_noticed_when_it_is_asked_for(fake_host: FakeHost) -> None:

@@ -247,10 +247,10 @@ def test_a_directory_that_is_changed_later_and_removed_is_of_no_consequence(
         program.patch(module, (first, f"{first}open({str(evidence)!r}, 'w').close()\n"))
     assert 'instance_runner_renewals_total{outcome="renewed"} 1.0' in run.metrics().stdout
     with failing(run, "epoll_wait:error=EIO:when=1"):
-        run.until_logged("the runner goes on after a fault of its own generation=2")
+        run.until_logged("the runner continues after a fault of its own generation=2")
     shutil.rmtree(program.path)
     with failing(run, "epoll_wait:error=EIO:when=1"):
-        run.until_logged("the runner goes on after a fault of its own generation=3")
+        run.until_logged("the runner continues after a fault of its own generation=3")
     assert run.status()["runner"]["digest"] == digest
     assert 'instance_runner_renewals_total{outcome="resumed"} 2.0' in run.metrics().stdout
     assert run.upgrade(made).returncode == 0, run.log
@@ -290,7 +290,7 @@ def test_a_program_that_fails_at_any_step_gives_way_to_the_one_before(
         assert "no descriptor for" in ended.stderr, ended.stderr + run.log[-4000:]
         runner = run.status()["runner"]
         assert (runner["generation"], runner["outcome"], runner["digest"]) == (0, "fell_back", "")
-        assert run.log.count("the runner is not renewed, and the program before goes on: OSError") == number
+        assert run.log.count("the runner is not renewed, and the previous program continues: OSError") == number
         assert run.children() == children
     do(steps, HOLDERS + 1, "raise OSError(24, 'there are more holders')")
     ended = run.upgrade(program)
@@ -419,7 +419,7 @@ def test_a_full_state_directory_is_no_hindrance(start: RenewableStarter, made: P
             subprocess.run(["cat", "/dev/zero"], stdout=filling, stderr=subprocess.DEVNULL, check=False)
         ended = run.upgrade(made)
         assert ended.returncode == 0, ended.stderr + run.log
-        run.until_logged("the receipt is that of before the renewal: cannot write")
+        run.until_logged("the receipt is from before the renewal: cannot write")
         assert run.status()["runner"]["outcome"] == "renewed"
         assert run.receipt()["generation"] == 0
         (state / "filling").unlink()
@@ -598,7 +598,7 @@ def test_a_fault_of_any_background_task_does_not_end_the_guest(
             fault.unlink()  # this one has done its work, and ended
             continue
         survived += 1
-        run.until_logged("the runner goes on after a fault of its own generation=", survived)
+        run.until_logged("the runner continues after a fault of its own generation=", survived)
         assert run.status()["runner"]["generation"] == survived
         assert run.children() == children
     assert survived >= len(numbers) - 4, run.log
@@ -616,7 +616,7 @@ def test_the_third_fault_in_ten_minutes_powers_the_guest_down(
     run = start(program=program)
     for survived in (1, 2):
         fault.write_text("any")
-        run.until_logged("the runner goes on after a fault of its own", survived)
+        run.until_logged("the runner continues after a fault of its own", survived)
     fault.write_text("any")
     assert run.wait() == 1, run.log
     assert "the runner has survived 2 faults of its own in 600 s, and not this one" in run.log
@@ -633,7 +633,7 @@ def test_an_event_loop_that_ends_does_not_end_the_guest(start: RenewableStarter)
     run = start(EVERYTHING, "--http", "127.0.0.1:9441", qemu={"ticks": 0.002})
     children = run.children()
     with failing(run, "epoll_wait:error=EIO:when=1"):
-        run.until_logged("the runner goes on after a fault of its own generation=1")
+        run.until_logged("the runner continues after a fault of its own generation=1")
     assert run.children() == children
     assert run.status()["runner"]["outcome"] == "resumed"
     ticks = [line for line in run.console.splitlines()[:-1] if line.startswith("tick ")]
@@ -647,7 +647,7 @@ def test_a_stop_that_the_event_loop_does_not_pass_on_is_obeyed(start: RenewableS
     with failing(run, "epoll_wait:error=EIO:when=2") as trace:  # the signal ends the first
         until_idle(trace)
         assert run.stop() == 0, run.log
-    assert "the runner goes on after a fault of its own generation=1" in run.log
+    assert "the runner continues after a fault of its own generation=1" in run.log
     assert "asked to stop reason=SIGTERM" in run.log
     assert run.termination_log()["detail"] == "the guest powered down when asked to"
 
@@ -658,7 +658,7 @@ def test_a_task_of_the_event_loop_that_fails_does_not_end_the_guest(start: Renew
     with failing(run, "recvfrom:error=EIO:when=1") as trace:
         until_idle(trace)
         os.kill(run.children()["dnsmasq"][0], signal.SIGKILL)
-        run.until_logged("the runner goes on after a fault of its own generation=1")
+        run.until_logged("the runner continues after a fault of its own generation=1")
         run.until_logged("dnsmasq was killed by SIGKILL; starting it again")
     assert run.stop() == 0, run.log
     assert run.termination_log()["faults"] == []

@@ -441,7 +441,7 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
 
     async def act() -> None:
         container.cpus = CpuSet([min(CPUS)])
-        while "the guest cannot run on" not in fake_host.logged():
+        while "the guest cannot continue" not in fake_host.logged():
             if qemu and "CPUs of vCPUs are lost" in fake_host.logged() and not seen:
                 seen.append((await asked(plan, "status"))["not_ready"])
             await trio.sleep(0.01)

@@ -133,7 +133,7 @@ def test_threads_that_a_vcpu_starts_go_back_to_float(start: Start, kubelet: Kube
     until(lambda: cgroup_of(late) == str(instance.float_group), "the thread to be in float")
     until(lambda: os.sched_getaffinity(late) == set(kubelet.default), "the thread to be free")
     instance.is_placed()
-    assert "moved to float, as a vCPU had started it" in instance.running.wait_for("as a vCPU had started it")
+    assert "moved to float, because a vCPU had started it" in instance.running.wait_for("because a vCPU had started it")
     assert instance.stop() == 0
 
 
@@ -157,7 +157,7 @@ def test_processes_executed_in_the_pod_are_kept_off_the_vcpus_cpus(start: Start,
             lambda: {thread.cgroup for thread in strays()} == {str(instance.float_group)}, "the strays to be in float"
         )
         assert {thread.cpus for thread in strays()} == {kubelet.default}
-        instance.running.wait_for("moved to float, as it was started in the pod's cgroup")
+        instance.running.wait_for("moved to float, because it was started in the pod's cgroup")
     anchors = [
         pid for pid in instance.processes()["anchor"] if b"infinity" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]

@@ -71,10 +71,10 @@ class Observer:
     def run(self) -> None:
         with contextlib.suppress(OSError):  # the instance has ended
             before = self.found
-            while not self.over.is_set() and "the guest cannot run on" not in self.instance.running.output:
+            while not self.over.is_set() and "the guest cannot continue" not in self.instance.running.output:
                 before = list(self.found)
                 self.look()
-            if "the guest cannot run on" in self.instance.running.output:
+            if "the guest cannot continue" in self.instance.running.output:
                 self.found = before  # it was unsealed while this was looking
 
 

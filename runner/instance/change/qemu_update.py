@@ -1,15 +1,16 @@
 """Replacing QEMU under a running guest: ``cpr-transfer`` (``docs/devel/migration/CPR.rst`` of QEMU).
 
-1. Parts of the machine that cannot be transferred are refused by name, before anything is touched. 2. A second QEMU is started, in the
-pod's cgroup as the first was, with the same machine and the same descriptors: RAM, files, taps, console. Each share gets a second
-virtiofsd, which serves it. It waits for the first one. 3. The first one sends it the descriptors of its other memory (``aux-ram-share``),
-stops the guest, and sends the devices' state, with that of each virtiofsd in it (``docs/interop/vhost-user.rst``, *Migrating back-end
-state*). 4. The second one's vCPU threads are confined, pinned and read back, and it must show the guest the same CPU. 5. ``cont``: the
-guest is the second one's, and the first one is ended, with each virtiofsd that served it.
+1. Parts of the machine that cannot be transferred are refused by name, before anything is touched.
+2. A second QEMU is started, in the pod's cgroup as the first was, with the same machine and the same descriptors: RAM, files, taps,
+   console. Each share gets a second virtiofsd, which serves it. The second QEMU waits for the first.
+3. The first QEMU sends the descriptors of its other memory (``aux-ram-share``), stops the guest, and sends the devices' state, with
+   that of each virtiofsd in it (``docs/interop/vhost-user.rst``, *Migrating back-end state*).
+4. The second QEMU's vCPU threads are confined, pinned and read back. It must show the guest the same CPU.
+5. ``cont``: the second QEMU runs the guest. The first is ended, with each virtiofsd that served it.
 
-Whatever fails before 5, and a request to stop, ends the second one, and the first one continues. It keeps the guest's memory and
-devices until then, a virtiofsd the guest's files; the two never run the guest at the same time, because the first one continues
-only once the second has ended. With a device there is no such way back, because QEMU crashes on it (:func:`_device_reason`).
+A failure before step 5, or a request to stop, ends the second QEMU, and the first continues. Until then the first keeps the guest's
+memory and devices, and its virtiofsd the guest's files. Both never run the guest at the same time, because the first continues only
+after the second has ended. With a device there is no such way back, because QEMU crashes on it (:func:`_device_reason`).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class GuestState:
         yield "halted", self.halted and f"the guest does not run: {self.halted}"
         yield "panicked", self.panic and f"the guest's kernel has panicked: {self.panic}"
         resets = self.resets_lately()
-        again = f"the guest does not get up: it was reset {resets} times in the last minute"
+        again = f"the guest is reset again and again: it was reset {resets} times in the last minute"
         yield "resets", again if resets >= RESETS_OF_A_LOOP else ""
         silence = self.signs_of_life.silence
         yield "silent", "" if silence is None else f"the guest is silent: {silence}"

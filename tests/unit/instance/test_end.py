@@ -29,7 +29,7 @@ def test_the_steps_after_the_grace_fit_into_the_reserved_time() -> None:
     worst = console.FLUSHED_WITHIN + daemons.STOPPED_WITHIN + placement
     assert worst <= BELOW
     documented = repr(attrs.fields(ShutdownSpec).grace.metadata)
-    assert f"keep it {BELOW} s below terminationGracePeriodSeconds" in documented
+    assert f"Keep it {BELOW} s below terminationGracePeriodSeconds" in documented
 
 
 def failure(number: int, path: str | None = None) -> OSError:
