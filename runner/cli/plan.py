@@ -11,7 +11,7 @@ import trio
 from runner.base.errors import Status, UsageError, escaped
 from runner.cli.options import DEFAULT_SPEC, add_json, add_spec, read_spec, source_of
 from runner.instance.init import plan_here
-from runner.plan.argv.qemu import pasteable
+from runner.plan.argv.by_hand import pasteable
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.instance import InstancePlan
 from runner.plan.render import plan_json, plan_lines

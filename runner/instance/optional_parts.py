@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from runner.instance.watch.receipts import Receipts
     from runner.kernel.inherited_fds import InheritedFd
     from runner.kernel.sockets import Socket
-    from runner.plan.argv.qemu import QemuFds
+    from runner.plan.argv.endpoints import QemuFds
     from runner.plan.disks import DiskPlan
     from runner.plan.instance import InstancePlan
     from runner.plan.machine import MachinePlan
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from runner.spec.refusals import ProblemDocument
 
     Opened = AbstractContextManager[Mapping[str, int]]
-    """Descriptors for QEMU, by the names of :class:`~runner.plan.argv.qemu.QemuFds`."""
+    """Descriptors for QEMU, by the names of :class:`~runner.plan.argv.endpoints.QemuFds`."""
     InPodCgroup = Callable[[], AbstractContextManager[None]]
 
 P = ParamSpec("P")

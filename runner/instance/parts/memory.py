@@ -15,7 +15,7 @@ from runner.instance.gate import Kind
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.child_processes import Command, Process
-from runner.plan.argv.qemu import preallocator_argv
+from runner.plan.argv.preallocator import preallocator_argv
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
 from runner.spec.rules import format_size

@@ -13,7 +13,7 @@ from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.supervisor import Supervisor
 from runner.kernel.child_processes import Command, Process, stop_bound
 from runner.kernel.sockets import Socket, listening_pair
-from runner.plan.argv.qemu import virtiofsd_argv
+from runner.plan.argv.virtiofsd import virtiofsd_argv
 from runner.plan.shares import SharePlan
 
 

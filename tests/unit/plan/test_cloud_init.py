@@ -16,7 +16,7 @@ from runner.base.errors import HostError
 from runner.facts.disk import DocumentFact
 from runner.facts.host import HostFacts
 from runner.instance.parts.seed import seed_image
-from runner.plan.argv.qemu import pasteable
+from runner.plan.argv.by_hand import pasteable
 from runner.plan.cloud_init import Secret, SeedPlan, check_user_data, handled, read_keys
 from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines

@@ -8,7 +8,7 @@ import pytest
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.disk_content import DiskContent
 from runner.facts.file_formats import FORMATS
-from runner.plan.argv.qemu import pasteable
+from runner.plan.argv.by_hand import pasteable
 from runner.plan.firmware import ForgottenVariables, KeptVariables, VariablesPlan
 from runner.plan.render import plan_lines
 from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems

@@ -12,8 +12,8 @@ from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.host import PodQos
 from runner.facts.network import PermanentNeighbour, Route
+from runner.plan.argv.by_hand import pasteable
 from runner.plan.argv.networks import passt_argv
-from runner.plan.argv.qemu import pasteable
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
 from runner.plan.identity import Identity

@@ -18,7 +18,9 @@ from runner.facts.pci import Bar, DeviceNode, PciLink, VfioFacts
 from runner.facts.roots import Roots
 from runner.host.devices import read_claim
 from runner.kernel.pci import read_pci_facts
-from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv
+from runner.plan.argv.by_hand import pasteable
+from runner.plan.argv.endpoints import QemuFds
+from runner.plan.argv.qemu import qemu_argv
 from runner.plan.instance import share_grace
 from runner.plan.machine import Accel
 from runner.plan.passthrough_planner import (

@@ -18,8 +18,11 @@ from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd,
 from runner.facts.memory import MemoryLimits
 from runner.facts.network import Interface, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
+from runner.plan.argv.by_hand import pasteable
+from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.networks import dnsmasq_argv
-from runner.plan.argv.qemu import QemuFds, pasteable, qemu_argv, virtiofsd_argv
+from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.virtiofsd import virtiofsd_argv
 from runner.plan.argv.wires import WireNumbers
 from runner.plan.identity import Identity
 from runner.plan.instance import InstancePlan, plan_instance, share_grace

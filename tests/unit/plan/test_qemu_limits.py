@@ -11,7 +11,8 @@ from runner.base.cpuset import CpuSet
 from runner.facts.disk import FileFact
 from runner.facts.host import HostFacts, Kvm
 from runner.placement.guest_topology import GuestTopology
-from runner.plan.argv.qemu import Paths, qemu_argv
+from runner.plan.argv.by_hand import Paths
+from runner.plan.argv.qemu import qemu_argv
 from runner.plan.firmware import LONGEST_CMDLINE
 from runner.plan.qemu_limits import last_apic_id, parse_version
 from tests.unit.plan.test_plan import EPYC, GIB, KERNEL, plan_of, problems, recorded
