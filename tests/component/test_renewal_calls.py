@@ -6,6 +6,7 @@ there ends a process that is PID 1, and no code of ours runs that could prevent 
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -89,5 +90,17 @@ def test_a_call_that_fails_once_does_not_end_the_guest(
     if len(found := calls(trace)) > 1 and found[1]["injected"]:
         return  # fewer calls than usual came before
     assert run.process.poll() is None, f"{ended.stderr}\n{run.log}"
+    assert run.status()["ready"], run.log
+    assert run.stop() == 0, run.log
+
+
+def test_a_package_that_is_not_found_once_does_not_end_the_guest(
+    start: RenewableStarter, made: ProgramDirectory
+) -> None:
+    """Python takes a package without its file for an empty one, which shows when it is used, not when it is imported."""
+    run = start()
+    with failing(run, "newfstatat:error=ENOENT:when=1", path=json.__file__) as trace:
+        assert run.upgrade(made).returncode == 0, run.log
+    assert "(INJECTED)" in trace.read_text(errors="replace")
     assert run.status()["ready"], run.log
     assert run.stop() == 0, run.log

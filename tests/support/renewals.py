@@ -166,13 +166,14 @@ class RenewableRun:
 
 
 @contextmanager
-def failing(run: RenewableRun, *faults: str) -> Iterator[Path]:
+def failing(run: RenewableRun, *faults: str, path: str | None = None) -> Iterator[Path]:
     """Have system calls of the runner fail as *faults* say, in the form of strace(1): ``NAME:error=ERROR:when=FIRST``.
 
-    Yield the file with all calls.
+    Yield the file with all calls; with *path*, only those that access it are counted and listed.
     """
     trace = run.root / "trace"
     argv = ["strace", "-qq", "-o", str(trace), *(f"--inject={each}" for each in faults), "-p", str(run.pid)]
+    argv += [] if path is None else ["-P", path]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as strace:
         status = Path(f"/proc/{run.pid}/status")
         until(lambda: "TracerPid:\t0" not in status.read_text(), "strace to trace the runner")

@@ -126,7 +126,7 @@ def main() -> int:
     mode, fd, index, reason = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
         document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-    except Exception:  # not OSError alone: Python takes a package whose __init__.py cannot be looked up for an empty one
+    except Exception:  # Python takes a package whose __init__.py it cannot look up for an empty one
         try_again()
         raise
     stage = FirstStage(fd, document, index, reason)
