@@ -11,7 +11,7 @@ import trio
 
 from runner.base.judgement import Judgement
 from runner.check.checks import OFF_NODE, TIMEOUT, Check, CheckContext, check
-from runner.facts.host import Virtiofsd
+from runner.facts.host import Virtiofsd, format_version
 from runner.facts.packages import install
 from runner.host.discover import SYSTEM_DIRECTORIES, ask_qemu_version, find_virtiofsd, version_output
 from runner.host.trial_guest import try_guest
@@ -85,9 +85,10 @@ def judge_virtiofsd(found: Virtiofsd | None, reason: str, remedy: str) -> Judgem
     """Judge the virtiofsd that a share would get; *reason* is the reason if there is none."""
     if found is None:
         return virtiofsd.warning(f"cannot use virtiofsd: {reason}", remedy)
-    version = ".".join(map(str, found.version))
     kind = "in Rust" if found.rust else "in C"
-    return virtiofsd.ok(f"{found.path} {version} ({kind}){'' if found.read_only else '; it cannot share read-only'}")
+    return virtiofsd.ok(
+        f"{found.path} {format_version(found.version)} ({kind}){'' if found.read_only else '; it cannot share read-only'}"
+    )
 
 
 @check("sleep", "it is the anchor that keeps the pod's cgroup from being removed", *OFF_NODE)

@@ -42,13 +42,27 @@ VIRTIOFSD_DIRECTORIES = ("/usr/libexec", "/usr/lib/qemu", "/usr/lib/virtiofsd", 
 """Directories of distributions for it, besides PATH."""
 
 
+Version = tuple[int, ...]
+
+
+def parse_version(text: str) -> Version:
+    """Parse a version of QEMU, such as ``7.2.22``, to its first two numbers; to none, less than any version, if it is unknown."""
+    numbers = re.match(r"([0-9]+)\.([0-9]+)", text, re.ASCII)
+    return () if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def format_version(version: Version) -> str:
+    """Return *version* as its program prints it."""
+    return ".".join(map(str, version))
+
+
 @frozen
 class Virtiofsd:
     """The installed virtiofsd: the one in C of QEMU up to 7.2, or its successor in Rust."""
 
     path: PurePosixPath
     rust: bool
-    version: tuple[int, ...]
+    version: Version
     """The numbers of the version, such as ``(1, 13, 2)``; of the one in C they are QEMU's."""
 
     @classmethod

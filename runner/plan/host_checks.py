@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.base.cpuset import CpuSet
-from runner.facts.host import Kvm, PodQos
+from runner.facts.host import Kvm, PodQos, format_version, parse_version
 from runner.spec.instance import InstanceSpec
 
 QEMU_OLDEST = (7, 2)
@@ -119,11 +119,9 @@ def root_for_kvm(kvm: Kvm) -> str | None:
 
 def too_old(version: str) -> str | None:
     """Return the reason why QEMU *version* (``7.2.22``, as in QMP's greeting and ``--version``) cannot be used; ``None`` if it can."""
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
-    if major.isdecimal() and minor.isdecimal() and (int(major), int(minor)) >= QEMU_OLDEST:
+    if parse_version(version) >= QEMU_OLDEST:
         return None
-    return f"QEMU {version} is older than {'.'.join(map(str, QEMU_OLDEST))}"
+    return f"QEMU {version} is older than {format_version(QEMU_OLDEST)}"
 
 
 ADDRESSES, ADDRESSES_THREAD = 512 << 20, 80 << 20

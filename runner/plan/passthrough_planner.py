@@ -15,7 +15,7 @@ import attrs
 from runner.base.errors import Problem
 from runner.base.table import some
 from runner.base.values import frozen
-from runner.facts.host import HostFacts, User
+from runner.facts.host import HostFacts, User, format_version, parse_version
 from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, VfioFacts
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import DENIED, LET_IN
@@ -24,7 +24,7 @@ from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, 
 from runner.plan.pci_judgements import device_remarks
 from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
 from runner.plan.problems import Problems
-from runner.plan.qemu_limits import GIB, HOLE, HYPERTRANSPORT, LOW_RAM, parse_version
+from runner.plan.qemu_limits import GIB, HOLE, HYPERTRANSPORT, LOW_RAM
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 
@@ -479,9 +479,8 @@ def legacy_error(fact: PciFact, vfio: VfioFacts) -> str | None:
 
 def iommufd_error(fact: PciFact, vfio: VfioFacts, qemu_version: str) -> str | None:
     """Return the reason why the device cannot be passed through by iommufd; ``None`` if it can."""
-    version = parse_version(qemu_version)
-    if version is None or version < IOMMUFD_SINCE:
-        return f"QEMU {qemu_version or 'of unknown version'} is older than {'.'.join(map(str, IOMMUFD_SINCE))}"
+    if parse_version(qemu_version) < IOMMUFD_SINCE:
+        return f"QEMU {qemu_version or 'of unknown version'} is older than {format_version(IOMMUFD_SINCE)}"
     return _node_error(vfio.iommufd, "/dev/iommu (CONFIG_IOMMUFD)") or _node_error(
         fact.device_node, "nodes of VFIO devices (CONFIG_VFIO_DEVICE_CDEV)"
     )

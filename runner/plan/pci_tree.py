@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from runner.base.values import frozen
+from runner.facts.host import parse_version
 from runner.facts.pci import PciBridge, PciFact, PciLink
 from runner.plan.passthrough_plan import FIRST_BRIDGE, LAST_BUS, ROOT_BUS, LinkSpeed, PciHostBridge, PciPort, PortKind
 from runner.plan.problems import Problems
-from runner.plan.qemu_limits import parse_version
 from runner.spec.instance import DeviceTopology
 
 SLOTS = 32
@@ -170,8 +170,7 @@ class _Builder:
     """Numbers ports and buses in the order in which firmware does: depth first, by device number."""
 
     def __init__(self, qemu_version: str) -> None:
-        version = parse_version(qemu_version)
-        self._fastest = max(SPEEDS) if version is not None and version >= FASTER_SINCE else SLOWER_FASTEST
+        self._fastest = max(SPEEDS) if parse_version(qemu_version) >= FASTER_SINCE else SLOWER_FASTEST
         self.ports: list[PciPort] = []
         self.places: dict[str, DevicePlace] = {}
         self.chassis = self._switches = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal
 
+from runner.facts.host import HostFacts, Version, parse_version
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.problems import Problems
 from runner.spec.rules import format_size
@@ -15,10 +16,7 @@ from runner.spec.rules import format_size
 if TYPE_CHECKING:
     from pathlib import PurePosixPath
 
-    from runner.facts.host import HostFacts
     from runner.spec.instance import InstanceSpec
-
-Version = tuple[int, ...]
 
 FLASH_SECTOR, MOST_FLASH = 4096, 8 << 20
 """Bytes of a firmware: it is a multiple of the first, and with its variables not more than the second (``pc_sysfw.c``)."""
@@ -47,12 +45,6 @@ ALWAYS_FITS = 28 * GIB
 """Bytes of RAM that any CPU with addresses above 4 GiB has room for: the least, PSE-36, has 36 bits."""
 
 
-def parse_version(text: str) -> Version | None:
-    """Parse a version of QEMU, such as ``7.2.22``; ``None`` if unknown."""
-    numbers = re.match(r"([0-9]+)\.([0-9]+)", text, re.ASCII)
-    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
-
-
 def last_apic_id(topology: GuestTopology, cores: int) -> int:
     """Return the greatest APIC ID in a guest of *topology* with *cores* in each die (``include/hw/i386/topology.h``)."""
     found = topology.sockets - 1
@@ -73,14 +65,14 @@ def refuse_too_many_vcpus(
     growing = spec.hotplug.cpus or 0
     wanted, key = max((topology.vcpus, "cpu.count"), (growing, "hotplug.cpus"))
     version, limits = parse_version(facts.qemu_version), [(wanted, "", "")]
-    if version is not None:
+    if version:
         most = next(number for since, number in MOST_VCPUS if version >= since)
         limits.append((most, f"QEMU {facts.qemu_version} has machines of at most {most} vCPUs, not {wanted}", ""))
     if accel == "kvm" and facts.kvm.most_vcpus:
         most = facts.kvm.most_vcpus
         limits.append((most, f"KVM of this kernel has at most {most} vCPUs for a guest, not {wanted}", ""))
     last = last_apic_id(topology, growing or topology.cores)
-    if accel == "tcg" and version is not None and version < X2APIC_EMULATED_SINCE and last > LAST_XAPIC_ID:
+    if accel == "tcg" and () < version < X2APIC_EMULATED_SINCE and last > LAST_XAPIC_ID:
         reason = (
             f"QEMU {facts.qemu_version} emulates no x2APIC, without which the last APIC ID is {LAST_XAPIC_ID}; {wanted} vCPUs in this "
             f"topology have IDs up to {last}"

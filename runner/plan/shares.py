@@ -9,7 +9,7 @@ import attrs
 
 from runner.base.values import frozen
 from runner.facts.disk import MISSING
-from runner.facts.host import HostFacts, User, Virtiofsd
+from runner.facts.host import HostFacts, User, Virtiofsd, format_version
 from runner.facts.packages import install
 from runner.plan.disks import within
 from runner.plan.problems import Problems
@@ -47,10 +47,9 @@ def plan_shares(spec: InstanceSpec, user: User, facts: HostFacts, problems: Prob
             )
             continue
         if share.read_only and not program.read_only:
-            version = ".".join(map(str, program.version))
             problems.refuse(
                 f"{where}.read_only",
-                f"virtiofsd {version} cannot share read-only, 1.11 can",
+                f"virtiofsd {format_version(program.version)} cannot share read-only, 1.11 can",
                 "mount the directory read-only in the pod instead",
             )
         refuse_our_files_inside(share, spec, problems, facts)

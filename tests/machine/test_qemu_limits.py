@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import attrs
 import pytest
 
+from runner.facts.host import Version, parse_version
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.firmware import BUILDS
 from runner.plan.passthrough_planner import guest_address_bits
@@ -23,8 +24,6 @@ from runner.plan.qemu_limits import (
     MOST_VCPUS,
     SPLIT_FROM,
     X2APIC_EMULATED_SINCE,
-    Version,
-    parse_version,
     refuse_too_large_initrd,
     refuse_too_many_vcpus,
     refuse_too_much_memory,

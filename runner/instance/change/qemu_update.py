@@ -34,6 +34,7 @@ from runner.base.errors import HostError, PlacementError, RefusedError, RunnerEr
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen
+from runner.facts.host import format_version, parse_version
 from runner.host.discover import version_output
 from runner.instance.change.running_instance import RunningInstance
 from runner.instance.gate import Kind
@@ -122,7 +123,7 @@ async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_bac
     if failure or not found.version:
         reasons.append(failure or f"cannot use {str(path)!r}: it says {output!r} when asked for its version")
     versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", running.machine.monitor.version))
-    oldest = ".".join(map(str, SINCE))
+    oldest = format_version(SINCE)
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
     monitor = running.machine.monitor
     return found, [*reasons, *await monitor.within(running.answers_within, partial(_qemu_reasons, running))]
@@ -145,8 +146,7 @@ async def _program_reasons(program: PurePosixPath, digest: str | None = None) ->
 
 
 def _older(version: str) -> bool:
-    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
-    return bool(version) and numbers < SINCE
+    return bool(version) and parse_version(version) < SINCE
 
 
 def _start_reasons(running: RunningInstance) -> Iterator[str]:
@@ -184,7 +184,7 @@ def _share_reason(share: SharePlan) -> str:
     """Return the reason why another virtiofsd cannot take over *share*."""
     if share.program.hands_over:
         return f"its virtiofsd was not started for it; {_AGAIN}"
-    version = ".".join(map(str, share.program.version))
+    version = format_version(share.program.version)
     return f"virtiofsd {version}{'' if share.program.rust else ' (in C)'} cannot hand its state over; the one in Rust can from 1.12 on"
 
 

@@ -20,6 +20,7 @@ from runner.base.errors import HostError, PlacementError, RefusedError, RunnerEr
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.facts.hardware import Hardware
+from runner.facts.host import format_version, parse_version
 from runner.facts.roots import Roots
 from runner.instance.gate import Kind
 from runner.instance.parts.thread_placement import QemuThreads
@@ -348,11 +349,10 @@ class Vcpus:
     async def _release(self, index: int, path: str) -> None:
         """Ask the guest to release the vCPU *index* with the QOM *path*."""
         machine = self._receipts.machine
-        if self._receipts.plan.machine.accel == "tcg" and _older(machine.monitor.version):
-            oldest = ".".join(map(str, EMULATED_SINCE))
+        if self._receipts.plan.machine.accel == "tcg" and parse_version(machine.monitor.version) < EMULATED_SINCE:
             raise RefusedError(
                 f"cannot unplug vCPU {index}: without KVM, QEMU {machine.monitor.version} crashes some time after it",
-                remedy=f"use QEMU {oldest}",
+                remedy=f"use QEMU {format_version(EMULATED_SINCE)}",
             )
         gone = trio.Event()
 
@@ -457,10 +457,6 @@ class Vcpus:
 def _slot(found: Mapping[str, Any]) -> VcpuSlot:
     properties = {name: whole_number(value) for name, value in found["props"].items()}
     return VcpuSlot(words(found["type"]), properties, words(found["qom-path"]) if "qom-path" in found else None)
-
-
-def _older(version: str) -> bool:
-    return tuple(int(part) for part in version.split(".") if part.isdecimal()) < EMULATED_SINCE
 
 
 @attrs.define

@@ -9,12 +9,12 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.facts.disk import FileFact
-from runner.facts.host import HostFacts, Kvm
+from runner.facts.host import HostFacts, Kvm, parse_version
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.argv.by_hand import Paths
 from runner.plan.argv.qemu import qemu_argv
 from runner.plan.firmware import LONGEST_CMDLINE
-from runner.plan.qemu_limits import last_apic_id, parse_version
+from runner.plan.qemu_limits import last_apic_id
 from tests.unit.plan.test_plan import EPYC, GIB, KERNEL, plan_of, problems, recorded
 
 BIG = attrs.evolve(
@@ -160,4 +160,4 @@ def test_a_command_line_that_linux_cuts_is_remarked(length: int, cut: int) -> No
 
 
 def test_a_version_is_two_numbers() -> None:
-    assert [parse_version(each) for each in ("7.2.22", "10.0", "", "of its own")] == [(7, 2), (10, 0), None, None]
+    assert [parse_version(each) for each in ("7.2.22", "10.0", "", "of its own")] == [(7, 2), (10, 0), (), ()]
