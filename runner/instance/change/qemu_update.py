@@ -444,7 +444,7 @@ class _Move:
         threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
         receipts.active.admit(successor.process.pid)
         # Before the source's leave: the controller unseals the CPUs of a cgroup without threads.
-        enter_places(receipts.active, receipts.active.placement, threads)
+        enter_places(receipts.active, receipts.active.placement, threads.vcpus)
         self.displaced = True
         for vcpu in self.threads.vcpus:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or reading back detects it
@@ -496,7 +496,9 @@ class _Move:
         try:
             if self.displaced:
                 with contextlib.suppress(HostError, PlacementError):  # found when they are read back
-                    enter_places(self.running.receipts.active, self.running.receipts.active.placement, self.threads)
+                    enter_places(
+                        self.running.receipts.active, self.running.receipts.active.placement, self.threads.vcpus
+                    )
             if self.successor is not None:
                 self.successor.monitor.close()
                 await supervisor.processes.kill(self.successor.process)

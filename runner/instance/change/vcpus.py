@@ -23,7 +23,7 @@ from runner.facts.hardware import Hardware
 from runner.facts.host import format_version, parse_version
 from runner.facts.roots import Roots
 from runner.instance.gate import Kind
-from runner.instance.parts.thread_placement import QemuThreads
+from runner.instance.parts.thread_placement import QemuThreads, enter_places
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.scheduler import pin, read_mask
@@ -239,15 +239,9 @@ class Vcpus:
     async def _place(self, first: int, placed: list[int]) -> None:
         """Give the vCPUs from index *first* on their CPUs, and read every thread back; their tids are appended to *placed*."""
         receipts = self._receipts
-        pins, vcpus = receipts.active.placement.pins, await receipts.machine.vcpu_threads()
-        if len(vcpus) != len(pins) or [vcpu.index for vcpu in vcpus] != list(range(len(pins))):
-            raise PlacementError(f"cannot pin the vCPUs: QEMU has {len(vcpus)} for the CPUs '{CpuSet(pins)}'")
-        # Confine first, pin second: a thread that enters a cgroup without the CPUs of its mask gets all of the cgroup's CPUs.
-        for vcpu in vcpus[first:]:
-            receipts.active.confine(vcpu.tid)
-            placed.append(vcpu.tid)
-        for vcpu in vcpus[first:]:
-            pin(vcpu.tid, CpuSet([pins[vcpu.index]]))
+        vcpus = await receipts.machine.vcpu_threads()
+        placed.extend(vcpu.tid for vcpu in vcpus[first:])
+        enter_places(receipts.active, receipts.active.placement, vcpus, first)
         receipts.follow(attrs.evolve(receipts.threads, vcpus=vcpus))
 
     async def _take_back(
@@ -282,7 +276,7 @@ class Vcpus:
         for index, slot in reversed(list(enumerate(await self._slots()))):
             if index >= first and slot.path is not None:
                 await self._release(index, slot.path)
-                self._receipts.unplugged = True
+                self._receipts.drop_vcpus(index)
 
     # -- fewer -------------------------------------------------------------------------------------------------------
 
@@ -330,9 +324,7 @@ class Vcpus:
                 remedy="start the instance again",
             )
         available = self._held()
-        for vcpu in vcpus[len(there) :]:
-            receipts.active.forget(vcpu.tid)
-        receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=there), True
+        receipts.drop_vcpus(len(there))
         log.info(InstanceEvent.VCPUS_RELEASED, len(there), len(vcpus))
         await self._follow_threads(available)
 
@@ -343,8 +335,7 @@ class Vcpus:
             last = vcpus[-1]
             if (path := slots[last.index].path) is not None:  # else it has been released meanwhile
                 await self._release(last.index, path)
-            receipts.active.forget(last.tid)
-            receipts.threads, receipts.unplugged = attrs.evolve(receipts.threads, vcpus=vcpus[:-1]), True
+            receipts.drop_vcpus(last.index)
 
     async def _release(self, index: int, path: str) -> None:
         """Ask the guest to release the vCPU *index* with the QOM *path*."""

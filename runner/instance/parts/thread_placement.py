@@ -57,22 +57,25 @@ def place_threads(
     Raises :exc:`~runner.base.errors.PlacementError` when anything is not as *placement* wants it.
     """
     active.admit(qemu.process.pid)
-    enter_places(active, placement, qemu)
+    enter_places(active, placement, qemu.vcpus)
     return read_back(processes, procfs, active, placement, qemu)
 
 
-def enter_places(active: ActivePlacement, placement: Placement, qemu: QemuThreads) -> None:
-    """Give every vCPU thread of a QEMU in float its CPU. Raises :exc:`~runner.base.errors.HostError`."""
-    vcpus = qemu.vcpus
-    if len(vcpus) != len(placement.pins) or len({vcpu.tid for vcpu in vcpus}) != len(vcpus):
+def enter_places(active: ActivePlacement, placement: Placement, vcpus: Sequence[VcpuThread], first: int = 0) -> None:
+    """Give every thread in float of *vcpus* its CPU, from the vCPU with the index *first* on.
+
+    Raises :exc:`~runner.base.errors.HostError`, also if QEMU does not have one thread for each vCPU of *placement*.
+    """
+    pins = placement.pins
+    if [vcpu.index for vcpu in vcpus] != list(range(len(pins))) or len({vcpu.tid for vcpu in vcpus}) != len(pins):
         raise PlacementError(
-            f"cannot pin the vCPUs: QEMU has {len(vcpus)} vCPU threads for {len(placement.pins)} CPUs '{placement.cpus}'"
+            f"cannot pin the vCPUs: QEMU has {len(vcpus)} vCPU threads for {len(pins)} CPUs '{placement.cpus}'"
         )
     # Confine first, pin second: a thread that enters a cgroup without the CPUs of its mask gets all of the cgroup's CPUs.
-    for vcpu in vcpus:
+    for vcpu in vcpus[first:]:
         active.confine(vcpu.tid)
-    for vcpu, cpu in zip(vcpus, placement.pins, strict=True):
-        pin(vcpu.tid, CpuSet([cpu]))
+    for vcpu in vcpus[first:]:
+        pin(vcpu.tid, CpuSet([pins[vcpu.index]]))
 
 
 def read_back(

@@ -134,6 +134,13 @@ class Receipts:
             log.warning(InstanceEvent.GUARANTEE_ARRANGED, reason)
         self.publish()
 
+    def drop_vcpus(self, first: int) -> None:
+        """Forget the vCPUs from index *first* on, which the guest has released; the receipt is written by :meth:`follow`."""
+        vcpus = self.threads.vcpus
+        for vcpu in vcpus[first:]:
+            self.active.forget(vcpu.tid)
+        self.threads, self.unplugged = attrs.evolve(self.threads, vcpus=vcpus[:first]), True
+
     def follow(self, threads: QemuThreads) -> None:
         """Write the receipt anew after a change of QEMU's *threads* or of the placement in force.
 
