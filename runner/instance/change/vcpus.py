@@ -240,8 +240,7 @@ class Vcpus:
         """Give the vCPUs from index *first* on their CPUs, and read every thread back; their tids are appended to *placed*."""
         receipts = self._receipts
         vcpus = await receipts.machine.vcpu_threads()
-        placed.extend(vcpu.tid for vcpu in vcpus[first:])
-        enter_places(receipts.active, receipts.active.placement, vcpus, first)
+        enter_places(receipts.active, receipts.active.placement, vcpus, first, placed)
         receipts.follow(attrs.evolve(receipts.threads, vcpus=vcpus))
 
     async def _take_back(
@@ -335,7 +334,7 @@ class Vcpus:
             last = vcpus[-1]
             if (path := slots[last.index].path) is not None:  # else it has been released meanwhile
                 await self._release(last.index, path)
-            receipts.drop_vcpus(last.index)
+            receipts.drop_vcpus(len(vcpus) - 1)
 
     async def _release(self, index: int, path: str) -> None:
         """Ask the guest to release the vCPU *index* with the QOM *path*."""

@@ -61,8 +61,14 @@ def place_threads(
     return read_back(processes, procfs, active, placement, qemu)
 
 
-def enter_places(active: ActivePlacement, placement: Placement, vcpus: Sequence[VcpuThread], first: int = 0) -> None:
-    """Give every thread in float of *vcpus* its CPU, from the vCPU with the index *first* on.
+def enter_places(
+    active: ActivePlacement,
+    placement: Placement,
+    vcpus: Sequence[VcpuThread],
+    first: int = 0,
+    entered: list[int] | None = None,
+) -> None:
+    """Give every thread in float of *vcpus* its CPU, from the vCPU with the index *first* on; append their tids to *entered*.
 
     Raises :exc:`~runner.base.errors.HostError`, also if QEMU does not have one thread for each vCPU of *placement*.
     """
@@ -74,6 +80,8 @@ def enter_places(active: ActivePlacement, placement: Placement, vcpus: Sequence[
     # Confine first, pin second: a thread that enters a cgroup without the CPUs of its mask gets all of the cgroup's CPUs.
     for vcpu in vcpus[first:]:
         active.confine(vcpu.tid)
+        if entered is not None:
+            entered.append(vcpu.tid)
     for vcpu in vcpus[first:]:
         pin(vcpu.tid, CpuSet([pins[vcpu.index]]))
 
