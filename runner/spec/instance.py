@@ -240,7 +240,7 @@ class MemorySpec:
     hugepages: HugePageSize | None = key(
         choice(HugePageSize),
         default=None,
-        doc="the size of the huge pages that the RAM consists of; without it ordinary pages",
+        doc="the size of the huge pages that the RAM consists of. Without it ordinary pages",
     )
     prealloc: bool | None = key(
         flag(),
@@ -252,7 +252,7 @@ class MemorySpec:
     shared: bool = key(
         flag(),
         default=True,
-        doc="whether other processes can map the RAM, as virtiofsd must; with `false` it is anonymous memory, which gets transparent "
+        doc="whether other processes can map the RAM, as virtiofsd must. With `false` it is anonymous memory, which gets transparent "
         "huge pages more often",
     )
 
@@ -272,7 +272,7 @@ class BootSpec:
         text(),
         default=None,
         elsewhere=("append", "args", "kernel_args"),
-        doc="the kernel's command line; with `console=ttyS0` its messages appear on the serial console",
+        doc="the kernel's command line. With `console=ttyS0` its messages appear on the serial console",
     )
     firmware: PurePosixPath | FirmwareBuild | None = key(
         path_or(
@@ -308,12 +308,12 @@ class BootSpec:
 
 @frozen
 class DiskSpec:
-    """A virtio disk; firmware tries to boot the disks in their order."""
+    """A virtio disk. Firmware tries to boot the disks in their order."""
 
     path: PurePosixPath | None = key(
         path(),
         default=None,
-        doc="a file or block device; a disk has either `path` or `fd`",
+        doc="a file or block device. A disk has either `path` or `fd`",
         elsewhere=("file", "image", "source"),
     )
     fd: str | None = key(
@@ -333,19 +333,19 @@ class DiskSpec:
     ephemeral: bool = key(
         flag(),
         default=False,
-        doc="whether writes of the guest go to an unnamed file in the state directory, which is lost when the instance ends; `path` is "
+        doc="whether writes of the guest go to an unnamed file in the state directory, which is lost when the instance ends. `path` is "
         "only read, so that several instances can use it",
     )
     ephemeral_size: int | None = key(
         size(MIB),
         default=None,
-        doc="the largest size of the unnamed file of an ephemeral disk; a write beyond it is an I/O error in the guest. Without it "
+        doc="the largest size of the unnamed file of an ephemeral disk. A write beyond it is an I/O error in the guest. Without it "
         "there is room for the whole disk",
     )
     backing: tuple[PurePosixPath, ...] = key(
         paths(),
         default=(),
-        doc="the directories that may hold backing files of a qcow2 image; an image with a backing file elsewhere is refused",
+        doc="the directories that may hold backing files of a qcow2 image. An image with a backing file elsewhere is refused",
     )
     cache: CacheChoice = key(
         choice(CacheChoice),
@@ -375,7 +375,7 @@ class DiskSpec:
     iothread: bool = key(
         flag(),
         default=False,
-        doc="whether an iothread of its own serves the disk instead of QEMU's main thread; it runs in the float cgroup",
+        doc="whether an iothread of its own serves the disk instead of QEMU's main thread. It runs in the float cgroup",
     )
 
     @property
@@ -415,7 +415,7 @@ class HotplugSpec:
     disks: int = key(
         integer(0, 16),
         default=4,
-        doc="how many disks `instance-runner ctl disk attach` can add; the guest has a PCI Express root port for each from the start",
+        doc="how many disks `instance-runner ctl disk attach` can add. The guest has a PCI Express root port for each from the start",
     )
     cpus: int | None = key(
         integer(1, 1024),
@@ -427,7 +427,7 @@ class HotplugSpec:
     qemu: bool = key(
         flag(),
         default=False,
-        doc="whether `instance-runner ctl qemu-update` can replace QEMU while the guest runs; needs QEMU 10.1",
+        doc="whether `instance-runner ctl qemu-update` can replace QEMU while the guest runs. This needs QEMU 10.1",
     )
 
 
@@ -446,30 +446,30 @@ class NetworkSpec:
     interface: str | None = key(
         text(r"[!-.0-9;-~]{1,15}", "the name of a network interface"),
         default=None,
-        doc='`"bridge"` and `"macvtap"` only: the pod\'s interface; without it `eth0`',
+        doc='`"bridge"` and `"macvtap"` only: the pod\'s interface. Without it `eth0`',
     )
     subnet: ipaddress.IPv4Network | None = key(
         subnet(),
         default=None,
-        doc='`"private"` only: the subnet, of which the bridge has the first address and the guest the second; without it '
+        doc='`"private"` only: the subnet, whose first address the bridge has, and whose second one the guest. Without it '
         "`192.168.77.0/24`, `192.168.78.0/24`, … by the network's index",
     )
     address: ipaddress.IPv4Address | None = key(
         address(),
         default=None,
         elsewhere=("ip", "ipv4", "ip_address"),
-        doc='`"private"` only: the guest\'s address; without it the second one of the subnet',
+        doc='`"private"` only: the guest\'s address. Without it the second one of the subnet',
     )
     ipv6: bool = key(
         flag(),
         default=False,
-        doc='`"private"` and `"bridge"` only: whether the guest gets an IPv6 address too, by DHCPv6; with `"private"` also a router '
-        'advertisement, with `"bridge"` the address of the pod\'s interface',
+        doc='`"private"` and `"bridge"` only: whether the guest gets an IPv6 address too, by DHCPv6. With `"private"` it also gets a '
+        'router advertisement, with `"bridge"` it gets the address of the pod\'s interface',
     )
     subnet6: ipaddress.IPv6Network | None = key(
         subnet6(),
         default=None,
-        doc='`"private"` only: the IPv6 subnet, of which the bridge has the first address and the guest the second; without it a '
+        doc='`"private"` only: the IPv6 subnet, whose first address the bridge has, and whose second one the guest. Without it a '
         "unique local subnet derived as MAC addresses are",
     )
     mac: str | None = key(
@@ -482,14 +482,14 @@ class NetworkSpec:
     mtu: int | None = key(
         integer(576, 65521),
         default=None,
-        doc='the guest\'s MTU in bytes; without it that of the pod\'s interface with `"bridge"` and `"macvtap"` (`"bridge"`: or of one of '
+        doc='the guest\'s MTU in bytes. Without it that of the pod\'s interface with `"bridge"` and `"macvtap"` (`"bridge"`: or of one of '
         'its routes, if that is less), 65520 with `"passt"`, else 1500',
     )
     queues: int | None = key(
         integer(1, 64),
         default=None,
-        doc='pairs of queues, each with a vhost thread of its own; without it as many as vCPUs, at most 8; with `"descriptor"` one for '
-        "each descriptor",
+        doc='pairs of queues, each with a vhost thread of its own. Without it as many as vCPUs, at most 8. With `"descriptor"` there is '
+        "one for each descriptor",
     )
     fd: tuple[str, ...] = key(
         descriptor_names(),
@@ -499,7 +499,7 @@ class NetworkSpec:
     vhost_fd: tuple[str, ...] = key(
         descriptor_names(),
         default=(),
-        doc='`"descriptor"` only: the names of inherited descriptors of /dev/vhost-net, one for each queue; without it the runner opens '
+        doc='`"descriptor"` only: the names of inherited descriptors of /dev/vhost-net, one for each queue. Without it the runner opens '
         "/dev/vhost-net if the container has it",
     )
 
@@ -508,8 +508,8 @@ class NetworkSpec:
         default=(),
         elsewhere=("hostfwd", "forward", "publish", "port"),
         doc='`"passt"` only: ports of the pod that lead to the guest: `22`, `"8000-8010"`, `"80:8080"` for another one of the guest\'s, '
-        '`"127.0.0.1/2222:22"` at one address alone, `"53/udp"`; `"all"`: all TCP ports but those that the runner listens at and '
-        "the ephemeral ones; without it nothing reaches the guest",
+        '`"127.0.0.1/2222:22"` at one address alone, `"53/udp"`. `"all"`: all TCP ports but those that the runner listens at and '
+        "the ephemeral ones. Without it nothing reaches the guest",
     )
 
     @property
@@ -565,7 +565,7 @@ class DescriptorsSpec:
     socket: PurePosixPath | None = key(
         path(),
         default=None,
-        doc="the Unix socket of an agent on the host that sends descriptors (`SCM_RIGHTS`); without it they are inherited through exec "
+        doc="the Unix socket of an agent on the host that sends descriptors (`SCM_RIGHTS`). Without it they are inherited through exec "
         "(`LISTEN_FDS`)",
     )
 
@@ -607,25 +607,25 @@ class DeviceSpec:
     address: str | None = key(
         text(PCI_ADDRESS, 'a PCI address in lower case, such as "0000:41:00.0"'),
         default=None,
-        doc="the PCI address of the device; a device has one of `address`, `resource`, `claim` and `variable`",
+        doc="the PCI address of the device. A device has one of `address`, `resource`, `claim` and `variable`",
     )
     resource: str | None = key(
         text(r"[A-Za-z0-9.-]{1,253}/[A-Za-z0-9_.-]{1,63}", 'a resource of Kubernetes, such as "nvidia.com/GH100"'),
         default=None,
-        doc="the resource whose devices a device plugin has allocated to the container; it lists their addresses in the environment "
+        doc="the resource whose devices a device plugin has allocated to the container. It lists their addresses in the environment "
         "(`PCI_RESOURCE_NVIDIA_COM_GH100`, `PCIDEVICE_…`)",
     )
     claim: str | None = key(
         text(OBJECT_NAME, 'the name of a resource claim, such as "gpus"'),
         default=None,
-        doc="the resource claim (DRA) whose devices a driver has prepared for the container; it describes them in files in the "
+        doc="the resource claim (DRA) whose devices a driver has prepared for the container. It describes them in files in the "
         "container, with their addresses (KEP-5304). The name is that of the entry in the pod's `resourceClaims` if this has a "
         "`resourceClaimTemplateName`, and otherwise its `resourceClaimName`",
     )
     request: str | None = key(
         text(OBJECT_NAME, 'the name of a request of the claim, such as "gpu"'),
         default=None,
-        doc="the request of the claim; without it all those of which the container has the devices",
+        doc="the request of the claim. Without it all those of which the container has the devices",
     )
     variable: str | None = key(
         text(r"[A-Za-z_][A-Za-z0-9_]{0,254}", "the name of an environment variable"),
@@ -636,7 +636,7 @@ class DeviceSpec:
     count: int | None = key(
         integer(1, 64),
         default=None,
-        doc="how many of the devices of the resource, claim or variable; without it all that other `[[device]]` tables leave",
+        doc="how many of the devices of the resource, claim or variable. Without it all that other `[[device]]` tables leave",
     )
     iommu: IommuChoice = key(
         choice(IommuChoice),
@@ -681,12 +681,12 @@ class ConsoleSpec:
         path(),
         default=None,
         elsewhere=("file", "path"),
-        doc="the file that its output is written to; without it `console.log` in the state directory",
+        doc="the file that its output is written to. Without it `console.log` in the state directory",
     )
     log_size: int = key(
         size(MIB),
         default=4 * MIB,
-        doc="the largest size of the file; when it is reached the file is renamed to `….1`, which replaces the previous one",
+        doc="the largest size of the file. When it is reached, the file is renamed to `….1`, which replaces the previous one",
     )
 
 
@@ -708,7 +708,7 @@ class GuestSpec:
     agent: bool = key(
         flag(),
         default=True,
-        doc="whether there is a channel for QEMU's guest agent (`qemu-ga`); if the agent answers, it is asked to shut the guest down "
+        doc="whether there is a channel for QEMU's guest agent (`qemu-ga`). If the agent answers, it is asked to shut the guest down "
         "before the ACPI power button is pressed",
     )
     ready: ReadySign | None = key(
@@ -721,19 +721,19 @@ class GuestSpec:
     clock: ClockBase = key(
         choice(ClockBase),
         default="utc",
-        doc='the time that the hardware clock shows; Windows expects `"localtime"` (in the time zone of the container)',
+        doc='the time that the hardware clock shows. Windows expects `"localtime"` (in the time zone of the container)',
     )
     vsock: int | Literal["auto"] | None = key(
         either(Literal["auto"], integer(3, (1 << 32) - 2), first=True),
         default=None,
         doc="the context identifier (CID) of the guest's vsock device, which no other guest of the host may have; "
-        '`"auto"`: a free one; without it there is no vsock device',
+        '`"auto"`: a free one. Without it there is no vsock device',
     )
     watchdog: WatchdogAction | None = key(
         choice(WatchdogAction),
         default=None,
         doc='the action when the guest no longer resets its watchdog (i6300esb): `"reset"` resets the guest, `"exit"` ends the '
-        'instance, `"nmi"` sends the guest an NMI, `"none"` only logs it; without it there is no watchdog',
+        'instance, `"nmi"` sends the guest an NMI, `"none"` only logs it. Without it there is no watchdog',
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -748,28 +748,28 @@ _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 
 @frozen
 class CloudInitSpec:
-    """The data that cloud-init in the guest reads from a NoCloud seed; an empty table makes a seed with defaults."""
+    """The data that cloud-init in the guest reads from a NoCloud seed. An empty table makes a seed with defaults."""
 
     user_data: PurePosixPath | str | None = key(
         document(), default=None, doc="the user-data: `#cloud-config`, a script, MIME, …"
     )
     ssh_keys: tuple[PurePosixPath | str, ...] = key(
-        documents(), default=(), doc="public SSH keys for the image's default user; a file may hold several"
+        documents(), default=(), doc="public SSH keys for the image's default user. A file may hold several"
     )
     hostname: str | None = key(
         text(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", "a host name"),
         default=None,
-        doc="the guest's host name; without it the instance's name",
+        doc="the guest's host name. Without it the instance's name",
     )
     meta_data: PurePosixPath | str | None = key(
         document(),
         default=None,
-        doc="the meta-data, YAML or JSON; it replaces the generated one with id, host name and keys",
+        doc="the meta-data, YAML or JSON. It replaces the generated one with id, host name and keys",
     )
     network_config: PurePosixPath | str | None = key(
         document(),
         default=None,
-        doc="the network-config, YAML or JSON; without it DHCP on each network, which is matched by its MAC address",
+        doc="the network-config, YAML or JSON. Without it DHCP on each network, which is matched by its MAC address",
     )
 
     @property
@@ -805,7 +805,7 @@ class ShutdownSpec:
     poweroff_status: int = key(
         integer(0, 124),
         default=10,
-        doc="the runner's exit status when the guest shuts itself down; with 0, `restartPolicy: OnFailure` does not restart it",
+        doc="the runner's exit status when the guest shuts itself down. With 0, `restartPolicy: OnFailure` does not restart it",
     )
 
 
