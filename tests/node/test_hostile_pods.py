@@ -346,7 +346,7 @@ def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> No
                 connection.recv(65536)
                 answered += 1
             thread.join()
-        assert answered > 4, "after every few of its processes"
+        assert answered > 2, "after every few of its processes, not after the last one alone"
 
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--cgroup", "--mount")
@@ -412,7 +412,7 @@ def test_a_pod_without_seccomp_is_refused_where_it_is_required(machine: Machine)
         a.execute("anchor")
         answer = a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
         assert reason(answer) == "host"
-        assert "give the pod seccompProfile: RuntimeDefault" in str(answer[0]["error"])
+        assert "set seccompProfile: RuntimeDefault" in str(answer[0]["error"])
         assert not machine.instance(A).exists()
 
 

@@ -238,7 +238,7 @@ async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) 
         controller.seccomp.believed = 0
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "host"
-        assert "give the pod seccompProfile: RuntimeDefault" in str(refused["message"])
+        assert "set seccompProfile: RuntimeDefault" in str(refused["message"])
         assert not node.instance(B).exists()
         node.expose(os.getpid(), seccomp=2)
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
