@@ -107,7 +107,8 @@ def main() -> None:
         ("classes over 350 lines", sorted(((size, cls) for size, cls in classes() if size > 350), reverse=True)),
         ("largest classes", sorted(classes(), reverse=True)[:8]),
         ("places outside renewal/ that know of it", count(r"resuming|carried is None|\.taking\(|\.offer\(|not_now", outside)),
-        ("tests that set our own constants", count(r"monkeypatch\.setattr\([^()]*\b[A-Z]{3}[A-Z_]*\b", tests)),
+        ("tests that replace a name", count(r"monkeypatch\.setattr", tests)),
+        ("of these a constant of ours", count(r"monkeypatch\.setattr\([^()]*\b[A-Z]{3}[A-Z_]*\b", tests)),
     ):  # fmt: skip
         print(f"{name}: {value}")
 
