@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -45,34 +44,6 @@ def document(**changes: object) -> bytes:
 
 
 # --- cpu_manager_state ------------------------------------------------------------------------------------------------
-
-
-def test_the_files_that_the_kubelet_wrote(vectors: Callable[[str], Iterator[tuple[Document, Document]]]) -> None:
-    """The files that the real kubelet wrote for each simulated node hold the state that it returned."""
-    for case, result in vectors("sim"):
-        for step in result["steps"]:
-            files = step.get("files", {})
-            if "cpu_manager_state" in files:
-                state = parse_cpu_state(files["cpu_manager_state"].encode())
-                assert state.policy == "static"
-                assert str(state.shared_pool) == step["defaultCpuSet"]
-                assert {
-                    uid: {name: str(cpus) for name, cpus in containers.items()}
-                    for uid, containers in state.assignments.items()
-                } == step["cpuAssignments"]
-            if "memory_manager_state" in files:
-                memory = parse_memory_state(files["memory_manager_state"].encode())
-                assert memory.policy == case["memoryPolicy"]
-                assert {str(node): list(each.cells) for node, each in memory.numa_nodes.items()} == {
-                    node: each["cells"] for node, each in step["machineState"].items()
-                }
-                assert {
-                    uid: {name: sum(block.size for block in blocks) for name, blocks in containers.items()}
-                    for uid, containers in memory.assignments.items()
-                } == {
-                    uid: {name: sum(block["size"] for block in blocks) for name, blocks in containers.items()}
-                    for uid, containers in step["memoryAssignments"].items()
-                }
 
 
 def test_the_state_of_a_node_with_three_instances() -> None:

@@ -502,3 +502,31 @@ def test_containers_get_devices_of_the_numa_nodes_that_the_kubelet_chooses(our_v
             if {name: devices for name, devices in given.items() if devices} != numa_nodes_of_devices(step):
                 differing.add(number)
     assert differing == set(BY_CHANCE)
+
+
+def test_the_files_that_the_kubelet_wrote(vectors: Vectors) -> None:
+    """The files that the real kubelet wrote for each simulated node hold the state that it returned."""
+    for case, result in vectors("sim"):
+        for step in result["steps"]:
+            files = step.get("files", {})
+            if "cpu_manager_state" in files:
+                state = parse_cpu_state(files["cpu_manager_state"].encode())
+                assert state.policy == "static"
+                assert str(state.shared_pool) == step["defaultCpuSet"]
+                assert {
+                    uid: {name: str(cpus) for name, cpus in containers.items()}
+                    for uid, containers in state.assignments.items()
+                } == step["cpuAssignments"]
+            if "memory_manager_state" in files:
+                memory = parse_memory_state(files["memory_manager_state"].encode())
+                assert memory.policy == case["memoryPolicy"]
+                assert {str(node): list(each.cells) for node, each in memory.numa_nodes.items()} == {
+                    node: each["cells"] for node, each in step["machineState"].items()
+                }
+                assert {
+                    uid: {name: sum(block.size for block in blocks) for name, blocks in containers.items()}
+                    for uid, containers in memory.assignments.items()
+                } == {
+                    uid: {name: sum(block["size"] for block in blocks) for name, blocks in containers.items()}
+                    for uid, containers in step["memoryAssignments"].items()
+                }
