@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from runner.base.errors import RunnerError, Status, escaped, explain
+from runner.base.errors import RunnerError, Status, UsageError, escaped, explain
 from runner.cli.commands import program_parser
+from runner.cli.options import asks_for_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,8 +74,12 @@ def _status_of(error: RunnerError, command: str) -> Status:
 def _run_command(command: str, words: Sequence[str]) -> int:
     try:
         arguments = program_parser({command}).parse_args(words)
-    except SystemExit as ended:  # --help, --version, a wrong command line
+    except SystemExit as ended:  # --help, --version
         return int(ended.code or 0)
+    except UsageError as error:
+        if asks_for_json(words):
+            import_module("runner.cli.refusal").print_refusal(error)
+        raise
     try:
         status: int = import_module(f"runner.cli.{arguments.command}").main(arguments)
     except RunnerError as error:

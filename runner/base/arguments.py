@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from runner.base.errors import UsageError
 from runner.base.version import VERSION
 
 T = TypeVar("T")
@@ -18,7 +19,8 @@ LOG_FORMATS = ("text", "json")
 class CommandLine(argparse.ArgumentParser):
     """A parser that names the nearest word instead of all of them, as Python 3.14 can (``suggest_on_error``).
 
-    So do the parsers of its commands. Each refuses itself what it does not know, with its own usage.
+    So do the parsers of its commands. Each refuses itself what it does not know: it prints its own usage and raises
+    :exc:`~runner.base.errors.UsageError`.
     """
 
     _given: Sequence[str] = ()
@@ -30,38 +32,40 @@ class CommandLine(argparse.ArgumentParser):
         self._given = sys.argv[1:] if args is None else args
         known, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(self._unknown(rest))
+            self.error(*self._unknown(rest))
         return known, rest
 
-    def error(self, message: str) -> NoReturn:
-        """End with *message*. Where a command is missing, name the unknown option before it, or else the commands."""
+    def error(self, message: str, remedy: str = "") -> NoReturn:
+        """Raise *message* and *remedy*. Where a command is missing, name the unknown option before it, or else the commands."""
         commands = next((each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None)  # noqa: SLF001
         if commands is not None and message.endswith(f": {commands.metavar}"):
             options = [name for action in self._actions for name in action.option_strings]
             wrong = [each for each in self._given if each.startswith("-") and not _begins(each, options)]
-            message = self._unknown(wrong) if wrong else f"name a {commands.metavar}: {', '.join(commands.choices)}"
-        super().error(message)
+            choices = f"name a {commands.metavar}: {', '.join(commands.choices)}"
+            message, remedy = self._unknown(wrong) if wrong else (choices, "")
+        self.print_usage(sys.stderr)
+        raise UsageError(message, remedy=remedy)
 
-    def _unknown(self, words: Sequence[str]) -> str:
-        """Return the error message for *words*, which no argument takes."""
+    def _unknown(self, words: Sequence[str]) -> tuple[str, str]:
+        """Return the message and the remedy for *words*, which no argument takes."""
         word = next((each for each in words if each.startswith("-")), None)
         if word is None:
-            return f"cannot take {' '.join(words)!r}: it is one argument too many"
+            return f"cannot take {' '.join(words)!r}: it is one argument too many", ""
         import difflib  # here, because only a command line with a mistake needs it
 
         options = [name for action in self._actions for name in action.option_strings]
         near = difflib.get_close_matches(word.partition("=")[0], options, 1)
-        return f"unknown option {word!r}" + (f"; did you mean {near[0]!r}?" if near else f"; see `{self.prog} --help`")
+        return f"unknown option {word!r}", f"did you mean {near[0]!r}?" if near else f"see `{self.prog} --help`"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
-        except argparse.ArgumentError as error:
+        except argparse.ArgumentError:
             import difflib  # here, because only a command line with a mistake needs it
 
             near = difflib.get_close_matches(str(value), map(str, action.choices or ()), 1)
             if near:
-                raise argparse.ArgumentError(action, f"unknown {value!r}; did you mean {near[0]!r}?") from error
+                self.error(str(argparse.ArgumentError(action, f"unknown {value!r}")), f"did you mean {near[0]!r}?")
             raise
 
 

@@ -177,7 +177,8 @@ def problems_of(error: RunnerError) -> tuple[Problem, ...]:
 def explained(error: BaseException) -> tuple[str, str]:
     """Return the sentences of *error* and its chain of causes, and apart from them each of their remedies once."""
     chain = [error, *_causes(error)]
-    remedies = dict.fromkeys(each.remedy for each in chain if isinstance(each, RunnerError) and each.remedy)
+    # an OSError of ours may have one, too (runner/kernel/leases.py)
+    remedies = dict.fromkeys(filter(None, (getattr(each, "remedy", "") for each in chain)))
     return ": ".join(map(_sentence, chain)), "; ".join(map(escaped, remedies))
 
 

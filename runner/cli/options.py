@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -91,6 +92,11 @@ def add_json(parser: argparse.ArgumentParser, output: str, *, shown: bool = True
         default=default,
         help="the same: json, or text (the default)" if shown else argparse.SUPPRESS,
     )
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Tell whether the command line *words*, which could not be parsed, has one of the options of :func:`add_json`."""
+    return not {"--json", "-ojson", "--output=json"}.isdisjoint(words) or ("-o", "json") in pairwise(words)
 
 
 def parse_pairs(words: Iterable[str], parse: Callable[[str], object], wanted: str) -> dict[str, object]:

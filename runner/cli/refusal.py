@@ -22,13 +22,13 @@ class RefusalDocument(TypedDict):
     problems: list[ProblemDocument]
 
 
-def print_refusal(error: RunnerError, arguments: argparse.Namespace) -> None:
-    """Print the error that ended the command with *arguments*."""
+def print_refusal(error: RunnerError, arguments: argparse.Namespace | None = None) -> None:
+    """Print the error that ended the command with *arguments*, ``None`` if they could not be parsed."""
     document: RefusalDocument = {"version": FORMAT, "problems": _problems(error, arguments)}
     print(json.dumps(document, indent=1))
 
 
-def _problems(error: RunnerError, arguments: argparse.Namespace) -> list[ProblemDocument]:
+def _problems(error: RunnerError, arguments: argparse.Namespace | None) -> list[ProblemDocument]:
     """Return the problems of *error*: those reported by an instance, or those of the document named in *arguments*."""
     if isinstance(error, ControllerError) and "problems" in error.data:
         return cast("list[ProblemDocument]", error.data["problems"])

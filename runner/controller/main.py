@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -128,7 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from runner.base.completion import complete
 
         complete(parser)
-    options = parser.parse_args(argv, Options())
+    try:
+        options = parser.parse_args(argv, Options())
+    except UsageError as error:
+        sys.stderr.write(f"{parser.prog}: {explain(error)}\n")
+        return error.status
     with open_output(_STDERR, options.log_format) as output:
         root = logging.getLogger()
         root.addHandler(LogHandler(output.write, options.log_format))

@@ -17,20 +17,25 @@ from __future__ import annotations
 import errno
 import os
 
-LEASED = (
-    "a process holds a lease on it (fcntl(2), F_SETLEASE); end that process, or set fs.leases-enable to 0 on the node"
-)
+LEASED = "a process holds a lease on it (fcntl(2), F_SETLEASE)"
+END_LEASE = "end that process, or set fs.leases-enable to 0 on the node"
+
+
+class LeasedFileError(BlockingIOError):
+    """A process holds a lease on the file, so that opening it would wait for that process."""
+
+    remedy = END_LEASE
 
 
 def open_at_once(path: os.PathLike[str] | str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
     """Open *path* and return the descriptor, which the caller closes.
 
-    Raises ``OSError``: ``BlockingIOError`` with :data:`LEASED` as its reason where another process holds a lease.
+    Raises ``OSError``: :exc:`LeasedFileError` where another process holds a lease.
     """
     try:
         return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except BlockingIOError:
-        raise BlockingIOError(errno.EAGAIN, LEASED) from None
+        raise LeasedFileError(errno.EAGAIN, LEASED) from None
 
 
 def read_at_once(path: os.PathLike[str] | str, *, dir_fd: int | None = None, most: int | None = None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -72,6 +73,22 @@ def test_a_wrong_command_line_names_what_was_meant(words: str, sentence: str) ->
     ended = subprocess.run([*PROGRAM, *words.split()], check=False, capture_output=True, text=True)
     assert ended.returncode == 2
     assert sentence in ended.stderr
+    assert ended.stderr.startswith("usage: instance-runner")
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "remedy"),
+    [
+        ("plan --json --nodee x", "unknown option '--nodee'", "did you mean '--node'?"),
+        ("ctl -o json disk atach", "argument DO: unknown 'atach'", "did you mean 'attach'?"),
+        ("check --json --zork", "unknown option '--zork'", "see `instance-runner check --help`"),
+    ],
+)
+def test_a_wrong_command_line_that_asks_for_json_is_refused_in_json(words: str, message: str, remedy: str) -> None:
+    ended = subprocess.run([*PROGRAM, *words.split()], check=False, capture_output=True, text=True)
+    [problem] = json.loads(ended.stdout)["problems"]
+    assert (ended.returncode, problem["message"], problem["remedy"]) == (2, message, remedy)
+    assert f"instance-runner: {message}; {remedy}\n" in ended.stderr
 
 
 INTERRUPTED = """

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trio
 
-from runner.base.errors import HostError
+from runner.base.errors import HostError, doing, explained
 from runner.instance.parts.cgroups.entered import OUT_OF_MEMORY, OomKills
 from runner.kernel.child_processes import (
     LONGEST_LINE,
@@ -24,6 +24,7 @@ from runner.kernel.child_processes import (
     open_processes,
     signal_name,
 )
+from runner.kernel.leases import END_LEASE, LEASED, read_at_once
 from runner.kernel.limits import own_groups
 from tests.support.leases import leasing
 
@@ -240,8 +241,12 @@ async def test_output_that_cannot_be_read_ends_nothing(caplog: pytest.LogCapture
 
 
 def test_the_state_of_a_process_is_read_without_waiting_for_a_lease() -> None:
-    with leasing(Path(f"/proc/{os.getpid()}/stat")):
+    file = Path(f"/proc/{os.getpid()}/stat")
+    with leasing(file):
         assert _state(os.getpid()) == "unknown"
+        with pytest.raises(HostError) as refused, doing("read it"):
+            read_at_once(file)
+        assert explained(refused.value) == (f"cannot read it: {LEASED}", END_LEASE)
     assert _state(os.getpid()) in "RS"
 
 

@@ -15,7 +15,7 @@ import yaml
 
 import runner.base.errors
 from runner.base.cpuset import CpuSet
-from runner.base.errors import SpecError, Status
+from runner.base.errors import SpecError, Status, UsageError
 from runner.base.judgement import Level
 from runner.base.table import aligned
 from runner.base.version import VERSION
@@ -530,11 +530,11 @@ def parses(line: list[str]) -> bool:
     for attempt in attempts:
         try:
             parser.parse_args(attempt)
-        except SystemExit as ended:
-            if not ended.code:
-                return True
-        else:
+        except SystemExit:  # of --help
             return True
+        except UsageError:
+            continue
+        return True
     return False
 
 

@@ -20,7 +20,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.privileged_process import EndedError, PrivilegedProcess
 from runner.kernel.cgroup import CgroupError, write_control
-from runner.kernel.leases import LEASED
+from runner.kernel.leases import END_LEASE, LEASED
 from runner.kernel.privileges import CAP_SYS_ADMIN
 from runner.kubelet.pod_cgroups import group_uid, vcpus_group
 
@@ -62,8 +62,9 @@ class PartitionWriter(PrivilegedProcess):
         except EndedError as error:
             raise CgroupError(f"cannot make partitions: {error}", errno.EPIPE) from None
         if number:
-            reason = LEASED if number == errno.EAGAIN else os.strerror(number)
-            raise CgroupError(f"{failure.format(name=message.partition(' ')[0])}: {reason}", number)
+            reason, remedy = (LEASED, END_LEASE) if number == errno.EAGAIN else (os.strerror(number), "")
+            sentence = f"{failure.format(name=message.partition(' ')[0])}: {reason}"
+            raise CgroupError(sentence, number, remedy=remedy)
 
 
 def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:

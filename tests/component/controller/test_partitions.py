@@ -30,6 +30,7 @@ from runner.controller.tree.partition_writer import PartitionWriter, obey
 from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.leases import END_LEASE
 from runner.placement.backends import ControllerPlacement
 from runner.protocol.controller_client import ControllerError, register, seal, unseal
 from runner.protocol.unix_server import SocketLimits
@@ -117,8 +118,9 @@ def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, sock
         number = obey(tmp_path, b"instance-a/vcpus")
     assert (number, file.read_text()) == (errno.EAGAIN, "member\n")
     pair[1].send(b"%d\n" % number)
-    with pytest.raises(CgroupError, match="a process holds a lease on it"):
+    with pytest.raises(CgroupError, match="a process holds a lease on it") as refused:
         pair[0].isolate("instance-a")
+    assert refused.value.remedy == END_LEASE
 
 
 def test_it_follows_no_link(tmp_path: Path) -> None:
