@@ -175,8 +175,10 @@ def _refusal(answer: Mapping[str, object]) -> tuple[str, str] | None:
 
 def _problems(answer: Mapping[str, object]) -> Iterator[Judgement]:
     """Yield the problems that a working controller reports: its faults, and instances whose CPUs the kernel could not seal."""
-    for fault in _listed(answer, "faults"):
-        yield controller.warning(str(fault), "fix what it names: the controller tries again by itself")
+    remedies = answer.get("remedies")
+    for fault in map(str, _listed(answer, "faults")):
+        remedy = remedies.get(fault) if isinstance(remedies, Mapping) else None
+        yield controller.warning(fault, remedy or "fix what it names: the controller tries again by itself")
     if answer.get("trusting"):
         yield controller.warning(
             "it trusts any process about which instance it is (--insecure-trust-peer)",

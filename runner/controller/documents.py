@@ -96,7 +96,9 @@ class NodeStatusDocument(TypedDict):
     arranged: list[ArrangedDocument]
     handovers: list[HandoverDocument]
     faults: list[str]
-    """Descriptions of the faults found in the last pass."""
+    """The faults found in the last pass, a sentence each."""
+    remedies: NotRequired[dict[str, str]]
+    """A fault → its remedy, for those that have one."""
     disturbances: list[str] | None
     """Causes of disturbance of the instances' CPUs other than threads; ``null`` for a container, because they name other pods."""
     oom_kills: dict[str, int]

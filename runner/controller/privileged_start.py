@@ -43,8 +43,8 @@ class DeviceFilter:
     root: Path
     attached_to: int | None = None
     """The id of the cgroup that it was attached to; ``None`` without one."""
-    error: str = ""
-    """The reason why it could not be attached; empty if it was, or if none is wanted."""
+    error: HostError | None = None
+    """The reason why it could not be attached; ``None`` if it was, or if none is wanted."""
 
     @property
     def lost(self) -> bool:
@@ -52,10 +52,10 @@ class DeviceFilter:
         return self.attached_to is not None and cgroup_id(self.root) != self.attached_to
 
     @property
-    def missing(self) -> str:
-        """Return the reason why the tree has no device filter, and so takes no instance; empty if it has one, or none is wanted."""
+    def missing(self) -> HostError | None:
+        """Return the reason why the tree has no device filter, and so takes no instance; ``None`` if it has one, or none is wanted."""
         if self.lost:
-            return f"{self.root} was removed, and its device filter with it; restart the controller"
+            return HostError(f"{self.root} was removed, and its device filter with it", remedy="restart the controller")
         return self.error
 
 
@@ -129,7 +129,7 @@ def _attached(root: Path, rules: Sequence[DeviceRule], macvtaps: Path | None) ->
         attached_to = attach_device_filter((*DEFAULT_RULES, *taps, *rules), root)
     except HostError as error:
         log.error(ControllerEvent.REGISTRATION_IMPOSSIBLE, explain(error))  # noqa: TRY400  # an expected error
-        return DeviceFilter(root, error=explain(error))
+        return DeviceFilter(root, error=error)
     if macvtaps is not None and not taps:
         log.warning(ControllerEvent.MACVTAP_NOT_LOADED)
     log.info(ControllerEvent.DEVICE_FILTER_ATTACHED, root, ", ".join(map(str, (*taps, *rules))) or "none")

@@ -85,7 +85,7 @@ def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty(machine: Machin
         with machine.controller(bystander=False):
             answer = pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
             assert "drain the node" in str(answer[0]["error"])
-            assert "drain the node" in str(machine.ask("getStatus")["faults"])
+            assert "drain the node" in str(machine.ask("getStatus")["remedies"])
             assert all(group.exists() for group in old)
             used.kill()
             used.wait()

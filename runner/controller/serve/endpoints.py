@@ -97,12 +97,16 @@ class HttpEndpoints:
 
     def _lost(self) -> str:
         """Return the lost parts that only a restart of this program restores; empty if there are none."""
-        filters = [self.device_filter.missing] if self.device_filter.lost else []
-        return next(iter([*(each.missing for each in self.processes if each.lost), *filters]), "")
+        lost = [each.missing for each in self.processes if each.lost]
+        if self.device_filter.lost and self.device_filter.missing:
+            lost.append(explain(self.device_filter.missing))
+        return lost[0] if lost else ""
 
     def _readiness(self) -> HttpResponse:
-        if missing := self.device_filter.missing or self._lost():
-            return unavailable(missing)
+        if missing := self.device_filter.missing:
+            return unavailable(explain(missing))
+        if lost := self._lost():
+            return unavailable(lost)
         if frozen := self.loop.frozen():
             return unavailable(f"frozen: {frozen}")
         return unavailable(f"the last pass failed: {self.loop.error}") if self.loop.error else ok()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from runner.base.errors import explained
 from runner.base.values import frozen
 from runner.controller.privileged_process import PrivilegedProcess
 from runner.controller.privileged_start import DeviceFilter
@@ -73,6 +74,13 @@ class NodeStatus:
         await trio.lowlevel.checkpoint()
         mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
         state, source = self.loop.state, self.loop.source
+        lost = [self.device_filter.missing, *(each.ended_error() for each in self.processes if each.lost)]
+        faults = [explained(error) for error in lost if error is not None]
+        faults += [
+            (fault.reason, fault.remedy)
+            for fault in self.loop.pass_log.faults
+            if mine is None or fault.pod_uid in (None, mine)
+        ]
         document: NodeStatusDocument = {
             "version": 1,
             "protocol": PROTOCOL,
@@ -96,11 +104,8 @@ class NodeStatus:
                 for each in handovers(state, observed)
                 if mine is None or each.pod_uid == mine
             ],
-            "faults": [
-                *filter(None, [self.device_filter.missing]),
-                *(each.missing for each in self.processes if each.lost),
-                *(fault.reason for fault in self.loop.pass_log.faults if mine is None or fault.pod_uid in (None, mine)),
-            ],
+            "faults": [sentence for sentence, _ in faults],
+            "remedies": {sentence: remedy for sentence, remedy in faults if remedy},
             "disturbances": list(self.tuning.reasons) if mine is None else None,
             "oom_kills": {
                 pod_uid: domain.oom_kills

@@ -11,7 +11,7 @@ import attrs
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import explain
+from runner.base.errors import explain, explained
 from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.privileged_start import DeviceFilter
@@ -147,23 +147,26 @@ class Registrations:
         group, float_cgroup = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
         existed = group.exists()
         faults = [
-            fault.reason
+            (fault.reason, fault.remedy)
             for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of, seen=observed)
             if fault.pod_uid in (pod_uid, None) and not fault.unlimited
         ]
         others = floats_on(asked, self.loop.latest(), but=pod_uid)
-        faults += [f"the float of pod {other!r} could not be shrunk, and runs on them still" for other in others]
+        faults += [(f"the float of pod {other!r} could not be shrunk, and runs on them still", "") for other in others]
         if not faults and not float_cgroup.exists():
-            faults.append("no CPU is left for its float")
-        if self.device_filter.missing:  # checked after the pass, which recreates a removed root
-            faults.append(self.device_filter.missing)
+            faults.append(("no CPU is left for its float", ""))
+        if missing := self.device_filter.missing:  # checked after the pass, which recreates a removed root
+            faults.append(explained(missing))
         effective = group.effective_cpus() if not faults else CpuSet()
         if effective != asked:
             if not existed:
                 group.remove()
-            reason = "; ".join(faults) or f"the kernel has put '{effective}' into effect"
+            reason = "; ".join(found for found, _ in faults) or f"the kernel has put '{effective}' into effect"
             raise RequestRefusedError(
-                identity.HOST, f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}", lasting=True
+                identity.HOST,
+                f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}",
+                lasting=True,
+                remedy="; ".join(dict.fromkeys(remedy for _, remedy in faults if remedy)),
             )
         what = "found" if existed else "registered"
         self.loop.log_limit.log(

@@ -104,7 +104,7 @@ class Seals:
             return ""
         if group is None or not group.populated:
             return "no thread is in its cgroup"
-        reasons = [fault.reason for fault in faults if fault.group == vcpus_group(pod_uid)]
+        reasons = [str(fault) for fault in faults if fault.group == vcpus_group(pod_uid)]
         return "; ".join(reasons) or self.loop.frozen() or f"the kernel says {group.partition!r}"
 
     def impossible(self) -> str:

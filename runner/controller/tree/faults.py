@@ -24,10 +24,11 @@ _OUTDATED_NAMED = 8
 
 @frozen
 class Fault:
-    """An action without the effect it should have: its group, and the reason."""
+    """An action without the effect it should have: its group, the reason, and the remedy, empty if there is none."""
 
     group: str
     reason: str
+    remedy: str = ""
     unlimited: bool = False
     """Whether only a limit is missing, so that the group can be used."""
 
@@ -35,6 +36,9 @@ class Fault:
     def pod_uid(self) -> str | None:
         """The UID of the pod whose group it is, or ``None``."""
         return group_uid(self.group)
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 def standing_faults(
@@ -51,7 +55,8 @@ def standing_faults(
         yield Fault(
             ROOT,
             "cannot make a domain for each instance: groups of an earlier version of this program are in use "
-            f"({', '.join(used[:_OUTDATED_NAMED])}); drain the node, and start the new version when their pods have ended",
+            f"({', '.join(used[:_OUTDATED_NAMED])})",
+            "drain the node, and start the new version when their pods have ended",
         )
 
 
@@ -67,13 +72,14 @@ def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterato
         yield Fault(
             instance_group(pod_uid),
             f"cannot remove {root / instance_group(pod_uid)}: {charged >> 20} MiB are charged to it that another program holds, "
-            "in a memfd, in tmpfs or in a pipe; until it ends, --memory-max has that much less to give",
+            "in a memfd, in tmpfs or in a pipe",
+            "end that program: until then --memory-max has that much less to give",
             unlimited=True,
         )
     for file, value in withheld(desired, observed):
         yield Fault(
             ROOT,
-            f"cannot lower {root / file} to {value}: more than that is in use; end instances, or "
-            f"give --{file.replace('.', '-')} a larger value",
+            f"cannot lower {root / file} to {value}: more than that is in use",
+            f"end instances, or give --{file.replace('.', '-')} a larger value",
             unlimited=True,
         )

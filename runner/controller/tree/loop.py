@@ -382,7 +382,7 @@ class ReconcileLoop:
             if self.source is not None:
                 await self.settle(self.source)
             faults = self.pass_over({})
-            self.error = "; ".join(fault.reason for fault in faults if not fault.unlimited)
+            self.error = "; ".join(str(fault) for fault in faults if not fault.unlimited)
         except HostError as error:
             self.error = explain(error)
             self.log_limit.log(log.error, ControllerEvent.PASS_FAILED, self.error)

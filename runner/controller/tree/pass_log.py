@@ -60,9 +60,9 @@ class PassLog:
             # A fault of no pod is due to the kernel or this program's options, and there may be several.
             peer = fault if fault.pod_uid is None else fault.group
             if fault.unlimited:
-                self.limit.log(log.warning, ControllerEvent.LIMIT_MISSING, fault.group, fault.reason, peer=peer)
+                self.limit.log(log.warning, ControllerEvent.LIMIT_MISSING, fault.group, str(fault), peer=peer)
             else:
-                self.limit.log(log.error, ControllerEvent.GROUP_FAILED, fault.group, fault.reason, peer=peer)
+                self.limit.log(log.error, ControllerEvent.GROUP_FAILED, fault.group, str(fault), peer=peer)
         self.faults = faults
 
     def add_oom_kills(self, observed: Observed) -> None:

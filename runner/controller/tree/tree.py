@@ -11,7 +11,7 @@ from typing import TypeVar, assert_never
 import attrs
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import explain
+from runner.base.errors import explained
 from runner.base.values import frozen
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES
@@ -161,16 +161,15 @@ class Tree:
             if action.group in faults or ROOT in faults:
                 continue
             try:
-                reason = self._perform(action, online)
+                self._perform(action, online)
             except CgroupError as error:
-                reason = explain(error)
-            if reason and isinstance(action, Restrict | Seal):
-                unlimited.append(Fault(action.group, reason, unlimited=True))
-            elif reason:
-                faults[action.group] = Fault(action.group, reason)
+                if isinstance(action, Restrict | Seal):
+                    unlimited.append(Fault(action.group, *explained(error), unlimited=True))
+                else:
+                    faults[action.group] = Fault(action.group, *explained(error))
         return (*faults.values(), *unlimited)
 
-    def _perform(self, action: Action, online: CpuSet) -> str:
+    def _perform(self, action: Action, online: CpuSet) -> None:
         group = self.group(action.group)
         match action:
             case Make():
@@ -178,23 +177,23 @@ class Tree:
             case Remove():
                 # A float that has been populated again is no fault, because no other group gets its CPUs; nor is its domain.
                 if not _removed(group) and group.name == VCPUS:
-                    return f"cannot remove {group.path}: it has been populated again"
+                    raise CgroupError(f"cannot remove {group.path}: it has been populated again", errno.EBUSY)
             case Write(_, "cpuset.cpus", value):
                 asked = CpuSet.parse(value) & online
                 effective = group.set_cpus(CpuSet.parse(value))
                 if effective != asked and not self._is_sealed_with(group, effective, online):
-                    return f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
+                    sentence = f"cannot give {group.path} the CPUs {asked}: the kernel has put {effective} into effect"
+                    raise CgroupError(sentence, errno.EBUSY)
             case Write() | Restrict():
                 group.write(action.file, action.value)
             case Unseal():
                 self.unseal(group)
             case Seal(_, cpus, together):
-                return self._seal(group, cpus, together, online)
+                self._seal(group, cpus, together, online)
             case Kill() | Evict():
                 self._empty(action)
             case _ as never:
                 assert_never(never)
-        return ""
 
     def _empty(self, action: Kill | Evict) -> None:
         group = self.group(action.group)
@@ -226,35 +225,40 @@ class Tree:
         if group.name == VCPUS and group.parent.exclusive_cpus():
             group.parent.write("cpuset.cpus.exclusive", "")
 
-    def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition of *cpus*, or enlarge its partition; return the reason if that fails."""
+    def _seal(self, group: Cgroup, cpus: CpuSet, together: CpuSet, online: CpuSet) -> None:
+        """Make *group* an isolated partition of *cpus*, or enlarge its partition. Raises :class:`CgroupError`."""
         if self.partition_writer is None:
-            return "the controller makes no partitions"
+            raise CgroupError("the controller makes no partitions", errno.EOPNOTSUPP)
         for above, wanted in ((self.root, together), (group.parent, cpus)):
             if above.exclusive_cpus() != wanted:
                 above.write("cpuset.cpus.exclusive", str(wanted))
         before = group.exclusive_cpus() if group.partition() == ISOLATED else None
         if before:
-            return self._extend(self.partition_writer, group, before, cpus, online)
-        return self._isolate(self.partition_writer, group, cpus, online)
+            self._extend(self.partition_writer, group, before, cpus, online)
+        else:
+            self._isolate(self.partition_writer, group, cpus, online)
 
-    def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> str:
-        """Extend the partition *group* from *before* to *cpus*; if that fails, return the reason and keep *before*."""
-        reason = ""
+    def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> None:
+        """Extend the partition *group* from *before* to *cpus*; if that fails, keep *before*. Raises :class:`CgroupError`."""
+        refusal = None
         try:
             writer.extend(f"{group.parent.name}/{group.name}", cpus)
         except CgroupError as error:
-            reason = explain(error)
+            refusal = error
         state, effective = group.partition(), group.effective_cpus()
         if state == ISOLATED and effective == cpus & online:
-            return ""
-        reason = reason or f"the kernel says {state!r} with {effective}"
+            return
+        refusal = refusal or CgroupError(f"the kernel says {state!r} with {effective}", errno.EBUSY)
         if state != ISOLATED:  # the kernel has ended it
-            reason = "; ".join(filter(None, (reason, self._isolate(writer, group, before, online))))
-        return f"cannot extend the isolated partition {group.path} to the CPUs {cpus}: {reason}"
+            try:
+                self._isolate(writer, group, before, online)
+            except CgroupError as error:  # that is worse
+                refusal = error
+        sentence = f"cannot extend the isolated partition {group.path} to the CPUs {cpus}"
+        raise CgroupError(sentence, refusal.errno) from refusal
 
-    def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> str:
-        """Make *group* an isolated partition of *cpus*; if that fails, return the reason and undo all of it."""
+    def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> None:
+        """Make *group* an isolated partition of *cpus*; if that fails, undo all of it. Raises :class:`CgroupError`."""
         try:
             group.write("cpuset.cpus.exclusive", str(cpus))
             writer.isolate(f"{group.parent.name}/{group.name}")
@@ -262,10 +266,10 @@ class Tree:
         except CgroupError:
             self.unseal(group)
             raise
-        if state == ISOLATED and effective == cpus & online:
-            return ""
-        self.unseal(group)
-        return f"cannot make {group.path} an isolated partition of the CPUs {cpus}: the kernel says {state!r} with {effective}"
+        if state != ISOLATED or effective != cpus & online:
+            self.unseal(group)
+            sentence = f"cannot make {group.path} an isolated partition of the CPUs {cpus}"
+            raise CgroupError(f"{sentence}: the kernel says {state!r} with {effective}", errno.EBUSY)
 
 
 _OUTDATED = {"threaded", "domain invalid"}

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.base.rate_limit import LogRateLimit
 from runner.controller.metrics import ControllerCounters
 from runner.controller.privileged_start import DeviceFilter
@@ -590,11 +591,8 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
     """Never attached, or attached to a root that was removed and made anew."""
     node.become(B)
     for device_filter, reason in (
-        (DeviceFilter(node.root.path, error="cannot attach it"), "cannot attach it"),
-        (
-            DeviceFilter(node.root.path, attached_to=1),
-            "was removed, and its device filter with it; restart the controller",
-        ),
+        (DeviceFilter(node.root.path, error=HostError("cannot attach it", remedy="load it")), "cannot attach it"),
+        (DeviceFilter(node.root.path, attached_to=1), "was removed, and its device filter with it"),
     ):
         async with controlled(node, device_filter=device_filter) as controller, connected(node.socket) as client:
             refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
@@ -603,7 +601,10 @@ async def test_without_the_device_filter_nothing_is_registered(node: Node) -> No
             assert not node.instance(B).exists()
             status = await client.result("getStatus")
             assert isinstance(status, dict)
-            assert [reason in fault for fault in status["faults"]] == [True]
+            [fault] = status["faults"]
+            assert reason in fault
+            assert status["remedies"] == {fault: refused["remedy"]}
+            assert refused["remedy"] == ("restart the controller" if device_filter.lost else "load it")
             show = controller.endpoints(device_filter).respond
             ready = await show("/readyz")
             assert (ready.status, reason in ready.text) == (503, True)

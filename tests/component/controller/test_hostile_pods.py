@@ -448,6 +448,7 @@ async def test_memory_that_others_hold_stays_charged_to_the_pod_that_took_it(nod
         assert node.domain(B).exists()
         [fault] = controller.loop.pass_log.faults
         assert f"cannot remove {node.domain(B).path}: 300 MiB are charged to it" in fault.reason
+        assert fault.remedy.startswith("end that program")
         assert controller.loop.error == "", "the node is ready"
         node.domain(B).put_charge(15 << 20)
         await controller.until(lambda: not node.domain(B).exists())

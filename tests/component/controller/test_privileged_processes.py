@@ -187,7 +187,8 @@ async def test_without_the_host_tuner_instances_come_and_go(node: Node) -> None:
         assert tuned["missing"] == [*controller.tuning.reasons]
         status = await client.result("getStatus")
         assert isinstance(status, dict)
-        assert status["faults"] == [ended]
+        [fault] = status["faults"]
+        assert f"{fault}; {status['remedies'][fault]}" == ended
         for page in ("/healthz", "/readyz"):
             response = await controller.endpoints().respond(page)
             assert (response.status, response.text) == (503, f"{ended}\n")

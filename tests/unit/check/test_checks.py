@@ -298,10 +298,12 @@ def test_every_check_was_judged() -> None:
 
 def test_each_fault_and_each_arranged_instance_is_a_judgement_of_its_own() -> None:
     arranged = [{"uuid": uid, "reason": "the kernel refuses"} for uid in ("a", "b")]
-    status = {**STATUS, "faults": ["one", "two"], "partitions": "enforced", "arranged": arranged}
+    status = {**STATUS, "faults": ["one", "two"], "remedies": {"two": "do that"}, "partitions": "enforced"}
+    status["arranged"] = arranged
     found = list(node.judge_controller(POD, "/run/c/controller.sock", status, "auto"))
     assert [each.level for each in found] == [WARNING] * 4
     assert [each.found for each in found][:2] == ["one", "two"]
+    assert (found[0].remedy.partition(" ")[0], found[1].remedy) == ("fix", "do that")
 
 
 def test_what_an_old_kernel_lacks_is_a_judgement_each() -> None:
