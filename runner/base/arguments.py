@@ -16,6 +16,21 @@ LOG_FORMATS = ("text", "json")
 """The formats of log lines."""
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the indented lines of descriptions and epilogs, wraps the others, and breaks no path or option at a hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap  # here, as in argparse: only --help needs it
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = super()._fill_text(text, width, indent).split("\n")
+        return "\n".join(
+            "\n".join([line] if line[:1] in {"", " "} else self._split_lines(line, width)) for line in lines
+        )
+
+
 class CommandLine(argparse.ArgumentParser):
     """A parser that names the nearest word instead of all of them, as Python 3.14 can (``suggest_on_error``).
 

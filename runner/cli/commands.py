@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Collection
 from importlib import import_module
 
-from runner.base.arguments import CommandLine, add_version, sentence
+from runner.base.arguments import CommandLine, HelpFormatter, add_version, sentence
 from runner.cli.options import STATUS_HELP, add_state_dir, default_state_directory
 
 COMMANDS = {
@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "say what run would do here, or what a Kubernetes node would do with a pod; touches nothing",
     "inspect": "say where every thread of a running instance is, and judge it",
     "check": "say whether this node, pod or machine is fit for instances, and what fixes it; changes nothing",
-    "ctl": "ask a running instance, from inside its container: its state, disks that come, go and grow, QMP",
+    "ctl": "show or change a running instance, from inside its container: state, vCPUs, disks, QMP, upgrades",
     "schema": "print the JSON Schema of a spec, for editors and other tools",
     "completion": "print what makes a shell complete this command and the controller's",
     "manual": "print the reference of the spec's keys or of the log's events",
@@ -42,16 +42,14 @@ def program_parser(complete: Collection[str] = tuple(COMMANDS)) -> argparse.Argu
         "  instance-runner check /etc/instance/spec.toml\n"
         "  instance-runner plan /etc/instance/spec.toml\n"
         "  env --block-signal=TERM,INT,HUP instance-runner run /etc/instance/spec.toml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_version(parser)
     add_state_dir(parser)
     parser.set_defaults(state_dir=default_state_directory())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, purpose in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=purpose, description=sentence(purpose), formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        command = commands.add_parser(name, help=purpose, description=sentence(purpose), formatter_class=HelpFormatter)
         if name in complete:
             import_module(f"runner.cli.{name}").add_arguments(command)
     return parser

@@ -27,12 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments to *parser*."""
     parser.epilog = "example: kubectl exec -it POD -- instance-runner console"
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--read-only", action="store_true", help="type nothing")
+    mode.add_argument("--read-only", action="store_true", help="show the output, and type nothing")
     mode.add_argument(
         "--steal", action="store_true", help="take over from the terminal that writes, which becomes read-only"
     )
     parser.add_argument(
-        "--detach-key", default="ctrl-]", metavar="KEY", help="what ends it, the guest runs on (default: %(default)s)"
+        "--detach-key",
+        default="ctrl-]",
+        metavar="KEY",
+        help="the key that detaches the terminal; the guest runs on (default: %(default)s)",
     )
     add_state_dir(parser)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import trio
 
-from runner.base.arguments import argument_type, sentence
+from runner.base.arguments import HelpFormatter, argument_type, sentence
 from runner.base.errors import Status, escaped
 from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
@@ -67,13 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_shared(parser, shown=True)
     parser.set_defaults(keys=[])
-    topics = parser.add_subparsers(required=True, metavar="WHAT")
-    status = _add(topics, "status", "show what it is and does", "example: instance-runner ctl status")
+    topics = parser.add_subparsers(required=True, metavar="COMMAND")
+    status = _add(
+        topics,
+        "status",
+        "show its state: guest, placement, network, console, what is in progress",
+        "example: instance-runner ctl status",
+    )
     status.set_defaults(method="status")
     cpus = _add(
         topics,
         "cpus",
-        "show its vCPUs and their CPUs, or give it another number of vCPUs",
+        "show its vCPUs and their CPUs, or change the number of vCPUs",
         CPUS_EXAMPLES,
     )
     cpus.add_argument(
@@ -81,16 +86,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_type(_count),
         nargs="?",
         metavar="COUNT",
-        help="how many vCPUs it is to have; without it they are only shown",
+        help="the new number of vCPUs; without it they are shown",
     )
     cpus.set_defaults(method="cpu.list")
-    _add_qmp(_add(topics, "qmp", "execute QMP commands of its QEMU, as far as they only show", QMP_EXAMPLES))
+    _add_qmp(_add(topics, "qmp", "execute QMP commands of its QEMU that change nothing", QMP_EXAMPLES))
     _add_disk(
         _add(topics, "disk", "show, attach, detach or enlarge its disks", "example: instance-runner ctl disk list")
     )
-    _add_upgrade(_add(topics, "upgrade", "have its runner become another program; the guest runs on", UPGRADE_EXAMPLE))
+    _add_upgrade(_add(topics, "upgrade", "replace its runner by another version; the guest runs on", UPGRADE_EXAMPLE))
     _add_qemu_update(
-        _add(topics, "qemu-update", "replace its QEMU by another one; the guest runs on", QEMU_UPDATE_EXAMPLE)
+        _add(topics, "qemu-update", "replace its QEMU by another version; the guest runs on", QEMU_UPDATE_EXAMPLE)
     )
 
 
@@ -106,7 +111,7 @@ def _add(
         help=purpose,
         description=sentence(purpose),
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_shared(parser, shown=False)
     return parser
@@ -136,29 +141,33 @@ def _add_upgrade(parser: argparse.ArgumentParser) -> None:
         type=absolute_path,
         required=True,
         metavar="DIR",
-        help="where the packages of the program are, which nobody but root may change",
+        help="the directory with the program's packages, which only root may change",
     )
     parser.add_argument(
-        "--digest", required=True, metavar="sha256:HEX", help="of all files in DIR; the example says how it is made"
+        "--digest", required=True, metavar="sha256:HEX", help="the digest of all files in DIR, made as below"
     )
     parser.set_defaults(method="upgrade")
 
 
 def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="only say why it could not be done, and change nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="print the reasons why it could not be done, and change nothing"
+    )
     parser.add_argument(
         "--qemu",
         type=absolute_path,
         metavar="PROGRAM",
-        help="the QEMU that takes over, which nobody but root may change; by default that of the start",
+        help="the QEMU that takes over, which only root may change (default: the one of the start)",
     )
     parser.add_argument(
-        "--digest", metavar="sha256:HEX", help="refuse a QEMU of another digest, which `sha256sum PROGRAM` prints"
+        "--digest",
+        metavar="sha256:HEX",
+        help="refuse a QEMU with another digest than this, which `sha256sum PROGRAM` prints",
     )
     parser.add_argument(
         "--no-way-back",
         action="store_true",
-        help="take devices along, with which QEMU cannot continue when the update fails: the guest ends then",
+        help="update also with devices, although a failed update then ends the guest",
     )
     parser.set_defaults(method="qemu.update")
 
@@ -170,35 +179,35 @@ def _count(text: str) -> int:
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
-    disk = parser.add_subparsers(required=True, metavar="DO")
-    listing = _add(disk, "list", "show the disks it has", "example: instance-runner ctl disk list")
+    disk = parser.add_subparsers(required=True, metavar="COMMAND")
+    listing = _add(disk, "list", "show its disks", "example: instance-runner ctl disk list")
     listing.set_defaults(method="disk.list")
     attach = _add(
         disk,
         "attach",
-        "attach a file or block device, checked as one of the spec",
+        "attach a file or block device; it is checked as a disk of the spec is",
         "example: instance-runner ctl disk attach /dev/data serial=data iothread=true",
     )
-    attach.add_argument("path", metavar="PATH", type=absolute_path)
+    attach.add_argument("path", metavar="PATH", type=absolute_path, help="the file or block device")
     attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="other keys of a [[disk]]")
     attach.set_defaults(method="disk.attach")
     detach = _add(
         disk,
         "detach",
-        "take away a disk that was attached; the guest must release it",
+        "detach a disk that was attached here; the guest must release it",
         "example: instance-runner ctl disk detach disk1",
     )
-    detach.add_argument("name", metavar="NAME")
+    detach.add_argument("name", metavar="NAME", help="its name in `ctl disk list`")
     detach.set_defaults(method="disk.detach")
     grow = _add(
         disk,
         "grow",
-        "make a disk larger, or tell the guest that its block device is",
+        "make a disk larger, or tell the guest that its block device has become larger",
         "example: instance-runner ctl disk grow disk1 20GiB",
     )
-    grow.add_argument("name", metavar="NAME")
+    grow.add_argument("name", metavar="NAME", help="its name in `ctl disk list`")
     grow.add_argument(
-        "size", metavar="SIZE", nargs="?", help="such as 20GiB; of a block device all there is without it"
+        "size", metavar="SIZE", nargs="?", help="its new size, such as 20GiB (default: all of a block device)"
     )
     grow.set_defaults(method="disk.grow")
 

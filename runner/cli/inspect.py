@@ -36,10 +36,10 @@ _CLEAR = "\x1b[H\x1b[2J"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments to *parser*."""
     parser.description = (
-        f"{parser.description} In an instance's container: that instance. On the node, as root: every instance that the controller placed. "
-        f"The exit status is {Status.FINDINGS.value} if a rule does not hold, {Status.FAILED.value} if there is no instance, else 0, also "
-        "where a rule cannot be judged. "
-        "With --trace there is one rule: no task ran on the instance's CPUs but its vCPUs, and kernel threads bound to a CPU."
+        f"{parser.description} In an instance's container it shows that instance; on the node, as root, every instance that the "
+        "controller placed. With --trace there is one rule: only vCPUs and kernel threads bound to one CPU ran on the instance's CPUs.\n\n"
+        f"exit status: 0, also where a rule cannot be judged; {Status.FINDINGS.value} if a rule does not hold, "
+        f"{Status.FAILED.value} if there is no instance."
     )
     parser.epilog = (
         "examples:\n"
@@ -47,17 +47,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  instance-runner inspect --watch 2\n"
         "  instance-runner inspect 3ceda12c --json\n"
         "  instance-runner inspect --trace 10\n"
-        "  kubectl debug node/NODE -it --profile=sysadmin --image=instance-cgroup-controller -- instance-runner inspect --trace 10"
+        "  kubectl debug node/NODE -it --profile=sysadmin --image=instance-cgroup-controller -- \\\n"
+        "    instance-runner inspect --trace 10"
     )
     add = parser.add_argument
-    add("instance", metavar="UUID", nargs="?", default="", help="on the node: only instances whose uuid begins so")
+    add(
+        "instance",
+        metavar="UUID",
+        nargs="?",
+        default="",
+        help="on the node: only the instances whose UUID begins with this",
+    )
     add_json(parser, "the report")
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
         "--trace",
         type=_seconds,
         metavar="SECONDS",
-        help="record for so long every task that runs on the instance's CPUs, and show the time of each; on the node, as root",
+        help="show how long each task ran on the instance's CPUs within the next SECONDS; on the node, as root",
     )
     several.add_argument(
         "--watch",
@@ -65,19 +72,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=5.0,
         metavar="SECONDS",
-        help="again and again until Ctrl-C (default: every 5 s); where the output is no terminal, only what changes",
+        help="repeat until Ctrl-C (default: every 5 s); if the output is no terminal, print only what has changed",
     )
     add_state_dir(parser)
-    add("--root", type=Path, default=Path("/sys/fs/cgroup/stelia"), metavar="DIR", help="the controller's cgroup")
-    add("--cgroupfs", type=Path, default=Path("/sys/fs/cgroup"), metavar="DIR", help="where cgroup v2 is mounted")
+    add(
+        "--root",
+        type=Path,
+        default=Path("/sys/fs/cgroup/stelia"),
+        metavar="DIR",
+        help="the controller's cgroup (default: %(default)s)",
+    )
+    add(
+        "--cgroupfs",
+        type=Path,
+        default=Path("/sys/fs/cgroup"),
+        metavar="DIR",
+        help="where cgroup v2 is mounted (default: %(default)s)",
+    )
     add(
         "--socket",
         type=PurePosixPath,
         default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
         metavar="PATH",
-        help="the controller's, which is asked for what instances report",
+        help="the controller's socket, which is asked for what instances report (default: %(default)s)",
     )
-    add("--kubelet-dir", type=Path, default=Path("/var/lib/kubelet"), metavar="DIR", help="the kubelet's --root-dir")
+    add(
+        "--kubelet-dir",
+        type=Path,
+        default=Path("/var/lib/kubelet"),
+        metavar="DIR",
+        help="the kubelet's --root-dir (default: %(default)s)",
+    )
     add(
         "--pod-logs-dir",
         type=Path,

@@ -18,12 +18,15 @@ from runner.protocol.terminal_escapes import TerminalModes, TerminalOutput, with
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments to *parser*."""
     parser.description = (
-        f"{parser.description} Without --follow: what is kept in console.log, also after the instance has ended. `console --read-only` "
-        "shows the same on a terminal that can be detached."
+        f"{parser.description} Without --follow that is the content of console.log, also after the instance has ended. "
+        "`console --read-only` shows the same on a terminal that can be detached."
     )
     parser.epilog = "example: kubectl exec POD -- instance-runner logs --follow"
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="the last 8 KiB, and what comes until the instance ends, or Ctrl-C"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print the last 8 KiB, then what the guest writes until the instance ends, or Ctrl-C",
     )
     add_state_dir(parser)
 

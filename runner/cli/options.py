@@ -37,8 +37,9 @@ def add_spec(
         metavar="SPEC",
         nargs=nargs,
         default=default,
-        help="the instance's document, TOML or JSON; but for run, - is standard input"
-        f" ({'default: %(default)s' if default else otherwise})",
+        help=f"the instance's document, TOML or JSON (default: {default})"
+        if default
+        else f"the instance's document, TOML or JSON; - is standard input ({otherwise})",
     )
     add_state_dir(parser)
 

@@ -38,18 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check any number of SPECs without a host, as on a laptop or in CI",
     )
     add_json(parser, "the plan")
-    parser.add_argument("--show-argv", action="store_true", help="the machine of SPEC as a shell script to paste")
+    parser.add_argument(
+        "--show-argv", action="store_true", help="print a shell script that boots the machine of SPEC by hand"
+    )
     parser.add_argument(
         "--nccl",
         action="store_true",
-        help="the topology file for NCCL in the guest, or for RCCL where its GPUs are AMD's",
+        help="print the topology file for NCCL in the guest, or for RCCL if its GPUs are AMD's",
     )
     _add_node_arguments(parser)
-    host = parser.add_argument_group("the host, without which it is this one")
+    host = parser.add_argument_group("the host (default: this machine)")
     source = host.add_mutually_exclusive_group()
-    source.add_argument("--host", metavar="FILE", help="a recorded host")
-    source.add_argument("--sys", metavar="ROOT", type=Path, help="the directory that has its sys and proc (default: /)")
-    host.add_argument("--record", metavar="FILE", help="write the host down, for --host; - is standard output")
+    source.add_argument("--host", metavar="FILE", help="a host recorded by --record, as JSON")
+    source.add_argument(
+        "--sys", metavar="ROOT", type=Path, help="the directory with the host's sys and proc (default: /)"
+    )
+    host.add_argument("--record", metavar="FILE", help="record the host into FILE, for --host; - is standard output")
 
 
 def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,23 +64,23 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="manifests, in the order the pods come; a directory, or - for standard input (repeatable)",
+        help="the pods' manifests, in the order in which they arrive: a file, a directory, or - for standard input (repeatable)",
     )
     add(
         "--state",
         metavar="PATH",
         action="append",
         default=[],
-        help="cpu_manager_state or memory_manager_state, or the kubelet's directory with both; a pod that is in only one "
-        "of the two files is taken as ended, and a note says so; without --running also as running (repeatable)",
+        help="cpu_manager_state, memory_manager_state, or the kubelet's directory with both (repeatable). A pod that is in "
+        "only one of the two has ended. Without --running the others are the node's running pods",
     )
     add(
         "--running",
         metavar="FILE",
         action="append",
         default=[],
-        help="all pods that are on the node, whose requests count: kubectl get pods -A -o yaml --field-selector "
-        "spec.nodeName=NAME; a directory, or - for standard input (repeatable)",
+        help="all pods of the node, whose requests count: a file, a directory, or - for standard input (repeatable), from "
+        "kubectl get pods -A -o yaml --field-selector spec.nodeName=NAME",
     )
     add("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
     add(
@@ -84,7 +88,7 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RESOURCE=COUNT@NUMA_NODE",
         action="append",
         default=[],
-        help="devices of this host, such as nvidia.com/gpu=4@0 (repeatable)",
+        help="devices of the host, such as nvidia.com/gpu=4@0 (repeatable)",
     )
     add(
         "--what-if",
@@ -93,7 +97,7 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="compare with other values in the kubelet's configuration (repeatable)",
     )
-    add("--svg", metavar="FILE", help="draw the node there")
+    add("--svg", metavar="FILE", help="draw the node as a picture into FILE")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="what is logged (default: info)",
+        help="the least level that is logged (default: info)",
     )
     add(
         "--log-format",

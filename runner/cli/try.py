@@ -26,8 +26,8 @@ OF_A_DISK = ("memory", "cpus", "login", "port")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments to *parser*."""
     parser.epilog = (
-        "A guest is in namespaces of its own, which end with it; the machine's network is not changed. --disk needs no spec: its\n"
-        "format and its firmware (UEFI if it has an EFI system partition, else BIOS) are those of its first bytes. The file is only\n"
+        "A guest is in namespaces of its own, which end with it; the machine's network is not changed. --disk needs no spec: its "
+        "format and its firmware (UEFI if it has an EFI system partition, else BIOS) are those of its first bytes. The file is only "
         "read: what the guest writes is in memory, and lost at its end. It reaches what this machine reaches where passt is installed.\n\n"
         f"{STATUS_HELP}\n\n"
         "examples:\n"
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--login",
         action="store_true",
-        help="have cloud-init in the guest of --disk make a user with a password, which its prompt shows",
+        help="let cloud-init in the guest of --disk make a user; the prompt shows its password",
     )
     add(
         "--port",
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_type(_port),
         default=[],
         metavar="OURS:GUEST'S",
-        help="have a TCP port of this machine, at 127.0.0.1, lead to one of the guest of --disk, by passt (repeatable)",
+        help="forward a TCP port of 127.0.0.1 on this machine to one of the guest of --disk, by passt (repeatable)",
     )
     add("--print-spec", action="store_true", help="print the spec that is made for the demo or for --disk, and end")
 

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import trio
 
-from runner.base.arguments import LOG_FORMATS, CommandLine, add_version, argument_type
+from runner.base.arguments import LOG_FORMATS, CommandLine, HelpFormatter, add_version, argument_type
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RunnerError, Status, UsageError, explain
 from runner.base.events import ControllerEvent
@@ -268,7 +268,7 @@ def _failed(error: RunnerError) -> int:
     return error.status
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """Return the help text, with the default value if there is one."""
         return super()._get_help_string(action) if str(action.default or "") else action.help
@@ -279,7 +279,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = CommandLine(
         prog="instance-cgroup-controller",
         description="Keeps the cgroups of this node's instances as the kubelet shares out the CPUs.",
-        epilog="It needs the node's PID namespace, the cgroup v2 hierarchy writable, the kubelet's directory readable, and\n"
+        epilog="It needs the node's PID namespace, the cgroup v2 hierarchy writable, the kubelet's directory readable, and "
         "SYS_ADMIN and SYS_PTRACE at its start, which it gives away. SIGTERM ends it; instances do not notice.\n\n"
         "examples:\n"
         "  instance-cgroup-controller --metrics :9440\n"

@@ -80,7 +80,7 @@ def test_a_wrong_command_line_names_what_was_meant(words: str, sentence: str) ->
     ("words", "message", "remedy"),
     [
         ("plan --json --nodee x", "unknown option '--nodee'", "did you mean '--node'?"),
-        ("ctl -o json disk atach", "argument DO: unknown 'atach'", "did you mean 'attach'?"),
+        ("ctl -o json disk atach", "argument COMMAND: unknown 'atach'", "did you mean 'attach'?"),
         ("check --json --zork", "unknown option '--zork'", "see `instance-runner check --help`"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,15 @@ def test_every_help_ends_in_examples(parser: argparse.ArgumentParser) -> None:
     last = parser.format_help().rstrip().rpartition("\n\n")[2]
     assert last.startswith(("example: ", "examples:\n"))
     assert parser.prog in last
+
+
+@pytest.mark.parametrize("parser", [*parsers(program_parser()), command_line()], ids=lambda parser: str(parser.prog))
+def test_every_help_fits_a_terminal_and_breaks_no_path(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = parser.format_help().splitlines()
+    assert [line for line in lines if len(line) > 120 or re.search(r"\w-$", line)] == []
 
 
 @pytest.mark.parametrize("parser", [*parsers(program_parser()), command_line()], ids=lambda parser: str(parser.prog))

@@ -356,7 +356,7 @@ COMMAND_LINES = [
     ("inspect --watch x", "argument --watch: 'x' is not a number of seconds from 0.1 to 86400"),
     ("inspect --trace", "argument --trace: expected one argument"),
     ("inspect --trace 2 --watch 2", "argument --watch: not allowed with argument --trace"),
-    ("ctl", "name a WHAT: status, cpus, qmp, disk, upgrade, qemu-update"),
+    ("ctl", "name a COMMAND: status, cpus, qmp, disk, upgrade, qemu-update"),
     ("ctl stauts", "unknown 'stauts'; did you mean 'status'?"),
     ("ctl status --jsn", "unknown option '--jsn'; did you mean '--json'?"),
     ("ctl disk", "name a COMMAND: list, attach, detach, grow"),
