@@ -144,7 +144,8 @@ async def _plan(
         )
     except RunnerError as error:
         return spec, None, [SPEC.error(explain(error), CHANGE_SPEC)]
-    placed = f"{source}: {plan.machine.vcpus} vCPUs on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
+    vcpus = f"{plan.machine.vcpus} vCPU{'s' * (plan.machine.vcpus > 1)}"
+    placed = f"{source}: {vcpus} on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
     return spec, plan, [SPEC.ok(placed), *plan.remarks]
 
 

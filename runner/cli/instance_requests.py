@@ -9,8 +9,8 @@ import trio
 
 from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
 from runner.instance.control.method_table import METHODS
-from runner.kernel.sockets import CONTROL_SOCKET
-from runner.protocol.controller_client import ask
+from runner.kernel.sockets import CONTROL_SOCKET, START_INSTANCE
+from runner.protocol.controller_client import ControllerAbsentError, ask
 
 CHANGED_WITHIN = 900.0
 """Seconds for a change, which may wait for the guest; each change has a shorter limit of its own in the instance."""
@@ -24,5 +24,10 @@ async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapp
     changes = method in METHODS and METHODS[method].changes
     within = CHANGED_WITHIN if changes else ANSWERED_WITHIN
     with trio.move_on_after(within):
-        return await ask("the instance", state_directory / CONTROL_SOCKET, method, params)
+        try:
+            return await ask("the instance", state_directory / CONTROL_SOCKET, method, params)
+        except ControllerAbsentError as error:
+            if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
+                error.remedy = START_INSTANCE
+            raise
     raise unanswered(within, "; the change may still be made: see `ctl status`" if changes else "")

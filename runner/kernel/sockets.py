@@ -202,6 +202,10 @@ def reachable(path: PurePath) -> Iterator[str]:
         os.close(number)
 
 
+START_INSTANCE = "start an instance, or name the --state-dir of one that runs"
+"""The remedy where no runner listens."""
+
+
 @contextmanager
 def connected(directory: Path, name: str, within: float) -> Iterator[socket.socket]:
     """Hold a connection to the socket *name* in *directory*, on which a runner listens (:func:`listening`).
@@ -218,10 +222,7 @@ def connected(directory: Path, name: str, within: float) -> Iterator[socket.sock
         except BlockingIOError:  # its queue of connections stayed full
             raise
         except OSError as error:
-            raise HostError(
-                f"cannot connect to {str(directory / name)!r}",
-                remedy="start an instance, or name the --state-dir of one that runs",
-            ) from error
+            raise HostError(f"cannot connect to {str(directory / name)!r}", remedy=START_INSTANCE) from error
         yield connection
 
 

@@ -38,7 +38,8 @@ def _plain(_instance: type, _attribute: object, value: object) -> object:
 def plan_lines(plan: InstancePlan) -> Iterator[str]:
     """Yield a description of all steps, in their order, for an operator."""
     machine, placement = plan.machine, plan.placement
-    yield f"instance {plan.name}: {machine.vcpus} vCPUs, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
+    vcpus = f"{machine.vcpus} vCPU{'s' * (machine.vcpus > 1)}"
+    yield f"instance {plan.name}: {vcpus}, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
     yield f"  1 anchors    two of '{' '.join(plan.anchor)}' stay in the pod's cgroup"
     rest = "the node's shared CPUs" if isinstance(placement, ControllerPlacement) else f"'{placement.float_cpus}'"
     rest += " (shared with the vCPUs: no other CPU is left)" if placement.shared else ""

@@ -443,7 +443,7 @@ def test_a_spec_that_fits_is_reported_as_fitting(tmp_path: Path) -> None:
     found = json.loads(command("--json", spec).stdout)["judgements"]
     about = {each["found"] for each in found}
     [fits] = [each["found"] for each in found if each["subject"] == "spec"]
-    assert fits.startswith(f"{spec}: 1 vCPUs on CPUs '")
+    assert fits.startswith(f"{spec}: 1 vCPU on CPUs '")
     assert any(sentence.startswith("placement 'affinity' is second best") for sentence in about)
     assert {each["subject"] for each in found if "/dev/kvm" in each["found"]} <= {"kvm"}, "it is reported once"
 

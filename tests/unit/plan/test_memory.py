@@ -305,7 +305,7 @@ def test_all_cpus_are_vcpus_but_for_a_core_where_everything_else_needs_one(
     if allowed == "2-5,10-13" and placement == "affinity":
         rest = CpuSet.parse(allowed) - plan.placement.cpus
         assert rest == facts.hardware.siblings(min(rest)), "a whole core"
-    assert f"{count} vCPUs" in next(iter(plan_lines(plan)))
+    assert f": {count} vCPU" in next(iter(plan_lines(plan)))
 
 
 def test_the_limits_are_used_up_and_not_exceeded() -> None:
