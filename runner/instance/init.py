@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import accumulate, takewhile
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Self
 
 import attrs
@@ -371,7 +373,23 @@ def _os_error(error: BaseException | None) -> OSError | None:
     if isinstance(error, BaseExceptionGroup):
         found = [_os_error(each) for each in error.exceptions]
         return None if None in found else found[0]
+    if isinstance(error, ModuleNotFoundError):
+        return _unlisted_directory(error)
     return error if isinstance(error, OSError) and error.errno not in _MISTAKES else None
+
+
+def _unlisted_directory(error: ModuleNotFoundError) -> OSError | None:
+    """Return the host's error if the module exists: Python takes a directory that it cannot list for an empty one.
+
+    (``FileFinder._fill_cache``). ``None`` if there is no such module.
+    """
+    relative = (error.name or "").replace(".", "/")
+    candidates = (Path(root, each) for root in sys.path for each in (f"{relative}.py", relative) if relative)
+    found = next(filter(Path.exists, candidates), None)
+    if found is None:
+        return None
+    importlib.invalidate_caches()  # it is listed again: the report needs modules, too
+    return OSError(errno.EIO, f"Python did not find {error.name} there when it listed the directory", str(found.parent))
 
 
 async def _obey(signals: AsyncIterator[int], stop: StopRequest) -> None:

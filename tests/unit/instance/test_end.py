@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import attrs
 import pytest
@@ -49,6 +50,13 @@ def test_system_calls_that_fail_are_the_hosts_fault() -> None:
     assert report.detail == "cannot run the instance: Too many open files"
 
 
+def test_a_module_whose_directory_was_not_listed_is_the_hosts_fault() -> None:
+    directory = Path(init.__file__).parent
+    report = failed_system_call(ModuleNotFoundError("No module named …", name="runner.instance.lifecycle"))
+    assert report is not None
+    assert report.detail.startswith(f"cannot use {str(directory)!r}: Python did not find runner.instance.lifecycle")
+
+
 def of_the_event_loop(cause: BaseException) -> trio.TrioInternalError:
     error = trio.TrioInternalError("internal error in Trio - please file a bug!")
     error.__cause__ = cause
@@ -70,6 +78,7 @@ def test_a_system_call_of_the_event_loop_is_the_hosts_fault_too() -> None:
         KeyError("x"),
         OSError("without a number"),
         failure(errno.EBADF),
+        ModuleNotFoundError("No module named 'runner.none'", name="runner.none"),
         ExceptionGroup("", [failure(errno.EMFILE), TypeError("x")]),
     ],
 )
