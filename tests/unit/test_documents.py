@@ -235,6 +235,12 @@ def test_the_mistakes_in_the_documents_are_reported_as_shown(number: int, spec: 
     assert str(refused.value) == shown[number]
 
 
+@documents
+def test_a_row_of_a_table_is_one_line(document: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in text.splitlines() if line.startswith("|") and not line.endswith("|")] == []
+
+
 def test_a_cell_of_a_table_is_short() -> None:
     """More than 200 characters belong in the text below it; the records of trials below ``tests`` may say more."""
     documents = [path for path in ROOT.rglob("*.md") if not {"tests", ".venv"} & set(path.relative_to(ROOT).parts)]
