@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ipaddress import IPv4Address, IPv4Interface, IPv6Address, ip_address
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Self
@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 
     from runner.facts.pci import VfioFacts
 
 
+PODS_USERS = range(0x70000000, 0x78000000)
+"""The numbers of which each pod's QEMU has one as its user; systemd's list of users (``UIDS-GIDS.md``) leaves them unused."""
+
+
 @frozen
 class User:
     """A user that a child process runs as."""
@@ -33,6 +37,10 @@ class User:
     group_id: int
     groups: tuple[int, ...] = ()
     """The ids of its supplementary groups."""
+
+    def may_control(self, link_owners: Collection[int]) -> bool:
+        """Tell whether a QEMU of this user, or of another pod, can have made a link of *link_owners*; a volume outlives its pods."""
+        return any(each in PODS_USERS or each == self.user_id for each in link_owners if each != ROOT.user_id)
 
 
 ROOT = User("root", 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +14,7 @@ from runner.base.values import frozen
 from runner.facts.disk import MISSING, FileFact
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import FORMATS, unusable
-from runner.facts.host import ROOT, HostFacts, User
+from runner.facts.host import PODS_USERS, ROOT, HostFacts, User
 from runner.facts.packages import install
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.disks import DiskPlan
@@ -168,7 +169,7 @@ def choose_accelerator(spec: InstanceSpec, facts: HostFacts, problems: Problems)
 
 def _qemu_user(asked: str, facts: HostFacts, problems: Problems) -> User:
     if asked == "auto":
-        found = next((facts.users[name] for name in QEMU_USERS if name in facts.users), None)
+        found = next((_of_pod(facts.users[name], facts) for name in QEMU_USERS if name in facts.users), None)
     else:
         found = facts.users.get(asked)
         if found is None:
@@ -178,6 +179,20 @@ def _qemu_user(asked: str, facts: HostFacts, problems: Problems) -> User:
             "instance.user", f"QEMU runs as root, because none of the users {', '.join(QEMU_USERS)} exists here"
         )
     return found or ROOT
+
+
+def _of_pod(user: User, facts: HostFacts) -> User:
+    """Return *user* with a number by the pod's UID, so that QEMUs of different pods are different users to the kernel.
+
+    The kernel limits some resources of each user, in all containers together. If all QEMUs were one user, one that its guest has taken over
+    could have so many descriptors in flight that no other could send any, as it must to virtiofsd (``too_many_unix_fds``). A user namespace
+    has users of its own already, and may lack these numbers.
+    """
+    if facts.pod_uid is None or facts.user_namespace:
+        return user
+    digest = hashlib.sha256(f"{facts.pod_uid}/qemu".encode()).digest()
+    number = PODS_USERS[int.from_bytes(digest[:4], "big") % len(PODS_USERS)]
+    return attrs.evolve(user, name=str(number), user_id=number)
 
 
 def model_name(model: str) -> str:

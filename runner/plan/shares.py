@@ -103,11 +103,11 @@ def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems:
     """Refuse paths through links of QEMU's *user*, which an attacker who broke out of an earlier guest may have made."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
     for where, path in (*our_paths(spec, facts.state_directory), *shares):
-        if user.user_id in facts.links.get(path, ()) and user.user_id != 0:
+        if user.may_control(facts.links.get(path, ())):
             problems.refuse(
                 where,
-                f"{str(path)!r} leads through a symbolic link of the user {user.name!r}, as which QEMU runs: one that the guest has taken "
-                "over may have it lead to any file",
+                f"{str(path)!r} leads through a symbolic link of a user as which QEMU runs, here or in another pod: one that its guest has "
+                "taken over may have it lead to any file",
                 "name the file itself, or make the link anew as root",
             )
 

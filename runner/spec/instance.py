@@ -103,7 +103,8 @@ class IdentitySpec:
     user: str = key(
         text(r"auto|[a-z_][a-z0-9_-]{0,31}", 'a user name, or "auto"'),
         default="auto",
-        doc='the user that QEMU runs as; `"auto"`: the first of `qemu`, `libvirt-qemu` and `nobody` that exists',
+        doc='the user that QEMU runs as; `"auto"`: the first of `qemu`, `libvirt-qemu` and `nobody` that exists; in a pod a number '
+        "of the pod's own, with that user's group",
     )
 
 

@@ -15,10 +15,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.program_runs import FIRST_SECOND, ProgramStarter, until
+from runner.kernel.procfs import Procfs
+from tests.support.program_runs import FIRST_SECOND, ProgramRun, ProgramStarter, until
 from tests.support.soak import FACTOR
 
 RUNNER = Path(sys.executable).with_name("instance-runner")
+FLOOD = """
+import array, errno, os, resource, socket, sys
+# As the user argv[1], send descriptors to itself until the kernel lets this user send no more, and leave them in flight.
+resource.setrlimit(resource.RLIMIT_NOFILE, (5000, 5000))
+os.setresuid(*[int(sys.argv[1])] * 3)
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 253))]  # SCM_MAX_FD
+pairs = []
+while True:
+    pairs.append(socket.socketpair())
+    pairs[-1][0].setblocking(False)
+    try:
+        while True:
+            pairs[-1][0].sendmsg([b"x"], rights)
+    except BlockingIOError:
+        continue
+    except OSError as error:
+        print(errno.errorcode[error.errno], flush=True)
+        break
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -359,3 +380,25 @@ def test_all_may_open_as_many_files_as_the_hard_limit_allows(start: ProgramStart
         limits = Path(f"/proc/{pid}/limits").read_text()
         assert re.search(r"^Max open files +5000 +5000 ", limits, re.MULTILINE), limits
     run.stop()
+
+
+@pytest.mark.skipif(Procfs().in_user_namespace(), reason="a user namespace has users of its own")
+def test_what_the_user_of_one_pods_qemu_uses_up_is_not_short_in_another_pod(
+    start: ProgramStarter, tmp_path: Path
+) -> None:
+    """QEMU must send descriptors to virtiofsd, and the kernel counts those in flight of each user, in all containers together."""
+    (tmp_path / "share").mkdir()
+    spec = f'[[share]]\ntag = "share"\npath = "{tmp_path}/share"\n[shutdown]\ngrace = 1\n'
+
+    def started(number: int) -> ProgramRun:
+        pod = {"POD_UID": f"00000000-0000-4000-8000-{number:012}"}
+        run = start(spec, inside=("prlimit", "--nofile=1024:5000"), environment=pod)
+        run.until_runs()
+        return run
+
+    [qemu] = started(1).descendants()["qemu-system-x86"]
+    argv = (sys.executable, "-IS", "-c", FLOOD, str(Path(f"/proc/{qemu}").stat().st_uid))
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+        assert flood.stdout is not None
+        assert flood.stdout.readline() == "ETOOMANYREFS\n"
+        started(2)

@@ -328,7 +328,7 @@ def refuse_elsewhere(path: PurePosixPath, fd: int, user: User) -> None:
     from runner.kernel.shared_directories import followed, place_of  # here, because few instances get disks later
 
     place, found = place_of(fd), followed(path)
-    if place != found.place or (user.user_id != 0 and user.user_id in found.link_owners):
+    if place != found.place or user.may_control(found.link_owners):
         raise HostError(f"cannot open {str(path)!r}: it led to {str(place)!r} for a moment")
 
 

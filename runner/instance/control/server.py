@@ -220,10 +220,9 @@ def _refuse_path_in_share(running: RunningInstance, path: PurePosixPath, what: s
 
 def _refuse_links(running: RunningInstance, path: PurePosixPath) -> None:
     """Raise :exc:`~runner.base.errors.RefusedError` if *path* leads through a link of QEMU's user, which the guest may control."""
-    user = running.plan.machine.user
-    if user.user_id != 0 and user.user_id in followed(path).link_owners:
+    if running.plan.machine.user.may_control(followed(path).link_owners):
         raise RefusedError(
-            f"cannot attach the disk: {str(path)!r} leads through a symbolic link of the user {user.name!r}, as which QEMU runs",
+            f"cannot attach the disk: {str(path)!r} leads through a symbolic link of a user as which QEMU runs, here or in another pod",
             remedy="name the file itself",
         )
 

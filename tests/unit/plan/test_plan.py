@@ -14,7 +14,7 @@ from runner.base.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, NumaNode
-from runner.facts.host import HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd, parse_cpu_models
+from runner.facts.host import PODS_USERS, HostFacts, Kvm, PodQos, Resolver, User, Virtiofsd, parse_cpu_models
 from runner.facts.memory import MemoryLimits
 from runner.facts.network import Interface, Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
@@ -496,7 +496,12 @@ def test_all_descriptors_are_passed_on() -> None:
         (
             KERNEL + '[[disk]]\npath = "/raw"\n',
             {"links": {PurePosixPath("/raw"): frozenset({0, 65534})}},
-            "disk[0].path: '/raw' leads through a symbolic link of the user 'nobody', as which QEMU runs: one that the guest has",
+            "disk[0].path: '/raw' leads through a symbolic link of a user as which QEMU runs, here or in another pod: one",
+        ),
+        (
+            KERNEL + '[[disk]]\npath = "/raw"\n',
+            {"links": {PurePosixPath("/raw"): frozenset({PODS_USERS[1]})}},
+            "disk[0].path: '/raw' leads through a symbolic link of a user as which QEMU runs, here or in another pod: one",
         ),
         (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\nread_only=true\n',
@@ -917,6 +922,20 @@ def test_running_as_root_is_always_a_remark() -> None:
     assert problems(KERNEL + '[instance]\nuser = "nobody"\n', locked) == [
         "instance.user: 'nobody' cannot use /dev/kvm (mode 600); chmod it to 660 with a group"
     ]
+
+
+def test_the_qemu_of_each_pod_is_a_user_of_its_own() -> None:
+    """Where the machine's users are those of all pods: the kernel counts descriptors in flight, locked memory and more by user."""
+
+    def user_of(pod_uid: str | None, spec: str = KERNEL, *, user_namespace: bool = False) -> int:
+        facts = attrs.evolve(FACTS, pod_uid=pod_uid, user_namespace=user_namespace)
+        return plan_of(spec, facts).machine.user.user_id
+
+    one, other = "00000001-0000-4000-8000-000000000001", "00000001-0000-4000-8000-000000000002"
+    assert user_of(one) == user_of(one) != user_of(other)
+    assert user_of(one) in PODS_USERS
+    assert user_of(None) == user_of(one, user_namespace=True) == 65534
+    assert user_of(one, KERNEL + '[instance]\nuser = "nobody"\n') == 65534
 
 
 @pytest.mark.parametrize("model", ["EPYC,-svm", "EPYC-x86_64-cpu", "host"])
