@@ -332,6 +332,10 @@ class Cgroup:
         """Return the NUMA nodes of ``cpuset.mems`` as written; the empty set stands for "what the parent has"."""
         return self._read_set("cpuset.mems")
 
+    def effective_mems(self) -> CpuSet:
+        """Return the NUMA nodes of ``cpuset.mems.effective``; the empty set where the cpuset controller is off."""
+        return CpuSet.parse(self.read_if_there("cpuset.mems.effective") or "")
+
     def set_cpus(self, cpus: CpuSet) -> CpuSet:
         """Write ``cpuset.cpus`` and return ``cpuset.cpus.effective`` as read back, which the caller must compare.
 

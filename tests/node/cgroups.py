@@ -187,3 +187,12 @@ def cgroup_of(tid: int | str) -> str:
 def mask_of(tid: int) -> CpuSet:
     """Return the CPUs a thread may run on."""
     return CpuSet(os.sched_getaffinity(tid))
+
+
+def pages_by_numa_node(pid: int) -> dict[int, int]:
+    """Return NUMA node → pages of the mapping of the memory file."""
+    for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
+        if "/memfd:guest" in line:
+            counts = (word.split("=") for word in line.split() if word[0] == "N" and word[1].isdigit())
+            return {int(numa_node[1:]): int(pages) for numa_node, pages in counts}
+    return {}

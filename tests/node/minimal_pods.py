@@ -30,10 +30,6 @@ A, B, C = (
 ID = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
 
 
-def effective_mems(group: Cgroup) -> CpuSet:
-    return CpuSet.parse((group.path / "cpuset.mems.effective").read_text())
-
-
 def missing() -> str:
     """Return what this machine lacks."""
     if os.geteuid() != 0:
@@ -229,6 +225,9 @@ for line in sys.stdin:
                 raise
             taken.close()
             fds.append(connection.detach())
+        elif do == "migrate":  # all its pages from one NUMA node to another, if it may use that: migrate_pages(2) on x86-64
+            source, target = (ctypes.byref(ctypes.c_ulong(1 << node)) for node in arguments)
+            result = ctypes.CDLL(None).syscall(256, os.getpid(), 64, source, target)
         elif do == "pin":
             result = os.sched_setaffinity(arguments[0], arguments[1])
     except OSError as error:
@@ -357,7 +356,7 @@ class Machine:
         self.socket = directory / "controller.sock"
         self.root = MOUNT.child(f"test-controller-{os.getpid()}")
         self.all = MOUNT.effective_cpus()
-        self.mems = effective_mems(MOUNT)
+        self.mems = MOUNT.effective_mems()
         first, second, third, *_ = sorted(self.all, reverse=True)
         self.a, self.b = CpuSet([first, second]), CpuSet([third])
         self.shared = self.all - self.a - self.b

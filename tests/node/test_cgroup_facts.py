@@ -25,6 +25,7 @@ from tests.node.cgroups import (
     Cgroup,
     cgroup_of,
     mask_of,
+    pages_by_numa_node,
     refusal_of,
     task,
 )
@@ -358,15 +359,6 @@ memory.madvise(23)  # MADV_POPULATE_WRITE
 print("ready", flush=True)
 sys.stdin.read()
 """
-
-
-def pages_by_numa_node(pid: int) -> dict[int, int]:
-    """Return NUMA node → pages of the mapping of the memory file."""
-    for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
-        if "/memfd:guest" in line:
-            counts = (word.split("=") for word in line.split() if word[0] == "N" and word[1].isdigit())
-            return {int(numa_node[1:]): int(pages) for numa_node, pages in counts}
-    return {}
 
 
 def test_memory_stays_charged_and_placed_where_it_was_first_touched(

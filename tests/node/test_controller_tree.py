@@ -26,7 +26,6 @@ from tests.node.minimal_pods import (
     Machine,
     allowed,
     cgroup_of,
-    effective_mems,
     missing,
     reason,
     result,
@@ -44,7 +43,7 @@ def test_the_tree_is_built_and_follows_the_kubelet(machine: Machine) -> None:
         until(lambda: machine.domain("bystander").enabled() == {"cpu", "cpuset", "pids"})
         assert machine.float_cgroup.kind() == "threaded"
         assert machine.float_cgroup.effective_cpus() == machine.shared
-        assert effective_mems(machine.float_cgroup) == machine.mems
+        assert machine.float_cgroup.effective_mems() == machine.mems
         foreign = machine.root.child("foreign")
         foreign.create()
         shared = machine.put_state({B: machine.b})

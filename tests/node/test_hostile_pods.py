@@ -23,7 +23,7 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.held_files import FILES
 from runner.protocol.controller_client import REPORT_SOCKET
-from tests.node.cgroups import SECONDS
+from tests.node.cgroups import SECONDS, pages_by_numa_node
 from tests.node.minimal_pods import (
     BYSTANDER,
     A,
@@ -175,6 +175,24 @@ def test_a_pod_that_leases_files_keeps_nobody_waiting(machine: Machine) -> None:
         assert {each["uuid"] for each in machine.ask("listInstances")["instances"]} == {A, B}
         with urlopen("http://127.0.0.1:9440/metrics", timeout=SECONDS) as page:
             assert b"instance_cgroup_controller_instances 2.0" in page.read()
+
+
+def test_a_pod_that_shuttles_between_its_cgroups_has_no_page_migrated(
+    machine: Machine, numa: dict[int, CpuSet]
+) -> None:
+    """The kernel migrates pages between cgroups with different NUMA nodes, and all changes of cgroups wait for that."""
+    if len(numa) == 1:
+        pytest.skip("a second NUMA node is missing")
+    pod = machine.pod(A, machine.a)
+    pod.scope.write("cpuset.mems", "1")
+    machine.put_state({A: machine.a})
+    with machine.controller():
+        pod.execute("guest", 64)
+        registered(machine, pod)
+        pod.execute("migrate", 1, 0)
+        before = pages_by_numa_node(pod.pid)
+        pod.execute("write", 2, 0)
+        assert pages_by_numa_node(pod.pid) == before
 
 
 def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:

@@ -144,11 +144,12 @@ class Registrations:
         container, limits = None if caller is None else caller.container, self.loop.limits
         most = partial(most_memory, container, asked, memory.overhead, pods, limits, self.loop.machine().online)
         bytes_of = memory_granted(pod_uid, memory, most, limits, observed)
+        mems = {} if caller is None else {pod_uid: pods.mount.at(caller.cgroup).effective_mems()}
         group, float_cgroup = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
         existed = group.exists()
         faults = [
             (fault.reason, fault.remedy)
-            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of, seen=observed)
+            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of, seen=observed, mems=mems)
             if fault.pod_uid in (pod_uid, None) and not fault.unlimited
         ]
         others = floats_on(asked, self.loop.latest(), but=pod_uid)

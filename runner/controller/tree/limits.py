@@ -30,6 +30,7 @@ DEFAULT_WEIGHT = 100
 NO_LIMIT = "max"
 MEMORY_MAX, SWAP_MAX = "memory.max", "memory.swap.max"
 """The latter is a file that a kernel without swap does not have ("Memory Interface Files")."""
+MEMORY_NODES = "cpuset.mems"
 NO_GROUPS = {"cgroup.max.descendants": "0"}
 """No groups can be made below the group. A pod that may make user namespaces could mount the hierarchy from its group on, and make groups
 there ("Delegation"); a group with children cannot be removed."""

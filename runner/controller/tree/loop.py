@@ -201,15 +201,16 @@ class ReconcileLoop:
         seals: Mapping[str, bool] | None = None,
         memory: Mapping[str, int] | None = None,
         seen: Observed | None = None,
+        mems: Mapping[str, CpuSet] | None = None,
     ) -> tuple[Fault, ...]:
         """Bring the tree to the desired one, with an instance for each of *grants*; return the faults.
 
-        *seals* are instances to be sealed or unsealed, *memory* is the memory that domains get
+        *seals* are instances to be sealed or unsealed, *memory* and *mems* the memory that domains get, and its nodes
         (:func:`~runner.controller.tree.reconcile.reconcile`). *seen* is the tree if it was observed in this step of the event loop. While
         decisions are frozen, only requested unseals are carried out. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         try:
-            return self._pass(grants, seals, memory, seen)
+            return self._pass(grants, seals, memory, seen, mems)
         finally:
             if self._changed or self.held.leased or self.held.error:
                 self._hold()  # before any pod gets a descriptor of a new group
@@ -229,6 +230,7 @@ class ReconcileLoop:
         seals: Mapping[str, bool] | None,
         memory: Mapping[str, int] | None,
         seen: Observed | None,
+        mems: Mapping[str, CpuSet] | None,
     ) -> tuple[Fault, ...]:
         started = time.perf_counter()
         machine = self.machine()
@@ -243,7 +245,7 @@ class ReconcileLoop:
             self.pass_log.count("frozen", time.perf_counter() - started)
             return faults
         observed, faults = self._without_strangers(desired, machine, grants, seen or self.observe())
-        actions = reconcile(desired, observed, grants, seals, memory)
+        actions = reconcile(desired, observed, grants, seals, memory, mems)
         faults += self._apply(actions, observed, grants, machine)
         failed = {fault.group for fault in faults if not fault.unlimited}
         after = self.observe() if actions else observed

@@ -15,9 +15,11 @@ Before anything else is decided, the vCPUs' group of such a pod gets float's CPU
 (:func:`evictions`). The CPUs come first, because a process that holds the descriptors can enter as fast as others are ended, so that the
 group may never be empty. If even this fails, the group is treated as an instance that still runs.
 
-``cpuset.mems`` only grows. Removing a NUMA node from a populated group makes the kernel migrate its members' pages at once ("Cpuset
-Interface Files" of cgroup-v2.rst), seconds for a guest's memory; the location of guest memory is determined by the process that allocates
-it and by binding, not by these groups. The domains set neither ``cpuset.cpus`` nor ``cpuset.mems``: they inherit the root's.
+A domain has the memory nodes of its pod's own cgroup, and both groups below have all that the domain has: the kernel migrates the pages of
+a process that moves between cgroups with different ones (``cpuset_attach`` of ``kernel/cgroup/cpuset.c``), and before Linux 6.18 every
+change of a cgroup of the machine waits for that. Only the domain names them, because its files are in no pod's reach. While a process is
+below, no ``cpuset.mems`` loses a node: that would migrate the pages of all at once ("Cpuset Interface Files" of cgroup-v2.rst), seconds for
+a guest's memory. The domains do not set ``cpuset.cpus``: they inherit the root's.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from runner.base.values import frozen
 from runner.controller.tree.limits import (
     LEFT_BEHIND,
     MEMORY_MAX,
+    MEMORY_NODES,
     MIB,
     NO_LIMIT,
     NO_PROCESSES,
@@ -305,18 +308,19 @@ def reconcile(
     grants: Mapping[str, CpuSet],
     seals: Mapping[str, bool] | None = None,
     memory: Mapping[str, int] | None = None,
+    mems: Mapping[str, CpuSet] | None = None,
 ) -> tuple[Action, ...]:
     """Return the actions that turn *observed* into *desired*, with an instance for each of *grants* as well.
 
     The caller has made sure that no granted CPU is another instance's (:func:`holders`). *seals* are the instances that are to be sealed or
-    unsealed; all others stay as they are, as long as a thread is in their groups. *memory* is pod UID → bytes for its domain; all others
-    keep their limits.
+    unsealed; all others stay as they are, as long as a thread is in their groups. *memory* is pod UID → bytes for its domain, *mems* the
+    memory nodes of its own cgroup; all others keep what they have.
 
     While a tree of the earlier shape is in use there are no actions: a domain beside its threaded groups could hold no process.
     """
     if observed.populated_outdated():
         return ()
-    return tuple(_actions(desired, observed, grants, seals or {}, memory or {}))
+    return tuple(_actions(desired, observed, grants, seals or {}, memory or {}, mems or {}))
 
 
 def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]:
@@ -404,6 +408,7 @@ def _actions(
     grants: Mapping[str, CpuSet],
     seals: Mapping[str, bool],
     memory: Mapping[str, int],
+    mems: Mapping[str, CpuSet],
 ) -> Iterator[Action]:
     for path in observed.outdated:
         yield Remove(path)
@@ -419,15 +424,15 @@ def _actions(
     for path in observed.groups:
         if path in removed:
             yield Remove(path)
-    yield from _domains(desired, observed, groups, grants, memory)
+    yield from _domains(desired, observed, groups, grants, memory, mems)
     for path in targets:
         if path not in groups:
             yield Make(path)
         if path not in groups or groups[path].kind != "threaded":
             yield Write(path, "cgroup.type", "threaded")
-        mems = groups[path].mems if path in groups else CpuSet()
-        if mems | desired.mems != mems:
-            yield Write(path, "cpuset.mems", str(mems | desired.mems))
+        named = groups[path].mems if path in groups else CpuSet()
+        if not desired.mems <= named:
+            yield Write(path, "cpuset.mems", str(named | desired.mems))
     yield from _cpuset_actions(targets, groups, sealed)
     for path in targets:
         limits = OF_VCPUS if path.endswith(_OF_VCPUS) else OF_FLOAT
@@ -441,6 +446,7 @@ def _domains(
     groups: Mapping[str, Group],
     grants: Mapping[str, CpuSet],
     memory: Mapping[str, int],
+    mems: Mapping[str, CpuSet],
 ) -> Iterator[Action]:
     """Yield the actions that make and limit the domains of *groups* and *grants*, and remove the others."""
     without_pod = _without_pod(desired, observed, grants)
@@ -452,7 +458,9 @@ def _domains(
                 yield Make(instance_group(pod_uid))
             others = sum(promised.values()) - promised.get(pod_uid, 0)
             promised[pod_uid] = _memory_of(found, memory.get(pod_uid), desired.limits, others)
-            wanted = desired.limits.of_domain(promised[pod_uid], gone=pod_uid in without_pod)
+            wanted = {**desired.limits.of_domain(promised[pod_uid], gone=pod_uid in without_pod)}
+            if pod_uid in mems:
+                wanted[MEMORY_NODES] = _memory_nodes(pod_uid, mems[pod_uid], desired, observed)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
         elif keeps_memory(pod_uid, desired, observed):
@@ -514,6 +522,15 @@ def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others:
         return found.memory_max
     most = memory_for(limits.instance_memory if wanted is None else wanted, limits, others)
     return most if found is None else max(most, found.charged_mebibytes)
+
+
+def _memory_nodes(pod_uid: str, wanted: CpuSet, desired: Desired, observed: Observed) -> str:
+    """Return ``cpuset.mems`` of the domain of a pod that may use the memory nodes *wanted*; it is empty for all."""
+    found = observed.domains.get(pod_uid, Domain()).limits.get(MEMORY_NODES, "")
+    groups = (observed.groups.get(path) for path in (float_group(pod_uid), vcpus_group(pod_uid)))
+    if any(group is not None and group.populated for group in groups):
+        return found and str(CpuSet.parse(found) | wanted)
+    return "" if desired.mems <= wanted else str(wanted)
 
 
 def _domain_actions(path: str, desired: Desired, observed: Observed, found: Domain) -> Iterator[Action]:

@@ -15,7 +15,7 @@ from runner.base.errors import explained
 from runner.base.values import frozen
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES
-from runner.controller.tree.limits import MEMORY_MAX, SWAP_MAX
+from runner.controller.tree.limits import MEMORY_MAX, MEMORY_NODES, SWAP_MAX
 from runner.controller.tree.partition_writer import PartitionWriter
 from runner.controller.tree.reconcile import (
     ISOLATED,
@@ -45,7 +45,7 @@ REMOVED_AT_ONCE = 256
 """Descendant groups, made by a pod, that one action removes below a group of ours."""
 
 _ROOT_LIMITS = (MEMORY_MAX, "memory.high", SWAP_MAX, "pids.max", "cpu.weight")
-_DOMAIN_LIMITS = (*_ROOT_LIMITS, "cgroup.max.descendants")
+_DOMAIN_LIMITS = (*_ROOT_LIMITS, "cgroup.max.descendants", MEMORY_NODES)
 _GROUP_LIMITS = ("cgroup.max.descendants", "cpu.weight")
 
 

@@ -106,6 +106,16 @@ async def test_registers_once_and_again_with_the_same_answer(node: Node) -> None
         assert json.loads(await client.line())["result"] == first
 
 
+async def test_a_domain_has_the_memory_nodes_of_its_pods_own_cgroup(node: Node) -> None:
+    node.scope(A).write("cpuset.mems", "1")
+    async with controlled(node):
+        for uid, cpus, mems in ((A, "0-1,12-13", "1"), (B, "14-17", "")):  # B may use all
+            node.become(uid)
+            async with connected(node.socket) as client:
+                await client.result("registerCgroup", uuid=uid, cpuset=cpus)
+            assert str(node.domain(uid).mems()) == mems
+
+
 async def test_the_answer_carries_five_descriptors_in_order(node: Node) -> None:
     node.become(B)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names only

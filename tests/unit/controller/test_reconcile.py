@@ -132,6 +132,11 @@ def perform_on_domain(observed: Observed, action: Action) -> Observed:
             vcpus = observed.groups.get(vcpus_group(uid))
             assert (NONE if vcpus is None else vcpus.exclusive) <= CpuSet.parse(value), "it shrinks from below"
             domains[uid] = attrs.evolve(domains[uid], exclusive=CpuSet.parse(value))
+        case Restrict(_, "cpuset.mems", value):
+            before, nodes = (each or str(observed.mems) for each in (domains[uid].limits.get("cpuset.mems"), value))
+            populated = any(observed.groups[path].populated for path in below)
+            assert not populated or CpuSet.parse(before) <= CpuSet.parse(nodes), "its pages would move"
+            domains[uid] = attrs.evolve(domains[uid], limits={**domains[uid].limits, "cpuset.mems": value})
         case Restrict(_, file, value) if offers(observed.enabled, file):
             domains[uid] = attrs.evolve(domains[uid], limits={**domains[uid].limits, file: value})
         case _:
@@ -405,6 +410,48 @@ def test_memory_nodes_are_never_taken_away() -> None:
     )
     desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
     assert reconcile(desired, observed, {}) == (Write("instance-a/vcpus", "cpuset.mems", "0-1"),)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "if_empty", "if_populated"),
+    [
+        ("", "0-1", "", ""),  # the pod has all
+        ("", "", "", ""),  # its cgroup has no cpuset controller
+        ("", "0", "0", ""),  # an earlier controller has made the domain
+        ("0", "0", "0", "0"),
+        ("0", "1", "1", "0-1"),
+        ("0", "0-1", "", "0-1"),
+        ("0-1", "0", "0", "0-1"),
+        ("0", None, "0", "0"),  # another instance is registered
+    ],
+)
+def test_a_domain_has_the_memory_nodes_of_its_pod_and_no_page_of_a_guest_moves(
+    found: str, wanted: str | None, if_empty: str, if_populated: str
+) -> None:
+    """A process that moves between its pod's own cgroup and its float keeps its pages where they are."""
+    grants, mems = ({}, {}) if wanted is None else ({"a": CpuSet([1])}, {"a": CpuSet.parse(wanted)})
+    limits = {"cgroup.max.descendants": "2", "cpuset.mems": found}
+    for floating, vcpus in ((False, False), (True, False), (False, True)):
+        groups = {
+            float_group("a"): threaded(CpuSet([0, 2]), populated=floating),
+            vcpus_group("a"): threaded(CpuSet([1]), populated=vcpus),
+        }
+        observed = attrs.evolve(BUILT, domains={"a": Domain(CPUSET, limits=limits)}, groups=groups)
+        after = run(observed, reconcile(POD, observed, grants, mems=mems))
+        assert after.domains["a"].limits["cpuset.mems"] == (if_populated if floating or vcpus else if_empty)
+        assert {group.mems for group in after.groups.values()} == {MEMS}, "all that the domain has"
+        assert reconcile(POD, after, grants, mems=mems) == reconcile(POD, after, {}) == ()
+
+
+def test_a_domain_gets_its_memory_nodes_before_anything_can_enter_it() -> None:
+    actions = reconcile(POD, BUILT, {"a": CpuSet([1])}, mems={"a": CpuSet([1])})
+    written = actions.index(Restrict("instance-a", "cpuset.mems", "1"))
+    assert actions.index(Make("instance-a")) < written < actions.index(Make("instance-a/float"))
+    end = run(BUILT, actions)
+    for count in range(len(actions)):
+        stopped = run(BUILT, actions[:count])
+        again = reconcile(POD, stopped, {"a": CpuSet([1])}, mems={"a": CpuSet([1])})
+        assert run(stopped, again) == end, "a registration that was cut off is made again"
 
 
 @pytest.mark.parametrize(
