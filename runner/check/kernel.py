@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement
@@ -11,6 +11,7 @@ from runner.base.table import some
 from runner.check.checks import CheckContext, Place, check, for_each
 from runner.facts.hardware import Hardware
 from runner.kernel.kernel_facts import (
+    CgroupMounts,
     PciDevice,
     QuietCpus,
     Swap,
@@ -36,13 +37,12 @@ def cgroups(context: CheckContext) -> Iterator[Judgement]:
     """Judge the mounted cgroup hierarchies, and the controllers of version 2."""
     mounts = read_cgroup_mounts(context.roots.proc)
     offered = "" if mounts.unified is None else read_line(context.host.root / mounts.unified[1:] / "cgroup.controllers")
-    yield judge_cgroups(context.place, mounts.unified, offered.split(), mounts.legacy)
+    yield judge_cgroups(context.place, mounts, offered.split())
 
 
-def judge_cgroups(
-    place: Place, unified: str | None, controllers: Collection[str], legacy: Mapping[str, str]
-) -> Judgement:
-    """Judge the mount point of cgroup v2 (*unified*), its controllers, and the mounted v1 controllers."""
+def judge_cgroups(place: Place, mounts: CgroupMounts, controllers: Collection[str]) -> Judgement:
+    """Judge the *mounts* of cgroups, and the *controllers* that version 2 offers."""
+    unified, legacy = mounts.unified, mounts.legacy
     remedy = "boot with `systemd.unified_cgroup_hierarchy=1 cgroup_no_v1=all` on the kernel's command line"
     bad = cgroups.error if place is Place.NODE else cgroups.warning
     if "cpuset" in legacy:
@@ -58,6 +58,11 @@ def judge_cgroups(
         return bad(
             f"cgroup v2 at {unified} does not offer cpuset (it offers: {offered})",
             f"echo +cpuset > {unified}/cgroup.subtree_control, as root on the node",
+        )
+    if place is Place.NODE and not mounts.delegates:
+        return cgroups.warning(
+            f"cgroup v2 at {unified} is mounted without nsdelegate: a pod may open its cgroup files again, any number of times",
+            f"mount -o remount,nsdelegate {unified}, as root on the node, and at every boot; systemd does so by itself",
         )
     return cgroups.ok(f"cgroup v2 at {unified} offers cpuset")
 

@@ -27,6 +27,8 @@ class CgroupMounts:
     """The mount point of version 2."""
     legacy: Mapping[str, str]
     """Controller of version 1 → its mount point."""
+    delegates: bool = False
+    """Whether version 2 is mounted with ``nsdelegate``."""
 
 
 @frozen
@@ -81,17 +83,18 @@ def read_quiet_cpus(proc: Path, cpu: Path) -> QuietCpus:
 
 def read_cgroup_mounts(proc: Path) -> CgroupMounts:
     """Return the mount points of cgroups in this process's mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
-    unified, legacy = None, {}
+    unified, legacy, delegates = None, {}, False
     for line in read_line(proc / "self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.partition(" ")
         mount_point = left.split()[4]
+        words = options.partition(" ")[2].split(",")
         if kind == "cgroup2":
             unified = unified or mount_point
+            delegates = "nsdelegate" in words  # of the one superblock, so the same for every mount
         elif kind == "cgroup":
-            words = options.partition(" ")[2].split(",")
             legacy.update({word: mount_point for word in words if word not in {"rw", "ro"}})
-    return CgroupMounts(unified, legacy)
+    return CgroupMounts(unified, legacy, delegates)
 
 
 def read_swaps(proc: Path) -> tuple[Swap, ...]:

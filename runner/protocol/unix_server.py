@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import math
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.cgroup_fds import ControlFiles
 from runner.kernel.connections import HangUp, close, serve_connections
 from runner.kernel.fd_passing import FdsSentError, receive_without_fds, send_with_fds
 from runner.kernel.line_reader import OverlongError
@@ -124,6 +124,7 @@ class UnixServer:
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
     """The scopes of refused clients that have not hung up yet, in the order of their refusals."""
+    _control_files: ControlFiles = attrs.field(factory=ControlFiles)
     _log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
 
     @property
@@ -143,6 +144,7 @@ class UnixServer:
         try:
             await serve_connections(listener, self._serve, self._containers, waiting=waiting, hang_up=self.hang_up)
         finally:
+            self._control_files.close()
             self._log_limit.log_left_out()
 
     def _containers(self) -> Callable[[trio.socket.SocketType], int]:
@@ -265,10 +267,7 @@ class UnixServer:
         Raises ``OSError`` also if the client does not read, and :exc:`HostError` if no descriptors are available.
         """
         with contextlib.ExitStack() as stack:
-            fds = []
-            for group, file in reply.control_files:
-                fds.append(group.open(file))
-                stack.callback(os.close, fds[-1])
+            fds = [self._control_files.open(group, file, stack) for group, file in reply.control_files]
             with trio.move_on_after(self.limits.idle) as timeout:
                 await send_with_fds(connection, reply.line, fds)
         if timeout.cancelled_caught:

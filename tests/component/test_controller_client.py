@@ -76,6 +76,26 @@ async def test_registers_gets_the_control_files_and_deregisters(node: Node) -> N
     assert descriptors() == before
 
 
+async def test_each_file_to_write_is_one_open_file_however_often_it_is_sent(node: Node) -> None:
+    """Then the kernel lets one of its writers at a time wait for the lock of all cgroups. A dup shares its offset."""
+    async with controlled(node):
+        node.become(A)
+        with ExitStack() as held:
+            first, second = [
+                (await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)).cgroup_fds for _ in range(2)
+            ]
+            for one, again in zip(first.descriptors(), second.descriptors(), strict=True):
+                os.lseek(one.number, 1, os.SEEK_SET)
+                written = one is not first.memory_events
+                assert os.lseek(again.number, 0, os.SEEK_CUR) == written, (
+                    "poll(2) of one must not hide a change from the other"
+                )
+            await deregister(PurePosixPath(node.socket), A)
+            third = (await register(PurePosixPath(node.socket), A, CPUS, node.scope(A), held)).cgroup_fds
+            assert os.path.sameopenfile(third.pod_procs.number, first.pod_procs.number)
+            assert not os.path.sameopenfile(third.float_procs.number, first.float_procs.number), "of the new group"
+
+
 async def test_a_refusal_is_reported_with_its_code(node: Node) -> None:
     async with controlled(node):
         node.become(A)

@@ -367,6 +367,69 @@ def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> No
         assert answered > 2, "after every few of its processes, not after the last one alone"
 
 
+CONVOY = """
+import errno, os, sys, threading, time
+flag, *fds = sys.argv[1:]
+threading.stack_size(32768)
+reading, writing = os.pipe()
+moved = os.fork()
+if moved == 0:
+    for _ in range(500):
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    os.write(writing, b"x")
+    time.sleep(3600)
+os.read(reading, 1)
+for each in set(fds):  # opened again they are this container's, whose namespace has no float
+    try:
+        os.write(os.open(f"/proc/self/fd/{each}", os.O_WRONLY), b"%d" % moved)
+    except OSError as error:
+        assert error.errno == errno.ENOENT, error
+    else:
+        raise AssertionError(each)
+def move(fd):
+    while os.path.exists(flag):
+        os.write(fd, b"%d" % moved)
+writers = [threading.Thread(target=move, args=(int(fds[number % len(fds)]),)) for number in range(200)]
+open(flag, "w").close()
+for each in writers:
+    each.start()
+for each in writers:
+    each.join()
+os.kill(moved, 9)
+"""
+"""Move a process of 500 threads by the descriptors given, from 200 threads, while the file given first exists."""
+
+
+def test_a_pod_that_moves_a_process_from_many_threads_delays_others_by_one_move_at_a_time(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Each move holds the lock of all cgroups of the machine, for which a registration waits some 20 times.
+
+    With an open file for each descriptor and 200 writers, each of those times waits for up to 200 moves.
+    """
+    a = machine.pod(A, machine.a, prefix=("unshare", "--pid", "--fork", "--cgroup"))
+    b, flag = machine.pod(B, machine.b), tmp_path / "flag"
+    with machine.controller():
+        registered(machine, a)
+        for _ in range(3):
+            result(a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
+        numbers = [first + registration * 5 for registration in range(4) for first in (0, 2)]
+        fds = [str(a.execute("fd", number)) for number in numbers]
+        ran: list[object] = []
+        script = ["python3", "-c", CONVOY, str(flag), *fds]
+        thread = threading.Thread(target=lambda: ran.append(a.execute("run", script, *numbers)))
+        thread.start()
+        try:
+            until(flag.exists)
+            b.execute("anchor")
+            result(b.call(machine.socket, "registerCgroup", uuid=B, cpuset=str(machine.b)))
+            assert machine.instance(B).effective_cpus() == machine.b
+        finally:
+            flag.unlink(missing_ok=True)
+            thread.join()
+        assert ran == [[0, ""]]
+
+
 UNSHARE = ("unshare", "--user", "--map-root-user", "--cgroup", "--mount")
 """As root of a user namespace, the cgroup of which is the root of the hierarchy there."""
 SYS_UNSHARE, SYS_SETNS = 272, 308

@@ -19,7 +19,7 @@ from runner.cli.check import report_lines
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd
 from runner.kernel.host_settings import InterruptLine
-from runner.kernel.kernel_facts import PciDevice, QuietCpus, Swap
+from runner.kernel.kernel_facts import CgroupMounts, PciDevice, QuietCpus, Swap
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 from tests.support.json_schemas import fitting
@@ -103,12 +103,14 @@ def interrupt(number: int, handler: str, effective: CpuSet) -> InterruptLine:
 V1 = {"cpuset": "/sys/fs/cgroup/cpuset"}
 MOUNT = "/sys/fs/cgroup"
 CASES: list[tuple[Judgement, Level, str]] = [
-    (kernel.judge_cgroups(POD, MOUNT, ["cpu", "cpuset"], {}), OK, "offers cpuset"),
-    (kernel.judge_cgroups(POD, None, [], {}), UNKNOWN, "no cgroup hierarchy can be seen"),
-    (kernel.judge_cgroups(MACHINE, f"{MOUNT}/unified", [], V1), WARNING, "cgroup v1's (hybrid: /sys/fs/cgroup/cpuset)"),
-    (kernel.judge_cgroups(NODE, f"{MOUNT}/unified", ["cpuset"], V1), ERROR, "hybrid"),
-    (kernel.judge_cgroups(NODE, None, [], {"cpu": "/x", "memory": "/y"}), ERROR, "only v1 (cpu, memory)"),
-    (kernel.judge_cgroups(NODE, MOUNT, ["cpu"], {}), ERROR, "does not offer cpuset (it offers: cpu)"),
+    (kernel.judge_cgroups(POD, CgroupMounts(MOUNT, {}), ["cpu", "cpuset"]), OK, "offers cpuset"),
+    (kernel.judge_cgroups(POD, CgroupMounts(None, {}), []), UNKNOWN, "no cgroup hierarchy can be seen"),
+    (kernel.judge_cgroups(MACHINE, CgroupMounts(f"{MOUNT}/unified", V1), []), WARNING, "cgroup v1's (hybrid: /sys/fs/cgroup/cpuset)"),
+    (kernel.judge_cgroups(NODE, CgroupMounts(f"{MOUNT}/unified", V1), ["cpuset"]), ERROR, "hybrid"),
+    (kernel.judge_cgroups(NODE, CgroupMounts(None, {"cpu": "/x", "memory": "/y"}), []), ERROR, "only v1 (cpu, memory)"),
+    (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}, delegates=True), ["cpuset"]), OK, "offers cpuset"),
+    (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}), ["cpuset"]), WARNING, "is mounted without nsdelegate"),
+    (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}), ["cpu"]), ERROR, "does not offer cpuset (it offers: cpu)"),
     (losses("6.12.48+deb13-amd64")[0], OK, "6.12.48"),
     (losses("6.7.0")[0], OK, "6.7.0"),
     (losses("6.4.99")[0], WARNING, "before 6.5 the controller identifies its clients by bare PID"),
