@@ -75,6 +75,6 @@ class ControlFiles:
         return kept.number
 
     def close(self) -> None:
-        """Close those that are kept."""
+        """Close the kept descriptors."""
         while self._kept:
             self._kept.popitem()[1].close()
