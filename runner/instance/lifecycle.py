@@ -90,6 +90,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 QemuEndpoints(opened, ram, nic_backends, shares, console, agent),
                 active.memory_cgroup_fd,
                 placed_threads,
+                readiness.observe,
             ) as machine,
             placed_threads()(supervisor, plan, active, machine) as receipts,  # imported while QEMU started
             DISPLAY.held(plan, supervisor, machine, directory),

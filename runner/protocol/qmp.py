@@ -2,8 +2,8 @@
 
 ``qemu.qmp`` checks the messages. Its client is asyncio: bridged to trio it hangs in ``disconnect()`` while a command is stuck, and its
 reader is a task, which may be cancelled already when a release needs a reply. So this module implements the client itself, with one rule:
-*the task that waits, reads*. There is no reader task and nothing to start or stop. A task that waits for a reply keeps the events that
-arrive meanwhile for the task that asks for them next, and the other way round.
+*the task that waits, reads*. There is no reader task and nothing to start or stop. Whichever task reads an event passes it to all
+observers, in QEMU's order and before it reads on, and keeps a reply for the task that waits for it.
 
 Errors, by the side that is at fault::
 
@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
+import attrs
 import trio
 
 from runner.base.errors import HostError
@@ -55,7 +56,7 @@ A longer reply fails its command alone: operators may ask for others."""
 LONGEST_EVENT = 4 << 10
 """Bytes of the longest event that is kept; QEMU's own have less than 1 KiB. Of a longer one only its arrival is noted."""
 KEPT_EVENTS = 1000
-"""Events kept until a task asks for them; a guest can make QEMU send them endlessly."""
+"""Events kept until somebody observes them; a guest can make QEMU send them endlessly."""
 LONGEST_WORDS = 1000
 """Characters of QEMU's own text in a reply, an error or a message of this program: a log drops a line that is too long."""
 
@@ -110,6 +111,17 @@ class QmpEvent:
 
     name: str
     data: Mapping[str, object]
+    message: Mapping[str, object] = attrs.field(factory=dict)
+    """All of it, as QEMU has sent it."""
+
+    @classmethod
+    def of(cls, message: Mapping[str, object]) -> QmpEvent:
+        """Return the event that *message* is."""
+        data = message.get("data")
+        scalars = data.items() if isinstance(data, dict) else ()
+        return cls(
+            str(message["event"]), {key: each for key, each in scalars if not isinstance(each, dict | list)}, message
+        )
 
 
 @frozen
@@ -132,7 +144,7 @@ class MonitorRecord(NamedTuple):
     skipping: bool = False
     unanswered: tuple[str, ...] = ()
     events: tuple[tuple[str, str], ...] = ()
-    """Events that no task has received yet: name, and data as JSON."""
+    """Events that nobody has observed yet: name, and data as JSON."""
 
 
 def whole_number(value: object) -> int:
@@ -171,7 +183,7 @@ class Monitor:
         self._socket = trio.socket.from_stdlib_socket(ours)
         self._lines = LineFramer(LONGEST_LINE)
         self._greeting: Message | None = None
-        self._event_copies: list[Callable[[Message], None]] = []
+        self._observers: list[Callable[[QmpEvent], None]] = []
         self._expected: dict[str, Message | None] = {}
         self._unanswered: deque[str] = deque()
         """The numbers of the commands without a reply, including abandoned ones, in the order of their replies."""
@@ -181,6 +193,7 @@ class Monitor:
         self._skipping = False
         """Whether the next bytes belong to an overlong line."""
         self._events: deque[QmpEvent] = deque(maxlen=KEPT_EVENTS)
+        """The events that nobody has observed yet."""
         self._numbers = itertools.count(1)
         self._sending = trio.Lock()
         self._reading = False
@@ -217,12 +230,12 @@ class Monitor:
         self._skipping = found.skipping
         self._unanswered.extend(found.unanswered)
         self._owed_since = trio.current_time()
-        self._events.extend(QmpEvent(name, json.loads(data)) for name, data in found.events)
+        self._events.extend(QmpEvent.of({"event": name, "data": json.loads(data)}) for name, data in found.events)
         return self
 
     async def greet(self) -> str:
         """Wait for QEMU's greeting, enter command mode and return QEMU's version."""
-        await self._until(lambda: self._greeting is not None)
+        await self.until(lambda: self._greeting is not None)
         greeting = dict(self._greeting or {})
         try:
             Greeting(greeting)
@@ -255,7 +268,7 @@ class Monitor:
         try:
             await self._send(request, fds)
             with wanted or trio.CancelScope():
-                await self._until(lambda: self._expected[number] is not None)
+                await self.until(lambda: self._expected[number] is not None)
             reply = self._expected[number]
         finally:
             del self._expected[number]
@@ -311,7 +324,7 @@ class Monitor:
         if not self._unanswered:
             return await self.run_state()
         before = self._replies
-        await self._until(lambda: self._replies != before)
+        await self.until(lambda: self._replies != before)
         return ""
 
     async def run_state(self) -> str:
@@ -329,11 +342,6 @@ class Monitor:
             return await ask()
         raise SilentError(max(self.owed_for, seconds))
 
-    async def event(self) -> QmpEvent:
-        """Return the oldest event that no task has received yet; wait until there is one."""
-        await self._until(lambda: bool(self._events))
-        return self._events.popleft()
-
     @property
     def greeting(self) -> Mapping[str, object]:
         """Return QEMU's greeting; it is empty before :meth:`greet` has returned."""
@@ -347,18 +355,27 @@ class Monitor:
         return ".".join(str(whole_number(found[part])) for part in ("major", "minor", "micro"))
 
     @contextmanager
-    def event_copies(self, take: Callable[[Message], None]) -> Iterator[None]:
-        """Call *take*, which must not raise, with a copy of each event that arrives while the block runs."""
-        copies = self._event_copies  # another conversation may continue it
-        copies.append(take)
+    def observed_by(self, observe: Callable[[QmpEvent], None]) -> Iterator[None]:
+        """Call *observe*, which must not raise, with each event while the block runs; observers are called in the order of their blocks.
+
+        Events that came before anybody observed are kept, the newest :data:`KEPT_EVENTS`, and are passed on at the next reading.
+        """
+        observers = self._observers  # another conversation may take them over
+        observers.append(observe)
         try:
             yield
         finally:
-            copies.remove(take)
+            observers.remove(observe)
 
-    def continue_event_copies(self, before: Monitor) -> None:
-        """Send copies of this conversation's events to the receivers of copies from *before*."""
-        self._event_copies, before._event_copies = before._event_copies, self._event_copies
+    def take_over_observers(self, before: Monitor) -> None:
+        """Pass this conversation's events to the observers of *before*, and its events to none of them."""
+        self._observers, before._observers = before._observers, self._observers
+
+    def _pass_on(self) -> None:
+        while self._observers and self._events:
+            event = self._events.popleft()
+            for observe in self._observers:
+                observe(event)
 
     async def vcpu_threads(self) -> tuple[VcpuThread, ...]:
         """Return the threads of the vCPUs, by vCPU index (``query-cpus-fast``)."""
@@ -400,8 +417,9 @@ class Monitor:
                 self._fail(ExecInterruptedError(sentence, sent=request))
                 raise
 
-    async def _until(self, happened: Callable[[], bool]) -> None:
+    async def until(self, happened: Callable[[], bool]) -> None:
         """Read until *happened* is true; while another task reads, wait for its result."""
+        self._pass_on()
         while not happened():
             if self._failure is not None:
                 raise self._failure
@@ -484,15 +502,10 @@ class Monitor:
             self._replies += 1
             self._owed_since = trio.current_time()
         if "event" in message:
-            data = message.get("data")
-            scalars = data.items() if isinstance(data, dict) else ()
-            event = QmpEvent(
-                str(message["event"]), {key: each for key, each in scalars if not isinstance(each, dict | list)}
-            )
+            event = QmpEvent.of(message)
             log.debug(InstanceEvent.QMP_EVENT, event.name, dict(event.data))
             self._events.append(event)
-            for take in self._event_copies:
-                take(Message(message))
+            self._pass_on()
         elif "QMP" in message and self._greeting is None:
             self._greeting = message
         elif number in self._expected and ("return" in message or "error" in message):

@@ -22,7 +22,7 @@ from runner.kernel.connections import hung_up
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.packages import without_init
 from runner.kernel.waiting import persistently
-from runner.protocol.qmp import ExecuteError
+from runner.protocol.qmp import ExecuteError, QmpEvent
 
 with without_init("qemu.qmp"):
     from qemu.qmp.error import ProtocolError
@@ -43,8 +43,8 @@ Execute = Callable[[str, "Mapping[str, object] | None", trio.CancelScope], Await
 The scope is cancelled when the client has gone, so that the result is no longer needed.
 """
 
-EventCopies = Callable[[Callable[[Message], None]], AbstractContextManager[None]]
-"""Calls a function with a copy of each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.event_copies`."""
+ObservedBy = Callable[[Callable[[QmpEvent], None]], AbstractContextManager[None]]
+"""Calls a function with each event while the block runs, as :meth:`~runner.protocol.qmp.Monitor.observed_by`."""
 
 # A lone quotation mark begins a string that has not ended.
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
@@ -101,7 +101,7 @@ class QmpSession:
     _connection: trio.socket.SocketType
     _version: object
     _execute: Execute
-    _event_copies: EventCopies
+    _observed_by: ObservedBy
     _sending: trio.Lock = attrs.field(factory=trio.Lock)
     _negotiated: trio.Event = attrs.field(factory=trio.Event)
     _gone: bool = False
@@ -167,15 +167,15 @@ class QmpSession:
 
     async def _send_events(self) -> None:
         await self._negotiated.wait()
-        put, take = trio.open_memory_channel[Message](KEPT_EVENTS)
+        put, take = trio.open_memory_channel[QmpEvent](KEPT_EVENTS)
 
-        def keep(event: Message) -> None:
+        def keep(event: QmpEvent) -> None:
             with suppress(trio.WouldBlock):
                 put.send_nowait(event)
 
-        with suppress(OSError), self._event_copies(keep):
+        with suppress(OSError), self._observed_by(keep):
             async for event in take:
-                await self._send(event)
+                await self._send(event.message)
 
     async def _send(self, message: Mapping[str, object]) -> None:
         async with self._sending:

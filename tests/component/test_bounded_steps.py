@@ -156,8 +156,7 @@ async def test_events_of_qemu_without_end(meter: StepMeter) -> None:
                     await stream.send_all(b'{"event":"E"}\n' * number)
 
             nursery.start_soon(storm)
-            while meter.total < number:
-                await monitor.event()
+            await monitor.until(lambda: meter.total >= number)
     assert meter.most <= LINES_PER_STEP
 
 

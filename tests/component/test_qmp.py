@@ -23,6 +23,8 @@ from runner.protocol.qmp import (
     ExecInterruptedError,
     ExecuteError,
     Monitor,
+    MonitorRecord,
+    QmpEvent,
     VcpuThread,
 )
 from runner.protocol.qmp_server import QmpSession
@@ -94,6 +96,14 @@ async def test_replies_find_their_commands_in_any_order(ends: tuple[Monitor, Pee
     assert results == {"a": "a", "b": "b", "c": "c"}
 
 
+async def events(monitor: Monitor, count: int = 1) -> list[QmpEvent]:
+    """Return the next events, at least *count*."""
+    seen: list[QmpEvent] = []
+    with monitor.observed_by(seen.append):
+        await monitor.until(lambda: len(seen) >= count)
+    return seen
+
+
 async def test_events_between_request_and_reply_are_kept(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
     async with trio.open_nursery() as nursery:
@@ -102,15 +112,65 @@ async def test_events_between_request_and_reply_are_kept(ends: tuple[Monitor, Pe
         peer.send(event="STOP", data={}, timestamp={})
         peer.send(**{"return": {}, "id": peer.received()["id"]})
         peer.send(event="RESUME", timestamp={})
-    assert [(await monitor.event()).name for _ in range(2)] == ["STOP", "RESUME"]
+    assert [each.name for each in await events(monitor, 2)] == ["STOP", "RESUME"]
+
+
+async def test_each_event_is_passed_to_all_observers_before_the_next(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    seen: list[str] = []
+    with (
+        monitor.observed_by(lambda event: seen.append(f"first {event.name}")),
+        monitor.observed_by(lambda event: seen.append(f"second {event.name}")),
+    ):
+        for name in ("STOP", "RESUME"):
+            peer.send(event=name, timestamp={})
+        await monitor.until(lambda: len(seen) == 4)
+    assert seen == ["first STOP", "second STOP", "first RESUME", "second RESUME"]
+
+
+async def test_the_events_of_a_conversation_are_kept_for_the_observers_that_it_takes_over(
+    ends: tuple[Monitor, Peer],
+) -> None:
+    """They are those of a QEMU that is about to get the guest: what the observers know is of the one that has it."""
+    successor, peer = ends
+    ours, theirs = socket.socketpair()
+    seen: list[str] = []
+    with ours, theirs:
+        source = Monitor(ours)
+        with source.observed_by(lambda event: seen.append(event.name)):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(successor.execute, "cont")
+                await settle()
+                peer.send(event="RESUME", timestamp={})
+                peer.send(**{"return": {}, "id": peer.received()["id"]})
+            assert seen == []
+            successor.take_over_observers(source)
+            theirs.sendall(b'{"event": "SHUTDOWN", "timestamp": {}}\n')
+            peer.send(event="SUSPEND", timestamp={})
+            with trio.move_on_after(0.1):
+                await source.until(lambda: bool(seen))
+            assert seen == [], "the source's events are nobody's any more"
+            await successor.until(lambda: len(seen) == 2)
+        assert seen == ["RESUME", "SUSPEND"]
+        peer.send(event="WAKEUP", timestamp={})
+        assert [each.name for each in await events(successor)] == ["WAKEUP"], "the block is over in both"
+
+
+async def test_events_that_a_program_before_has_not_passed_on_are_passed_on_first(ends: tuple[Monitor, Peer]) -> None:
+    monitor, peer = ends
+    before = (("RESET", '{"guest": true}'), ("SUSPEND", "{}"))
+    monitor.go_on(MonitorRecord("{}", 5, unfinished=b'{"event": "WAKE', events=before))
+    peer.end.sendall(b'UP", "timestamp": {}}\n')
+    found = await events(monitor, 3)
+    assert [(each.name, each.data) for each in found] == [("RESET", {"guest": True}), ("SUSPEND", {}), ("WAKEUP", {})]
 
 
 async def test_an_event_waiter_and_a_command_read_for_each_other(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
-    seen: list[str] = []
+    seen: list[QmpEvent] = []
 
     async def wait() -> None:
-        seen.append((await monitor.event()).name)
+        seen.extend(await events(monitor))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
@@ -120,14 +180,14 @@ async def test_an_event_waiter_and_a_command_read_for_each_other(ends: tuple[Mon
         peer.send(**{"return": {}, "id": peer.received()["id"]})
         await settle()
         peer.send(event="E", timestamp={})
-    assert seen == ["E"]
+    assert [each.name for each in seen] == ["E"]
 
 
 async def test_a_reply_may_overtake_the_end_of_its_sending(ends: tuple[Monitor, Peer]) -> None:
     """Another task reads the reply while the command's own still returns from sending."""
     monitor, peer = ends
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(monitor.event)
+        nursery.start_soon(events, monitor)
         await settle()  # the event waiter reads
         peer.send(**{"return": "early", "id": "1"})
         with trio.fail_after(5):
@@ -142,7 +202,7 @@ async def test_the_reader_is_cancelled_and_another_takes_over(ends: tuple[Monito
 
         async def read() -> None:
             with scope:
-                await monitor.event()
+                await events(monitor)
 
         nursery.start_soon(read)
         await settle()
@@ -236,7 +296,7 @@ async def test_a_reply_before_the_garbage_counts(ends: tuple[Monitor, Peer]) -> 
         number = peer.received()["id"]
         peer.end.sendall(json.dumps({"return": {}, "id": number}).encode() + b"\r\ngarbage\n")
     with pytest.raises(BadReplyError):
-        await monitor.event()
+        await events(monitor)
 
 
 async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
@@ -254,7 +314,7 @@ async def test_a_line_without_end(ends: tuple[Monitor, Peer]) -> None:
     )  # joined here: a thread of trio's pool would stay, and snapshots of other tests would count it
     flooding.start()
     with pytest.raises(BadReplyError, match="a line of more than"):
-        await monitor.event()
+        await events(monitor)
     monitor.close()
     flooding.join()
 
@@ -301,7 +361,7 @@ async def test_an_overlong_reply_fails_its_command_alone(ends: tuple[Monitor, Pe
         sending = send_overlong(peer, second, event + json.dumps({"return": "b", "id": third}).encode() + b"\r\n")
     sending.join()
     assert results == ["b"]
-    assert (await monitor.event()).name == "RESUME"
+    assert [each.name for each in await events(monitor)] == ["RESUME"]
 
 
 async def test_a_command_whose_descriptors_could_not_be_sent_has_no_reply(
@@ -339,7 +399,7 @@ async def test_a_client_that_hangs_up_does_not_wait_for_qemu(ends: tuple[Monitor
         ours, theirs = socket.socketpair()
         with trio.fail_after(20), trio.socket.from_stdlib_socket(ours) as connection, theirs:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(QmpSession(connection, {}, execute, monitor.event_copies).serve)
+                nursery.start_soon(QmpSession(connection, {}, execute, monitor.observed_by).serve)
                 theirs.sendall(b'{"execute": "qmp_capabilities"} {"execute": "query-status"}')
                 await settle()
                 number = peer.received()["id"]
@@ -383,7 +443,8 @@ async def test_events_without_end_do_not_fill_memory(ends: tuple[Monitor, Peer])
         storming = threading.Thread(target=storm)
         storming.start()
     storming.join()
-    assert (await monitor.event()).name == "E2000", "the newest thousand are kept"
+    kept = await events(monitor)
+    assert (kept[0].name, len(kept)) == ("E2000", 1000), "the newest thousand are kept"
 
 
 async def test_descriptors_travel_with_a_command(ends: tuple[Monitor, Peer]) -> None:
@@ -468,14 +529,12 @@ async def test_a_version_has_numbers(ends: tuple[Monitor, Peer], part: object) -
 async def test_what_is_kept_of_events_is_bounded(ends: tuple[Monitor, Peer]) -> None:
     """A long event has its place, and nothing of what it says; a nested value is none that is asked for."""
     monitor, peer = ends
-    copies = list[int]()
-    with monitor.event_copies(lambda event: copies.append(len(bytes(event)))):
-        for data in ({"x": "y" * LONGEST_EVENT}, {"device": [[]], "msg": {"a": 1}, "reason": "known"}):
-            peer.send(timestamp={}, event="BLOCK_IMAGE_CORRUPTED", data=data)
-        long, nested = [await monitor.event() for _ in range(2)]
+    for data in ({"x": "y" * LONGEST_EVENT}, {"device": [[]], "msg": {"a": 1}, "reason": "known"}):
+        peer.send(timestamp={}, event="BLOCK_IMAGE_CORRUPTED", data=data)
+    long, nested = await events(monitor, 2)
     assert (long.name.startswith("an event of 4"), long.data) == (True, {})
     assert (nested.name, nested.data) == ("BLOCK_IMAGE_CORRUPTED", {"reason": "known"})
-    assert max(copies) < LONGEST_EVENT
+    assert all(len(json.dumps(dict(each.message))) < LONGEST_EVENT for each in (long, nested))
 
 
 async def test_iothreads_by_their_threads(ends: tuple[Monitor, Peer]) -> None:

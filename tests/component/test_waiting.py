@@ -22,7 +22,7 @@ from runner.kernel.connections import hung_up
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.waiting import SHORT, Shortages, persistently, receive, shortages
 from runner.protocol.guest_agent import GuestAgent
-from runner.protocol.qmp import Monitor
+from runner.protocol.qmp import Monitor, QmpEvent
 
 
 class ShortEpoll:
@@ -128,6 +128,8 @@ async def test_every_wait_goes_on_when_there_are_watches_again(tmp_path: Path) -
             held.enter_context(each).setblocking(False)
     monitor, agent, client = Monitor(pairs[0][0]), GuestAgent(pairs[1][0]), trio.socket.from_stdlib_socket(pairs[2][0])
     ended: list[str] = []
+    events: list[QmpEvent] = []
+    held.enter_context(monitor.observed_by(events.append))
     async with trio.open_nursery() as nursery:
         nursery.cancel_scope.deadline = trio.current_time() + 10
 
@@ -136,7 +138,7 @@ async def test_every_wait_goes_on_when_there_are_watches_again(tmp_path: Path) -
             ended.append(name)
 
         with short() as refused:
-            nursery.start_soon(wait, "monitor", monitor.event)
+            nursery.start_soon(wait, "monitor", lambda: monitor.until(lambda: bool(events)))
             nursery.start_soon(wait, "agent", agent.shut_down)
             nursery.start_soon(wait, "client", lambda: hung_up(client))
             nursery.start_soon(wait, "file", lambda: wait_for_file(tmp_path))

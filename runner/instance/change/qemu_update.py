@@ -56,7 +56,7 @@ from runner.plan.machine import Accel, MachinePlan
 from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
 from runner.plan.shares import SharePlan
-from runner.protocol.qmp import ExecuteError, Monitor, QmpError, whole_number, words
+from runner.protocol.qmp import ExecuteError, Monitor, QmpError, QmpEvent, whole_number, words
 
 if TYPE_CHECKING:
     from runner.instance.documents import QemuCheckAnswer, QemuUpdateAnswer
@@ -338,7 +338,7 @@ class _Move:
             self.running.plan.machine, program=self.program.path, machine_type=await _machine_type(monitor)
         )
         cpu = await _cpu(monitor)
-        held.enter_context(monitor.event_copies(self._take_event))
+        held.enter_context(monitor.observed_by(self._observe))
         successor = await self._transferred(plan, held)
         if await _cpu(successor.monitor) != cpu:
             raise HostError(
@@ -399,11 +399,10 @@ class _Move:
             raise HostError(f"the guest did not run: the next one says {state!r}")
         return successor
 
-    def _take_event(self, event: Mapping[str, object]) -> None:
-        if event["event"] == "STOP":
+    def _observe(self, event: QmpEvent) -> None:
+        if event.name == "STOP":
             self.stopped = trio.current_time()
-        data = event.get("data")
-        if event["event"] == "MIGRATION" and isinstance(data, dict) and str(data.get("status")) in _OVER:
+        if event.name == "MIGRATION" and event.data.get("status") in _OVER:
             self.over.set()
 
     def _start(self, plan: MachinePlan, incoming: Iterable[Mapping[str, object]], more: tuple[int, ...]) -> Qemu:

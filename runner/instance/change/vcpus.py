@@ -351,7 +351,7 @@ class Vcpus:
                 gone.set()
 
         asked, timeouts = False, self._receipts.supervisor.timeouts
-        with machine.observed_by(observe), trio.move_on_after(timeouts.vcpu_released):
+        with machine.monitor.observed_by(observe), trio.move_on_after(timeouts.vcpu_released):
             while not gone.is_set():
                 asked = asked or await self._ask_for(path)
                 with trio.move_on_after(timeouts.vcpu_looked):

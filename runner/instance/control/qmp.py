@@ -68,7 +68,7 @@ class OperatorMonitor:
         monitor = self.monitor()
         greeting = monitor.greeting["QMP"]
         version = greeting["version"] if isinstance(greeting, dict) else {}
-        return QmpSession(connection, version, partial(self._execute, identify), monitor.event_copies)
+        return QmpSession(connection, version, partial(self._execute, identify), monitor.observed_by)
 
     async def _execute(
         self, identify: Identify, command: str, arguments: Mapping[str, object] | None, wanted: trio.CancelScope

@@ -25,7 +25,7 @@ from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import too_old
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import FilePlan
-from runner.protocol.qmp import Monitor
+from runner.protocol.qmp import Monitor, QmpEvent
 
 if TYPE_CHECKING:
     from runner.instance.parts.network import NicBackend
@@ -124,12 +124,13 @@ async def paused_qemu(
     endpoints: QemuEndpoints,
     memory_cgroup_fd: int | None,
     meanwhile: Callable[[], object],
+    observe: Callable[[QmpEvent], None],
 ) -> AsyncIterator[Qemu]:
     """Hold a QEMU that has greeted, and whose guest has not run yet.
 
     It is started in the cgroup of *memory_cgroup_fd* (a descriptor of its ``cgroup.procs``; ``None``: this process's) and
     has all of its memory when it greets, if the plan says so: a page stays charged to the cgroup that touched it first.
-    *meanwhile* is called once it has been started: it takes 50 ms to greet.
+    *meanwhile* is called once it has been started: it takes 50 ms to greet. *observe* is called with each event.
     """
     held = supervisor.held
     with (
@@ -154,6 +155,8 @@ async def paused_qemu(
         agent = None if channel is None else lambda: optional_parts.guest_agent()(channel)
         machine = Qemu(process, monitor, agent, supervisor.changes, supervisor.log_limit)
         machine.go_on(held)
+        stack.enter_context(monitor.observed_by(machine.observe))
+        stack.enter_context(monitor.observed_by(observe))
         machine.shares = tuple(share.daemon for share in endpoints.shares)
         machine.fds = stack.enter_context(optional_parts.KEPT_FDS.held(plan, held, descriptors))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -126,7 +125,6 @@ class Qemu:
         """Whether a program in the guest has the agent's port open, according to QEMU's last event about it."""
         self._suspended = False
         """Whether the guest sleeps, according to QEMU's last event about it."""
-        self._observers: list[Callable[[QmpEvent], None]] = []
         self._end: GuestEnd | None = None
         self.fds: QemuFds | None = None
         """Copies of its descriptors, which the next QEMU gets as well; ``None`` if it cannot be updated."""
@@ -139,7 +137,7 @@ class Qemu:
 
     @property
     def monitor(self) -> Monitor:
-        """The connection to QEMU; only :meth:`ended` receives its events."""
+        """The connection to QEMU."""
         return self._monitor
 
     def go_on(self, held: Held) -> None:
@@ -174,7 +172,7 @@ class Qemu:
     def replace(self, process: Process, monitor: Monitor) -> tuple[Process, Monitor]:
         """Let another QEMU have the guest; return the previous one, whose end then has no meaning."""
         before = self.process, self._monitor
-        monitor.continue_event_copies(self._monitor)
+        monitor.take_over_observers(self._monitor)
         self.process, self._monitor = process, monitor
         self.updates += 1
         self._replaced.announce()
@@ -226,14 +224,16 @@ class Qemu:
         await self._monitor.execute("getfd", {"fdname": "vnc"}, fds=(connection,))
         await self._monitor.execute("add_client", {"protocol": "vnc", "fdname": "vnc", "skipauth": True})
 
-    @contextmanager
-    def observed_by(self, observe: Callable[[QmpEvent], None]) -> Iterator[None]:
-        """Call *observe* with each event of QEMU's while the block runs."""
-        self._observers.append(observe)
-        try:
-            yield
-        finally:
-            self._observers.remove(observe)
+    def observe(self, event: QmpEvent) -> None:
+        """Follow and log *event*; others observe it afterwards."""
+        self._log(event)
+        self._log_unknown(event)
+        if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
+            self.agent_listens = event.data.get("open") is True
+        if event.name in {"SUSPEND", "WAKEUP", "RESET"}:
+            self._suspended = event.name == "SUSPEND"
+        self.disk_events.handle(event)
+        self._end = self._end or _meaning(event)
 
     async def agent_answers(self) -> bool:
         """Tell whether the guest agent answers; the caller sets a time limit, because an absent agent sends no error."""
@@ -256,23 +256,9 @@ class Qemu:
                 return ended
 
     async def _stopped_running(self) -> GuestEnd:
-        monitor = self._monitor
         try:
-            # Remembered, because QEMU sends it once, and the task that receives it may be cancelled at that moment.
             while self._end is None:
-                event = await monitor.event()
-                if monitor is not self._monitor:
-                    await trio.sleep_forever()  # another QEMU has the guest
-                self._log(event)
-                self._log_unknown(event)
-                if event.name == "VSERPORT_CHANGE" and event.data.get("id") == "agent":
-                    self.agent_listens = event.data.get("open") is True
-                if event.name in {"SUSPEND", "WAKEUP", "RESET"}:
-                    self._suspended = event.name == "SUSPEND"
-                self.disk_events.handle(event)
-                for observe in self._observers:
-                    observe(event)
-                self._end = _meaning(event)
+                await self._monitor.until(lambda: self.guest_ended)
         except QmpError as error:
             with trio.move_on_after(EXITS_WITHIN):
                 return await self._exited()

@@ -91,7 +91,7 @@ class Readiness:
         """
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
         since = self._go_on()
-        with self._state.running(read, machine, since), self._publishing(), machine.observed_by(self._handle):
+        with self._state.running(read, machine, since), self._publishing():
             async with AsyncExitStack() as held:
                 for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show_again):
                     await held.enter_async_context(self._supervisor.background_task(each))
@@ -181,7 +181,8 @@ class Readiness:
         self._changed.announce()
         self._show()
 
-    def _handle(self, event: QmpEvent) -> None:
+    def observe(self, event: QmpEvent) -> None:
+        """Follow *event*, from the start of QEMU on: a guest may fail at its first instruction."""
         self._events += 1
         match event.name:
             case "RESET":
