@@ -265,8 +265,8 @@ async def _run(
                 planned and partial(planned, supervisor),
                 lambda: attrs.evolve(plan, remarks=(), machine=attrs.evolve(plan.machine, seed=None)),
             )
-            async with figures_shown(supervisor, plan, streams.http):
-                ended = await run_instance(plan, supervisor, streams.console)
+            async with figures_shown(supervisor, plan, streams.http) as count_from:
+                ended = await run_instance(plan, supervisor, streams.console, count_from)
         status = plan.shutdown.poweroff_status if ended.status is Status.GUEST_SHUTDOWN else ended.status
         return ExitReport(status, ended.status.name.lower(), ended.detail)
 

@@ -47,6 +47,7 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 if TYPE_CHECKING:
     from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
     from runner.instance.watch.receipts import Receipts
+    from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,12 @@ IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
 
 
-async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None]) -> GuestEnd:
+async def run_instance(
+    plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None], count_from: Callable[[Receipt], None]
+) -> GuestEnd:
     """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
+
+    *show* is called with the guest's output, *count_from* with the places of its threads, first while it does not run yet.
 
     Raises :exc:`~runner.base.errors.RunnerError` when the start failed; everything acquired has then been released, and failed releases are
     in ``supervisor.faults``.
@@ -92,7 +97,7 @@ async def run_instance(plan: InstancePlan, supervisor: Supervisor, show: Callabl
                 placed_threads,
                 readiness.observe,
             ) as machine,
-            placed_threads()(supervisor, plan, active, machine) as receipts,  # imported while QEMU started
+            placed_threads()(supervisor, plan, active, machine, count_from) as receipts,  # imported while QEMU started
             DISPLAY.held(plan, supervisor, machine, directory),
             _controlled(supervisor, directory, receipts),
         ):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from runner.instance.watch.receipts import Receipts
     from runner.kernel.inherited_fds import InheritedFd
     from runner.kernel.sockets import Socket
+    from runner.placement.threads import Receipt
     from runner.plan.argv.endpoints import QemuFds
     from runner.plan.disks import DiskPlan
     from runner.plan.instance import InstancePlan
@@ -239,7 +240,7 @@ def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
 
 
 def placed_threads() -> Callable[
-    [Supervisor, InstancePlan, ActivePlacement, Qemu], AbstractAsyncContextManager[Receipts]
+    [Supervisor, InstancePlan, ActivePlacement, Qemu, Callable[[Receipt], None]], AbstractAsyncContextManager[Receipts]
 ]:
     """Import the modules needed once QEMU has greeted, while QEMU starts, which takes it 50 ms."""
     from runner.instance.watch.receipts import placed_threads

@@ -64,13 +64,12 @@ async def run_and_inspect(
     seen = []
 
     async def meanwhile(host: Supervisor) -> None:
-        async with figures_shown(host, plan, ("127.0.0.1", 0)):
-            port = int(fake_host.logged().rpartition("port=")[2].split()[0])
-            await inspect(host, lambda target: ask(port, target))
+        port = int(fake_host.logged().rpartition("port=")[2].split()[0])
+        await inspect(host, lambda target: ask(port, target))
         seen.append(True)
 
     with trio.fail_after(40):
-        ended = await fake_host.run(plan, meanwhile=meanwhile)
+        ended = await fake_host.run(plan, meanwhile=meanwhile, http=("127.0.0.1", 0))
     assert seen, "the run was over before the inspection"
     assert isinstance(ended, GuestEnd), ended
     return ended

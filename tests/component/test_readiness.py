@@ -27,7 +27,6 @@ from runner.instance.watch.console_search import search_lines
 from runner.instance.watch.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch, Search
 from runner.instance.watch.guest_state import MINUTE
 from runner.instance.watch.readiness import Readiness
-from runner.instance.watch.shown import figures_shown
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan
 from runner.protocol.guest_agent import GuestAgent
@@ -82,16 +81,15 @@ class Guest:
 @asynccontextmanager
 async def running(fake_host: FakeHost, host: Supervisor, plan: InstancePlan) -> AsyncIterator[Guest]:
     directory = Path(plan.state_directory)
-    async with figures_shown(host, plan, ("127.0.0.1", 0)):
-        port = int(fake_host.logged().rpartition("port=")[2].split()[0])
-        await wait_for(lambda: host.guest_state.phase == "running")
-        async with await trio.open_unix_socket(directory / "console.sock") as console:
-            await console.send_all(b'{"write": true, "steal": false}\n')
-            with trio.fail_after(20):
-                seen = b""
-                while b"guest: runs" not in seen:
-                    seen += await console.receive_some()
-            yield Guest(host, directory / "ready", console, port)
+    port = int(fake_host.logged().rpartition("port=")[2].split()[0])
+    await wait_for(lambda: host.guest_state.phase == "running")
+    async with await trio.open_unix_socket(directory / "console.sock") as console:
+        await console.send_all(b'{"write": true, "steal": false}\n')
+        with trio.fail_after(20):
+            seen = b""
+            while b"guest: runs" not in seen:
+                seen += await console.receive_some()
+        yield Guest(host, directory / "ready", console, port)
 
 
 async def run(
@@ -109,7 +107,7 @@ async def run(
             fake_host.stop.ask("test")
 
     with trio.fail_after(200):  # a test's clock may jump
-        result = await fake_host.run(plan, meanwhile=meanwhile)
+        result = await fake_host.run(plan, meanwhile=meanwhile, http=("127.0.0.1", 0))
     assert over
     assert isinstance(result, GuestEnd), explain(result)
     assert result.status is status
@@ -138,10 +136,10 @@ async def test_what_could_not_be_written_is_written_once_there_is_room(fake_host
         receipt.unlink()
         supervisor.restarted.announce()
         supervisor.guest_state.panic = "of the test"
-        supervisor.guest_state.changed()
-        assert not ready.exists()
+        supervisor.guest_state.changes.announce()
+        await wait_for(lambda: not ready.exists())
         supervisor.guest_state.panic = ""
-        supervisor.guest_state.changed()
+        supervisor.guest_state.changes.announce()
         while not {"cannot show that the guest is ready", "the receipt is from before"} <= failures(fake_host):
             await trio.sleep(0.005)
         for each in in_the_way:

@@ -17,7 +17,6 @@ from trio.testing import MockClock
 
 from runner.cli.instance_requests import ask_instance
 from runner.instance.supervisor import Supervisor
-from runner.instance.watch.shown import figures_shown
 from runner.instance.watch.signs_of_life import MUTE_AFTER, NEARLY_NOTHING, SILENT_AFTER, SignsOfLife
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import FilePlan
@@ -132,37 +131,36 @@ async def silent_run(fake_host: FakeHost, plan: InstancePlan, clock: MockClock, 
     seen = []
 
     async def meanwhile(host: Supervisor) -> None:
-        async with figures_shown(host, plan, ("127.0.0.1", 0)):
-            port = int(fake_host.logged().rpartition("port=")[2].split()[0])
-            await wait_for(fake_host.guest_runs)
-            await wait_for(lambda: host.guest_state.read)
+        port = int(fake_host.logged().rpartition("port=")[2].split()[0])
+        await wait_for(fake_host.guest_runs)
+        await wait_for(lambda: host.guest_state.read)
+        assert (await ask(port, "/readyz"))[0] == 200
+        assert (state / "ready").exists()
+        before = await ask_instance(plan.state_directory, "status", {})
+        assert isinstance(before, dict)
+        assert (before["ready"], before["not_ready"]) == (True, "")
+        clock.jump(SILENT_AFTER[plan.machine.accel])
+        await wait_for(lambda: "the guest is silent" in fake_host.logged())
+        status, text = await ask(port, "/readyz")
+        assert (status, text.startswith("the guest is silent: no output on its console and 0.0")) == (503, True)
+        assert (await ask(port, "/healthz"))[0] == 200
+        after = await ask_instance(plan.state_directory, "status", {})
+        assert isinstance(after, dict)
+        assert (after["ready"], f"{after['not_ready']}\n") == (False, text)
+        assert not (state / "ready").exists()
+        if speaks:
+            async with attached(fake_host, WRITE) as client:
+                await client.stream.send_all(b"wake up")
+                await client.until(b"you typed")
+            await wait_for(lambda: "the guest shows a sign of life" in fake_host.logged())
+            await wait_for((state / "ready").exists)
             assert (await ask(port, "/readyz"))[0] == 200
-            assert (state / "ready").exists()
-            before = await ask_instance(plan.state_directory, "status", {})
-            assert isinstance(before, dict)
-            assert (before["ready"], before["not_ready"]) == (True, "")
-            clock.jump(SILENT_AFTER[plan.machine.accel])
-            await wait_for(lambda: "the guest is silent" in fake_host.logged())
-            status, text = await ask(port, "/readyz")
-            assert (status, text.startswith("the guest is silent: no output on its console and 0.0")) == (503, True)
-            assert (await ask(port, "/healthz"))[0] == 200
-            after = await ask_instance(plan.state_directory, "status", {})
-            assert isinstance(after, dict)
-            assert (after["ready"], f"{after['not_ready']}\n") == (False, text)
-            assert not (state / "ready").exists()
-            if speaks:
-                async with attached(fake_host, WRITE) as client:
-                    await client.stream.send_all(b"wake up")
-                    await client.until(b"you typed")
-                await wait_for(lambda: "the guest shows a sign of life" in fake_host.logged())
-                assert (state / "ready").exists()
-                assert (await ask(port, "/readyz"))[0] == 200
-            seen.append(True)
-            fake_host.stop.ask("test")
+        seen.append(True)
+        fake_host.stop.ask("test")
 
     before = fake_host.snapshot()
     with trio.fail_after(300):
-        await fake_host.run(plan, meanwhile=meanwhile)
+        await fake_host.run(plan, meanwhile=meanwhile, http=("127.0.0.1", 0))
     assert seen, fake_host.logged()
     assert fake_host.faults.sentences == []
     assert fake_host.snapshot() == before

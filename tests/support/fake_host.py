@@ -27,11 +27,13 @@ from runner.instance.lifecycle import run_instance
 from runner.instance.parts.qemu import GuestEnd, Qemu
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
+from runner.instance.watch.shown import figures_shown
 from runner.kernel.child_processes import Process
 from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.procfs import Procfs
+from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.qmp import Monitor
 from runner.spec.instance import parse_instance
@@ -175,15 +177,18 @@ class FakeHost:
         *,
         meanwhile: Callable[[Supervisor], Awaitable[None]] | None = None,
         inherited_fds: Mapping[str, InheritedFd] | None = None,
+        http: tuple[str, int] | None = None,
     ) -> GuestEnd | RunnerError:
-        """Run *plan* on a fresh host with its *inherited_fds*; *meanwhile* runs at the same time."""
+        """Run *plan* on a fresh host with its *inherited_fds*; *meanwhile* runs at the same time, with figures shown at *http*."""
         with NonBlockingWriter(1) as stdout:
             async with open_supervisor(self.stop, self.faults, timeouts=self.timeouts) as bare:
                 supervisor = attrs.evolve(bare, inherited_fds=inherited_fds or {})
-                if meanwhile is not None:
-                    supervisor.nursery.start_soon(meanwhile, supervisor)
+                nobody = nullcontext[Callable[[Receipt], None]](lambda _: None)
                 try:
-                    ended: GuestEnd | RunnerError = await run_instance(plan, supervisor, stdout.write)
+                    async with nobody if http is None else figures_shown(supervisor, plan, http) as count_from:
+                        if meanwhile is not None:
+                            supervisor.nursery.start_soon(meanwhile, supervisor)
+                        ended: GuestEnd | RunnerError = await run_instance(plan, supervisor, stdout.write, count_from)
                 except RunnerError as error:
                     ended = error
                 self.when_over()

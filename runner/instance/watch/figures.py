@@ -32,8 +32,8 @@ class Figures:
     _receipt: Receipt | None = None
     _read_at: float = 0.0
 
-    def placed(self, receipt: Receipt) -> None:
-        """Begin to count the time of other tasks on the vCPUs' CPUs, while no vCPU runs yet."""
+    def count_from(self, receipt: Receipt) -> None:
+        """Count the time of other tasks on the vCPUs' CPUs from *receipt* on, the first of them while no vCPU runs yet."""
         if not self.plan.placement.shared:
             with suppress(HostError):  # no reason to give up a start
                 begun, procfs = self.foreign, self.supervisor.procfs
@@ -68,5 +68,4 @@ def held_figures(supervisor: Supervisor, plan: InstancePlan) -> Figures:
     """Return the figures of an instance, counted from its first receipt on, or continued from the previous program."""
     figures = Figures(supervisor, plan)
     figures.foreign = supervisor.held.current("foreign time", lambda: figures.foreign)
-    supervisor.guest_state.placed = figures.placed
     return figures

@@ -53,8 +53,6 @@ class GuestState:
     """Announces changes of :attr:`phase` and :meth:`reasons`."""
     registered: trio.Event = attrs.field(factory=trio.Event)
     """Set when the controller knows the instance."""
-    placed: Callable[[Receipt], None] | None = None
-    """Called with the first receipt of a QEMU, while the guest does not run yet."""
     waits_for: str = ""
     """The reason why a running guest is not ready yet: the sign still missing since its last reset; empty if it was given."""
     cpus_lost: str = ""
@@ -72,29 +70,34 @@ class GuestState:
     resets: deque[float] = attrs.field(factory=lambda: deque(maxlen=1000))
     """The times of resets in the last minute, on trio's clock; see :meth:`resets_lately`."""
     signs_of_life: SignsOfLife = attrs.field(factory=SignsOfLife)
-    changed: Callable[[], None] = lambda: None
-    """Called when :attr:`cpus_lost`, :attr:`offline` or :attr:`no_address` has changed."""
-    ask_qemu: Callable[[], None] = lambda: None
-    """Starts a check whether QEMU answers, without waiting: only when a client asks for the guest's state, so that an idle PID 1 stays
-    asleep."""
+    _asked: trio.Event = attrs.field(factory=trio.Event, init=False)
+
+    def ask_qemu(self) -> None:
+        """Ask whether QEMU answers, without waiting: only when a client wants to know, so that an idle PID 1 stays asleep."""
+        self._asked.set()
+
+    async def qemu_asked(self) -> None:
+        """Wait until :meth:`ask_qemu` was called, also before, since this last returned."""
+        await self._asked.wait()
+        self._asked = trio.Event()
 
     def set_cpus_lost(self, cpus_lost: str) -> None:
         """Set :attr:`cpus_lost`."""
         if cpus_lost != self.cpus_lost:
             self.cpus_lost = cpus_lost
-            self.changed()
+            self.changes.announce()
 
     def set_offline(self, offline: CpuSet) -> None:
         """Set :attr:`offline`."""
         if offline != self.offline:
             self.offline = offline
-            self.changed()
+            self.changes.announce()
 
     def set_no_address(self, bridge: str, reason: str) -> None:
         """Set :attr:`no_address` of the network with *bridge*; with an empty *reason* it has the address."""
         if reason != self.no_address.get(bridge, ""):
             self.no_address[bridge] = reason
-            self.changed()
+            self.changes.announce()
 
     def resets_lately(self) -> int:
         """Return the number of resets in the last minute."""

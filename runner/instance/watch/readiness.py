@@ -9,8 +9,9 @@ driver is the kernel's, is what ends an instance by a panic.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
@@ -69,14 +70,9 @@ class Readiness:
         if isinstance(self._sign, AgentSign):  # now: later, with a running guest, files may be short
             optional_parts.guest_agent()
         search = None if self._pattern is None else optional_parts.console_search()
-        self._shown = ExitStack()
-        self._running = False
-        self._unshown = trio.Event()
-        """Set when the file could not be created."""
         self._events = 0
         """Number of QEMU's events that were handled."""
-        self._state.changed = self._show
-        self._changed, self._asked = Announcements(), trio.Event()
+        self._changed = Announcements()
         self.console = ConsoleWatch(self._panicked, self._signed, self._give_up, search)
         self._begin()
 
@@ -91,9 +87,9 @@ class Readiness:
         """
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
         since = self._go_on()
-        with self._state.running(read, machine, since), self._publishing():
+        with self._state.running(read, machine, since):
             async with AsyncExitStack() as held:
-                for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show_again):
+                for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show):
                     await held.enter_async_context(self._supervisor.background_task(each))
                 if (ask := self._asking(machine)) is not None:
                     await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
@@ -131,39 +127,22 @@ class Readiness:
             case _ as never:
                 assert_never(never)
 
-    @contextmanager
-    def _publishing(self) -> Iterator[None]:
-        with self._shown:
-            self._running = True
-            try:
-                self._show()
-                yield
-            finally:
-                self._running = False
-
-    def _show(self) -> None:
-        """Create the file while the guest is ready, and remove it otherwise."""
-        if not self._running:
-            return
-        self._state.changes.announce()
-        self._shown.close()
-        if self._state.unready:
-            return
-        try:
-            files.publish(self._path, b"")
-        except HostError as error:  # no reason to end a running guest
-            self._supervisor.log_limit.log(log.warning, InstanceEvent.READY_FILE_FAILED, explain(error))
-            self._unshown.set()
-        else:
-            self._shown.callback(self._withdraw)
-
-    async def _show_again(self) -> None:
-        """Try again to create the file after a failure, because a full volume may have room again."""
-        while True:
-            await self._unshown.wait()
-            await trio.sleep(PUBLISHED_AGAIN)
-            self._unshown = trio.Event()
-            self._show()
+    async def _show(self) -> None:
+        """Create the file while the guest is ready, and remove it otherwise; may be cancelled at any moment."""
+        with ExitStack() as shown:
+            while True:
+                changed, again = self._state.changes.next, math.inf
+                shown.close()
+                if not self._state.unready:
+                    try:
+                        files.publish(self._path, b"")
+                    except HostError as error:  # no reason to end a running guest: a full volume may have room again
+                        self._supervisor.log_limit.log(log.warning, InstanceEvent.READY_FILE_FAILED, explain(error))
+                        again = PUBLISHED_AGAIN
+                    else:
+                        shown.callback(self._withdraw)
+                with trio.move_on_after(again):
+                    await changed.wait()
 
     def _withdraw(self) -> None:
         with self._supervisor.faults.recorded("remove the sign that the guest runs"):
@@ -179,7 +158,7 @@ class Readiness:
 
     def _change(self) -> None:
         self._changed.announce()
-        self._show()
+        self._state.changes.announce()
 
     def observe(self, event: QmpEvent) -> None:
         """Follow *event*, from the start of QEMU on: a guest may fail at its first instruction."""
@@ -196,7 +175,7 @@ class Readiness:
             case "WAKEUP" | "RESUME":
                 self._halt("running")
             case "STOP":  # only query-status gives the reason
-                self._ask_qemu()
+                self._state.ask_qemu()
             case "GUEST_CRASHLOADED" if not self._state.panic:
                 self._state.panic = "it handles that itself, as kdump does"
                 self._supervisor.log_limit.log(log.error, InstanceEvent.GUEST_CRASH_LOADED)
@@ -213,15 +192,10 @@ class Readiness:
             self._supervisor.log_limit.log(log.info, InstanceEvent.GUEST_RUNS_AGAIN)
         self._change()
 
-    def _ask_qemu(self) -> None:
-        self._asked.set()
-
     async def _follow_qemu(self, machine: Qemu) -> None:
         """Note, at each request, whether QEMU answers and the guest runs; may be cancelled at any moment."""
-        self._state.ask_qemu = self._ask_qemu
         while True:
-            await self._asked.wait()
-            self._asked = trio.Event()
+            await self._state.qemu_asked()
             monitor = machine.monitor
             with suppress(QmpError):  # it has ended, or another QEMU has replaced it
                 try:

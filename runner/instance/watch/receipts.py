@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -92,6 +92,8 @@ class Receipts:
     threads: QemuThreads
     active: ActivePlacement
     receipt: Receipt
+    count_from: Callable[[Receipt], None]
+    """Counts the time of other tasks on the vCPUs' CPUs from a receipt on."""
     unplugged: bool = False
     """Whether the guest has released a vCPU."""
     _unpublished: trio.Event = attrs.field(factory=trio.Event, init=False)
@@ -150,8 +152,7 @@ class Receipts:
         found = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
         self.threads = threads
         self.receipt = attrs.evolve(found, guarantee_reason=self.receipt.guarantee_reason)
-        if supervisor.guest_state.placed is not None:
-            supervisor.guest_state.placed(self.receipt)
+        self.count_from(self.receipt)
 
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
@@ -250,20 +251,23 @@ class Receipts:
 
 @asynccontextmanager
 async def placed_threads(
-    supervisor: Supervisor, plan: InstancePlan, active: ActivePlacement, machine: Qemu
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    active: ActivePlacement,
+    machine: Qemu,
+    count_from: Callable[[Receipt], None],
 ) -> AsyncIterator[Receipts]:
     """Hold the vCPU threads on their CPUs, and the receipt that proves it in the state directory."""
 
     async def place() -> Receipts:
         threads = await started_within(supervisor, plan.start_timeout, partial(query_threads, machine, plan))
         receipt = place_threads(supervisor.processes, supervisor.procfs, active, plan.placement, threads)
-        if supervisor.guest_state.placed is not None:
-            supervisor.guest_state.placed(receipt)
-        return Receipts(supervisor, plan, machine, threads, active, receipt)
+        count_from(receipt)
+        return Receipts(supervisor, plan, machine, threads, active, receipt, count_from)
 
     def adopt(found: PlacedThreads) -> Receipts:
         threads = QemuThreads(machine.process, found.vcpus, found.iothreads)
-        return Receipts(supervisor, plan, machine, threads, active, found.receipt, found.unplugged)
+        return Receipts(supervisor, plan, machine, threads, active, found.receipt, count_from, found.unplugged)
 
     receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
     supervisor.held.before_commit(receipts.reread)
