@@ -117,32 +117,32 @@ def _described(schema: Schema, meaning: str) -> Schema:
 
 def _imported_for_types(kind: type) -> dict[str, Any]:
     """Return the names that the module of *kind* imports only for its types."""
-    found = dict[str, Any]()
+    imported = dict[str, Any]()
     for block in ast.parse(inspect.getsource(sys.modules[kind.__module__])).body:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
             for each in block.body:
                 if isinstance(each, ast.ImportFrom) and each.module is not None:
                     module = import_module(each.module)
-                    found |= {alias.name: getattr(module, alias.name) for alias in each.names}
-    return found
+                    imported |= {alias.name: getattr(module, alias.name) for alias in each.names}
+    return imported
 
 
 def _meanings(kind: type) -> dict[str, str]:
     """Return the strings below the fields of *kind*, and of the types that it extends."""
-    found = dict[str, str]()
+    meanings = dict[str, str]()
     if kind.__doc__ is None:
-        return found  # it has no body
+        return meanings  # it has no body
     module = sys.modules[kind.__module__]
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)  # noqa: S101 - the source of a class
     for base in definition.bases:  # a TypedDict does not record its bases
         extended = getattr(module, base.id, None) if isinstance(base, ast.Name) else None
         if isinstance(extended, type) and extended.__module__.partition(".")[0] == "runner":
-            found |= _meanings(extended)
+            meanings |= _meanings(extended)
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            found[field.target.id] = _as_sentences(ast.literal_eval(below.value))
-    return found
+            meanings[field.target.id] = _as_sentences(ast.literal_eval(below.value))
+    return meanings
 
 
 def _as_sentences(docstring: str) -> str:

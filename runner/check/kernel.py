@@ -285,9 +285,9 @@ def _quiet(cpus: QuietCpus) -> str:
     }
     kept = [f"{what} ({option}{where})" for what, (option, where) in work.items() if where]
     left = [f"{what} ({option})" for what, (option, where) in work.items() if not where]
-    found = [f"kept off at boot: {', '.join(kept)}"] if kept else []
-    found += [f"boot options could keep off: {', '.join(left)}"] if left else []
-    return f"; {', and '.join(found)}"
+    phrases = [f"kept off at boot: {', '.join(kept)}"] if kept else []
+    phrases += [f"boot options could keep off: {', '.join(left)}"] if left else []
+    return f"; {', and '.join(phrases)}"
 
 
 DEVICE_CLASSES = {0x01: "storage", 0x02: "network", 0x03: "display", 0x12: "accelerator"}

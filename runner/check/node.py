@@ -193,8 +193,8 @@ def _problems(answer: Mapping[str, object]) -> Iterator[Judgement]:
 
 
 def _listed(answer: Mapping[str, object], name: str) -> list[Any]:
-    found = answer.get(name)
-    return found if isinstance(found, list) else []
+    entries = answer.get(name)
+    return entries if isinstance(entries, list) else []
 
 
 @check(

@@ -77,17 +77,17 @@ def judge_dnsmasq(path: PurePosixPath | None, output: str, error: str | None, re
 @check("virtiofsd", "each [[share]] is served by one", *OFF_NODE)
 async def virtiofsd(context: CheckContext) -> Sequence[Judgement]:
     """Find the virtiofsd that a share would get."""
-    found, reason = await find_virtiofsd(context.processes)
-    return [judge_virtiofsd(found, reason, install("virtiofsd", read_os_release()))]
+    program, reason = await find_virtiofsd(context.processes)
+    return [judge_virtiofsd(program, reason, install("virtiofsd", read_os_release()))]
 
 
-def judge_virtiofsd(found: Virtiofsd | None, reason: str, remedy: str) -> Judgement:
+def judge_virtiofsd(program: Virtiofsd | None, reason: str, remedy: str) -> Judgement:
     """Judge the virtiofsd that a share would get; *reason* is the reason if there is none."""
-    if found is None:
+    if program is None:
         return virtiofsd.warning(f"cannot use virtiofsd: {reason}", remedy)
-    kind = "in Rust" if found.rust else "in C"
+    kind = "in Rust" if program.rust else "in C"
     return virtiofsd.ok(
-        f"{found.path} {format_version(found.version)} ({kind}){'' if found.read_only else '; it cannot share read-only'}"
+        f"{program.path} {format_version(program.version)} ({kind}){'' if program.read_only else '; it cannot share read-only'}"
     )
 
 

@@ -44,19 +44,19 @@ def demo_spec(guest: Path, share: PurePosixPath, terminal: tuple[int, int] | Non
 
 def disk_spec(
     disk: PurePosixPath,
-    found: FileFact,
+    fact: FileFact,
     *,
     cpus: int,
     memory: str,
     ports: Sequence[str] | None,
     login: Login | None,
 ) -> Spec:
-    """Return the spec of a guest that boots *disk*, whose facts are *found*; it is only read.
+    """Return the spec of a guest that boots *disk*, of which *fact* is known; it is only read.
 
     *ports* are this machine's ports that passt forwards to the guest, ``None`` if there is no passt.
     """
-    qcow2 = found.image is not None and found.image.format == "qcow2"
-    esp = found.image is not None and found.image.content is not None and found.image.content.esp
+    qcow2 = fact.image is not None and fact.image.format == "qcow2"
+    esp = fact.image is not None and fact.image.content is not None and fact.image.content.esp
     network: dict[str, object] = {"mode": "private" if ports is None else "passt"}
     if ports:
         network["ports"] = [f"{LOCALHOST}/{each}" for each in ports]

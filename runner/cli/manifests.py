@@ -65,9 +65,9 @@ def read_configuration(path: str) -> Value:
     try:
         documents = parse_yaml(path, data)
     except SpecError:
-        found, form = form_of_text(data)
+        name, form = form_of_text(data)
         if form:
-            raise no_configuration(path, found, form) from None
+            raise no_configuration(path, name, form) from None
         raise
     if not documents:
         raise no_configuration(path, "nothing", "")

@@ -105,13 +105,13 @@ def parse_pairs(words: Iterable[str], parse: Callable[[str], object], wanted: st
 
     Raises :exc:`~runner.base.errors.UsageError`, which names the *wanted* form, for any other word and for a repeated key.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for word in words:
         key, sign, text = word.partition("=")
-        if not sign or not key or key in found:
+        if not sign or not key or key in values:
             raise UsageError(f"cannot understand {word!r}: {wanted}")
-        found[key] = parse(text)
-    return found
+        values[key] = parse(text)
+    return values
 
 
 def absolute_path(text: str) -> PurePosixPath:

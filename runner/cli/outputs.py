@@ -122,17 +122,17 @@ class Outputs:
         """Continue without the event loop that *error* has ended: in another one, or report the resources not released."""
         log.error(InstanceEvent.EVENT_LOOP_ENDED, exc_info=error)
         if (resume := renewal.resume_after_loop) is None:
-            found: Renewal | tuple[str, ...] = (renewal.unreleased(),)
+            outcome: Renewal | tuple[str, ...] = (renewal.unreleased(),)
         else:
-            found = resume(error)
-        if isinstance(found, tuple):
+            outcome = resume(error)
+        if isinstance(outcome, tuple):
             report = report_of(error)
             ran = resume is not None or renewal.loop_ended_by is not None
-            return with_faults(of_running_guest(report) if ran else report, found)
-        self._hold(found.held)
+            return with_faults(of_running_guest(report) if ran else report, outcome)
+        self._hold(outcome.held)
         with warnings.catch_warnings(action="ignore"):
             error.__traceback__ = None  # it refers to the ended loop, which would prevent a new one
-        return self._run(partial(resume_as_init, self.streams(found.held), found), found)
+        return self._run(partial(resume_as_init, self.streams(outcome.held), outcome), outcome)
 
 
 def _write_termination_log(fd: int | None, report: ExitReport) -> None:

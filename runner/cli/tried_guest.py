@@ -387,8 +387,8 @@ def _restored(terminal: int) -> Iterator[None]:
 
 def _look(program: str, enter: Sequence[str]) -> str:
     """Return the prefix of commands, typed in another terminal, that examine the instance."""
-    found = shutil.which(Path(program).name)
-    short = found is not None and Path(found).samefile(program)
+    path = shutil.which(Path(program).name)
+    short = path is not None and Path(path).samefile(program)
     outside = ("docker", "exec", os.uname().nodename) if os.getpid() == 1 else ()
     return " ".join((*outside, *enter, Path(program).name if short else program))
 

@@ -33,11 +33,11 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
 
 async def _runner(state_directory: PurePosixPath) -> dict[str, Any]:
     try:
-        found: Any = await ask_instance(state_directory, "runner", {})
+        document: Any = await ask_instance(state_directory, "runner", {})
     except ControllerError as error:
         if error.code != METHOD_NOT_FOUND:
             raise
         raise UsageError(
             "cannot renew the runner: it is older than `ctl upgrade`", remedy="restart its pod once"
         ) from error
-    return dict(found)
+    return dict(document)

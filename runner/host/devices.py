@@ -55,11 +55,11 @@ def _listed(directory: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, request: str) -> ClaimFile:
-    found = PurePosixPath(path)
-    document = read_document(found, LARGEST)
+    file = PurePosixPath(path)
+    document = read_document(file, LARGEST)
     if document.error is not None:
-        return ClaimFile(found, request, error=document.error)
+        return ClaimFile(file, request, error=document.error)
     try:
-        return ClaimFile(found, request, parse_device_metadata(str(path), document.content))
+        return ClaimFile(file, request, parse_device_metadata(str(path), document.content))
     except SpecError as error:
-        return ClaimFile(found, request, error="; ".join(map(str, error.problems)))
+        return ClaimFile(file, request, error="; ".join(map(str, error.problems)))

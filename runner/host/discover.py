@@ -189,7 +189,7 @@ def read_huge_limit(mount: PurePosixPath, cgroup: str, page_size: int, environme
     of the CRI plugin). The pod's cgroup is hidden in a cgroup namespace, and its limit is that of all containers
     together. So the pod can give the container's own limit in an environment variable; there 0 is no limit.
     """
-    found = list(huge_limits(mount, cgroup, page_size))
+    limits = list(huge_limits(mount, cgroup, page_size))
     name = huge_limit_variable(page_size)
     value = environment.get(name, "0")
     if not (value.isascii() and value.isdecimal()) or int(value) % page_size:
@@ -197,7 +197,7 @@ def read_huge_limit(mount: PurePosixPath, cgroup: str, page_size: int, environme
             f"cannot use {name}={value!r}: it must be bytes, a multiple of the page size {page_size}",
             remedy=f"set it with resourceFieldRef: limits.{hugepages_resource(page_size)}, without a divisor",
         )
-    return min((*found, *filter(None, [int(value)])), default=None)
+    return min((*limits, *filter(None, [int(value)])), default=None)
 
 
 def _io_uring_error(disks: Iterable[DiskSpec]) -> str | None:
@@ -227,9 +227,9 @@ def _users(*names: str) -> Iterator[tuple[str, User]]:
 
 def _machine_id(roots: Roots) -> str:
     """Return the machine's id; the file may be missing, empty or ``uninitialized`` in a container's image (machine-id(5))."""
-    found = read_text(PurePosixPath("/etc/machine-id")).strip()
-    if re.fullmatch(r"[0-9a-f]{32}", found):
-        return found
+    machine_id = read_text(PurePosixPath("/etc/machine-id")).strip()
+    if re.fullmatch(r"[0-9a-f]{32}", machine_id):
+        return machine_id
     return read_text(roots.sys / "class/dmi/id/product_uuid").strip().lower()
 
 

@@ -206,8 +206,8 @@ class TraceReport:
 
 
 def _others(instance: InstanceTrace) -> Iterator[str]:
-    found = [(account.cpu, task) for account in instance.accounts for task in account.others or ()]
-    for cpu, task in sorted(found, key=lambda each: -each[1].nanoseconds):
+    tasks = [(account.cpu, task) for account in instance.accounts for task in account.others or ()]
+    for cpu, task in sorted(tasks, key=lambda each: -each[1].nanoseconds):
         where = f"in the cgroup '{task.cgroup}'" if task.cgroup else "in a cgroup that is not known"
         yield f"{task.name!r} (thread {task.tid} of process {task.pid}) {where} ran {task.nanoseconds} ns on CPU {cpu}"
 

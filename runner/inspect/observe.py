@@ -266,10 +266,10 @@ async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, objec
         listed = await ask("the controller", controller, "listInstances", {})
     except HostError:
         return {}
-    found = listed.get("instances") if isinstance(listed, dict) else None
+    instances = listed.get("instances") if isinstance(listed, dict) else None
     return {
         each["uuid"]: each["reported"]
-        for each in (found if isinstance(found, list) else [])
+        for each in (instances if isinstance(instances, list) else [])
         if isinstance(each, dict) and isinstance(each.get("reported"), dict)
     }
 
@@ -320,15 +320,15 @@ def _instances(root: Cgroup) -> dict[str, CpuSet]:
         names = root.children()
     except CgroupError as error:
         raise NoInstanceError(f"cannot inspect the node's instances: {explain(error)}") from error
-    found = {}
+    instances = {}
     for name in names:
         pod_uid = instance_uid(name)
         if pod_uid is not None:
             try:
-                found[pod_uid] = root.child(name).child(VCPUS).effective_cpus()
+                instances[pod_uid] = root.child(name).child(VCPUS).effective_cpus()
             except CgroupError:
                 continue
-    return found
+    return instances
 
 
 def _roles_on_node(domain: Cgroup, table: ProcessTable) -> Iterator[ObservedThread]:
@@ -384,12 +384,12 @@ def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:
 async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
     """Return the kubelet's CPUs and the cgroups'; if they differ, read them again for :data:`FOLLOWS_WITHIN` seconds."""
     files = KubeletFiles(directory)
-    found = await _kubelet_now(roots, root, files)  # however long it takes on a busy node
+    kubelet = await _kubelet_now(roots, root, files)  # however long it takes on a busy node
     with trio.move_on_after(FOLLOWS_WITHIN):
-        while not isinstance(found, Unknown) and not found.is_followed:
+        while not isinstance(kubelet, Unknown) and not kubelet.is_followed:
             await trio.sleep(_AGAIN)
-            found = await _kubelet_now(roots, root, files)
-    return found
+            kubelet = await _kubelet_now(roots, root, files)
+    return kubelet
 
 
 async def _kubelet_now(roots: Roots, root: Cgroup, files: KubeletFiles) -> KubeletObservation | Unknown:

@@ -110,11 +110,11 @@ class TaskTable:
 
     def task(self, tid: int, name: str, ran_at: int) -> KnownTask:
         """Return thread *tid*, named *name*, as it was at the time *ran_at*, as far as known."""
-        found = self._known.get(tid) or self._looked_up.get(tid)
-        if found is None:
+        known = self._known.get(tid) or self._looked_up.get(tid)
+        if known is None:
             kernel = self._parents.get(tid, (0, 0))[1] == _KTHREADD
-            found = KnownTask(name, tid, "", kernel, kernel and _BOUND_NAME.fullmatch(name) is not None)
-        return attrs.evolve(found, name=name or found.name, cgroup=self._cgroup(tid, ran_at))
+            known = KnownTask(name, tid, "", kernel, kernel and _BOUND_NAME.fullmatch(name) is not None)
+        return attrs.evolve(known, name=name or known.name, cgroup=self._cgroup(tid, ran_at))
 
     def _cgroup(self, tid: int, at: int) -> str:
         """Return the cgroup of *tid* at the time *at*: the target of its last move before, or its parent's at its birth.
@@ -124,13 +124,13 @@ class TaskTable:
         """
         first = self._moves.get(tid, [])
         for _ in range(_ANCESTORS):
-            found = self._known.get(tid) or self._looked_up.get(tid)
-            moves = self._moves.get(tid) or self._moves.get(tid if found is None else found.pid, [])
+            known = self._known.get(tid) or self._looked_up.get(tid)
+            moves = self._moves.get(tid) or self._moves.get(tid if known is None else known.pid, [])
             before = [cgroup for moved_at, cgroup in moves if moved_at <= at]
             if before:
                 return before[-1]
-            if found is not None and (tid in self._known or not moves):
-                return found.cgroup
+            if known is not None and (tid in self._known or not moves):
+                return known.cgroup
             if tid not in self._parents:
                 break
             at, tid = self._parents[tid]

@@ -324,13 +324,13 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
             async with supervisor.changes.begin(Kind.START, "descriptors are being received"):
                 return await stack.enter_async_context(inherited_fds(os.environ, spec.descriptors.socket))
 
-        def adopt(found: Mapping[str, InheritedFd]) -> Mapping[str, InheritedFd]:
-            stack.enter_context(all_closed(each.descriptor for each in found.values()))
-            return found
+        def adopt(fds: Mapping[str, InheritedFd]) -> Mapping[str, InheritedFd]:
+            stack.enter_context(all_closed(each.descriptor for each in fds.values()))
+            return fds
 
-        found = await supervisor.held.once("inherited descriptors", inherit, adopt=adopt)
+        fds = await supervisor.held.once("inherited descriptors", inherit, adopt=adopt)
         stack.enter_context(supervisor.held.guarded())
-        yield attrs.evolve(supervisor, inherited_fds=found)
+        yield attrs.evolve(supervisor, inherited_fds=fds)
 
 
 def of_running_guest(report: ExitReport) -> ExitReport:

@@ -29,7 +29,7 @@ IFF_TAP, IFF_MULTI_QUEUE, IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x0100, 0x1000, 0x4
 def probe_kvm(device: Path) -> Kvm:
     """Return the kernel's KVM API version and its maximum of vCPUs (``Documentation/virt/kvm/api.rst``, 4.1 and 4.4)."""
     try:
-        found = device.stat()
+        status = device.stat()
         fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         return Kvm(f"{device}: {error.strerror}")
@@ -41,7 +41,7 @@ def probe_kvm(device: Path) -> Kvm:
             return Kvm(f"{device}: {error.strerror}")
     if version != _KVM_API_VERSION:
         return Kvm(f"{device}: API version {version} instead of {_KVM_API_VERSION}")
-    return Kvm(None, found.st_gid, stat.S_IMODE(found.st_mode), most_vcpus=most)
+    return Kvm(None, status.st_gid, stat.S_IMODE(status.st_mode), most_vcpus=most)
 
 
 _OTHER_HYPERVISOR = "another hypervisor (VirtualBox, VMware) has the CPUs' virtualization until its guests have ended"

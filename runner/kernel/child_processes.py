@@ -197,12 +197,12 @@ class Process:
             filter(None, (limit_in_words(each, self.user_id) for each in reversed(self.last_lines))), ""
         )
 
-    def go_on(self, found: ProcessRecord) -> None:
+    def go_on(self, record: ProcessRecord) -> None:
         """Continue with the output and the exit status that the previous program has read."""
-        self._lines.feed(found.unfinished)
-        self.last_lines.extend(found.last_lines)
-        self.returncode = found.ended
-        if found.ended is not None:
+        self._lines.feed(record.unfinished)
+        self.last_lines.extend(record.last_lines)
+        self.returncode = record.ended
+        if record.ended is not None:
             self._ended.set()
 
     async def _log_output(self) -> None:
@@ -393,22 +393,22 @@ class Processes:
     async def _observe(self, task: Callable[[], Awaitable[None]]) -> None:
         await (task() if self.observing is None else self.observing(task))
 
-    def adopt(self, found: ProcessRecord) -> Process:
+    def adopt(self, record: ProcessRecord) -> Process:
         """Own a child that this process started before it became this program; the caller stops it.
 
         Raises :exc:`~runner.base.errors.HostError` unless it is still the same child of this process, alive or a zombie.
         """
-        process = Process(found.role, found.pid, found.output, found.level)
-        process.go_on(found)
+        process = Process(record.role, record.pid, record.output, record.level)
+        process.go_on(record)
         if process.returncode is not None:
             return process
-        with doing(f"take over {found.role} (pid {found.pid})"):
-            os.waitid(os.P_PID, found.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            same = start_time(found.pid) == found.started
-            process.user_id = os.stat(f"/proc/{found.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
+        with doing(f"take over {record.role} (pid {record.pid})"):
+            os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            same = start_time(record.pid) == record.started
+            process.user_id = os.stat(f"/proc/{record.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
         if not same:
-            raise HostError(f"cannot take over {found.role}: pid {found.pid} is another process now")
-        self._owned[found.pid] = process
+            raise HostError(f"cannot take over {record.role}: pid {record.pid} is another process now")
+        self._owned[record.pid] = process
         self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 

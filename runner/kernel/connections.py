@@ -60,19 +60,19 @@ async def _accepted_together(listener: Socket, most: int, *, wait: bool) -> list
 
     Accepted one at a time, each would cost a turn of all other tasks. *listener* does not block.
     """
-    found: list[Accepted] = []
+    connections: list[Accepted] = []
     if wait:
         first = await accepted(trio.socket.from_stdlib_socket(listener))
-        found.append((first, boot_time()))
+        connections.append((first, boot_time()))
     else:
         await trio.lowlevel.checkpoint()
     # No more connections wait, or no descriptor is left; the next call that waits reports the latter.
     with contextlib.suppress(OSError):
-        while len(found) < most:
+        while len(connections) < most:
             connection = trio.socket.from_stdlib_socket(listener.accept()[0])
             # The time is taken before: a younger process is not the one that connected.
-            found.append((connection, boot_time()))
-    return found
+            connections.append((connection, boot_time()))
+    return connections
 
 
 HangUp = Callable[[trio.socket.SocketType], None]
@@ -108,8 +108,8 @@ class WaitingConnections:
         At least one is returned. The function that *peer* returns names the peer of a connection, or raises ``OSError`` if the peer is
         gone. Connections beyond the bounds are closed.
         """
-        found: list[Accepted] = []
-        while not found:
+        connections: list[Accepted] = []
+        while not connections:
             accepted_now = await _accepted_together(listener, _TOGETHER, wait=not self._waiting)
             of = peer()
             for each in accepted_now:
@@ -119,11 +119,11 @@ class WaitingConnections:
                     self.hang_up(each[0])
             for key in list(islice(self._waiting, _SERVED_TOGETHER)):
                 mine = self._waiting.pop(key)
-                found.append(mine.pop(0))
+                connections.append(mine.pop(0))
                 if mine:
                     self._waiting[key] = mine
-        self._count -= len(found)
-        return found
+        self._count -= len(connections)
+        return connections
 
     def _add(self, key: Hashable, each: Accepted) -> None:
         mine = self._waiting.get(key, [])

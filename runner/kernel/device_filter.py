@@ -53,14 +53,14 @@ class DeviceRule:
 
         Raises ``ValueError``.
         """
-        found = _RULE.fullmatch(text)
-        if found is None:
+        match = _RULE.fullmatch(text)
+        if match is None:
             raise ValueError(f"{text!r} is no rule like 'c 10:232 rw' or 'b 8:* r'")
-        kind = next(kind for kind in get_args(DeviceKind) if kind == found[1])
-        major, minor = (None if number == "*" else int(number) for number in found.group(2, 3))
+        kind = next(kind for kind in get_args(DeviceKind) if kind == match[1])
+        major, minor = (None if number == "*" else int(number) for number in match.group(2, 3))
         if (major or 0) > _LARGEST_MAJOR or (minor or 0) > _LARGEST_MINOR:
             raise ValueError(f"{text!r} has a number above {_LARGEST_MAJOR}:{_LARGEST_MINOR}")
-        return cls(kind, major, minor, "".join(letter for letter in "rwm" if letter in found[4]))
+        return cls(kind, major, minor, "".join(letter for letter in "rwm" if letter in match[4]))
 
 
 DEFAULT_RULES = (

@@ -48,8 +48,8 @@ def seal(fd: int) -> None:
 
 def identity(number: int) -> list[int]:
     """Return device, inode and type of descriptor *number*, which identify its file. Raises ``OSError``."""
-    found = os.fstat(number)
-    return [found.st_dev, found.st_ino, found.st_mode & 0o170000]
+    status = os.fstat(number)
+    return [status.st_dev, status.st_ino, status.st_mode & 0o170000]
 
 
 def claim_inherited(expected: Mapping[str, list[int]]) -> None:

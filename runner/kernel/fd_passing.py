@@ -124,6 +124,6 @@ def holds_fds(connection: trio.socket.SocketType) -> bool:
 def _fds(ancillary: Sequence[tuple[int, int, bytes]]) -> Iterator[int]:
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found = array.array("i")
-            found.frombytes(content[: len(content) - len(content) % _INT])
-            yield from found
+            numbers = array.array("i")
+            numbers.frombytes(content[: len(content) - len(content) % _INT])
+            yield from numbers

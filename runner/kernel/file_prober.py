@@ -26,14 +26,14 @@ def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False)
     With *image* it is examined as a disk. Never raises: an error is part of the result.
     """
     try:
-        found = os.stat(path)  # noqa: PTH116 - a pure path
+        status = os.stat(path)  # noqa: PTH116 - a pure path
     except OSError as error:
         missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
         return MISSING if missing else FileFact("other", error=error.strerror, error_number=error.errno or 0)
-    kind = _file_kind(found.st_mode)
+    kind = _file_kind(status.st_mode)
     if kind not in {"file", "block"}:
         return FileFact(kind, mounted_read_only=kind == "directory" and _mounted_read_only(path))
-    everyone_reads = bool(found.st_mode & stat.S_IROTH)
+    everyone_reads = bool(status.st_mode & stat.S_IROTH)
     try:
         fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         with closing(fd):
@@ -41,11 +41,11 @@ def probe_file(path: PurePosixPath, *, write: bool = False, image: bool = False)
             ends = os.pread(fd, HEAD, 0), os.pread(fd, TAIL, max(0, size - TAIL))
             if image:
                 fact = FileFact(kind, size, everyone_reads=everyone_reads)
-                return _probe_image(fact, path, fd, found, ends, write=write)
+                return _probe_image(fact, path, fd, status, ends, write=write)
             return FileFact(kind, size, everyone_reads=everyone_reads, format=identify(*ends))
     except OSError as error:
         read_error = probe_file(path).error if write else error.strerror
-        return FileFact(kind, found.st_size, error.strerror, read_error, everyone_reads, error_number=error.errno or 0)
+        return FileFact(kind, status.st_size, error.strerror, read_error, everyone_reads, error_number=error.errno or 0)
 
 
 def _mounted_read_only(path: PurePosixPath) -> bool:
@@ -59,17 +59,17 @@ def free_space(path: PurePosixPath) -> int | None:
     """Return how many bytes a user other than root can write below *path*, or below its first existing parent."""
     for each in (path, *path.parents):
         with contextlib.suppress(OSError):
-            found = os.statvfs(each)
-            return found.f_bavail * found.f_frsize
+            status = os.statvfs(each)
+            return status.f_bavail * status.f_frsize
     return None
 
 
 def why_not_appended(path: PurePosixPath) -> str | None:
     """Return the reason why :func:`append` would fail for *path*, or ``None``; creates nothing."""
     try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            refused = {stat.S_IFLNK: errno.ELOOP, stat.S_IFDIR: errno.EISDIR}.get(stat.S_IFMT(found.st_mode))
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            refused = {stat.S_IFLNK: errno.ELOOP, stat.S_IFDIR: errno.EISDIR}.get(stat.S_IFMT(status.st_mode))
             return None if refused is None else os.strerror(refused)
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW))
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def why_not_appended(path: PurePosixPath) -> str | None:
 
 
 def _probe_image(
-    fact: FileFact, path: PurePosixPath, fd: int, found: os.stat_result, ends: tuple[bytes, bytes], *, write: bool
+    fact: FileFact, path: PurePosixPath, fd: int, status: os.stat_result, ends: tuple[bytes, bytes], *, write: bool
 ) -> FileFact:
     from runner.kernel.disk_images import read_image  # here, because it takes 2 ms and only disks need it
 
@@ -95,7 +95,7 @@ def _probe_image(
         image=read_image(path, fd, fact.size, ends, write=write),
         direct=alignment is not None,
         alignment=alignment or 512,
-        sparse=fact.kind == "file" and found.st_blocks * 512 < found.st_size,
+        sparse=fact.kind == "file" and status.st_blocks * 512 < status.st_size,
         sectors=_sectors(fd) if is_block else (512, 512),
         held=is_block and _is_held(path),
         error="the device is read-only" if write and is_block and _is_read_only(fd) else None,
@@ -161,11 +161,11 @@ def read_document(path: PurePosixPath, most: int) -> DocumentFact:
     """Return the content of a file of at most *most* bytes, or the reason why it was not read."""
     try:
         with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 return DocumentFact(error="it is not a file")
-            if found.st_size > most:
-                return DocumentFact(error=f"it has {found.st_size} bytes, of which at most {most} are taken")
+            if status.st_size > most:
+                return DocumentFact(error=f"it has {status.st_size} bytes, of which at most {most} are taken")
             return DocumentFact(os.read(fd, most))
     except OSError as error:
         return DocumentFact(error=error.strerror)

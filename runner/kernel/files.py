@@ -32,8 +32,8 @@ def opened(path: PurePosixPath, *, write: bool = False, direct: bool = False, fo
 def opened_in_place(path: PurePosixPath) -> Iterator[int]:
     """Hold a descriptor of the file at *path*, no component of which may have become a symbolic link."""
     with opened(path) as fd:
-        if (found := os.readlink(f"/proc/self/fd/{fd}")) != str(path):  # noqa: PTH115 - a magic link
-            raise HostError(f"cannot open {str(path)!r}: it lies at {found!r} now")
+        if (target := os.readlink(f"/proc/self/fd/{fd}")) != str(path):  # noqa: PTH115 - a magic link
+            raise HostError(f"cannot open {str(path)!r}: it lies at {target!r} now")
         yield fd
 
 

@@ -138,7 +138,7 @@ def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
         memory = _meminfo(root / "proc/meminfo", _MEM_TOTAL)
         pools = _hugepages(root / "sys/kernel/mm/hugepages")
         return [(NumaNode(0, memory, (LOCAL_DISTANCE,), pools), CpuSet())]
-    found = []
+    nodes = []
     for number in online:
         node = path / f"node{number}"
         distances = tuple(_numbers(node / "distance"))
@@ -147,8 +147,8 @@ def _numa_nodes(path: Path, root: Path) -> list[tuple[NumaNode, CpuSet]]:
                 f"cannot use {str(node / 'distance')!r}: {len(distances)} distances for {len(online)} NUMA nodes"
             )
         memory = _meminfo(node / "meminfo", rf"Node {number} {_MEM_TOTAL}")
-        found.append((NumaNode(number, memory, distances, _hugepages(node / "hugepages")), _cpu_set(node / "cpulist")))
-    return found
+        nodes.append((NumaNode(number, memory, distances, _hugepages(node / "hugepages")), _cpu_set(node / "cpulist")))
+    return nodes
 
 
 def _hugepages(path: Path) -> tuple[HugepagePool, ...]:

@@ -239,19 +239,19 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
 
 def probe_descriptor(number: int) -> DescriptorFact:
     """Return the kernel's facts about the open descriptor *number*."""
-    found = os.fstat(number)
+    status = os.fstat(number)
     writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-    if stat.S_ISREG(found.st_mode):
-        return DescriptorFact("file", f"a file of {found.st_size} bytes", writable, found.st_size)
-    if stat.S_ISBLK(found.st_mode):
+    if stat.S_ISREG(status.st_mode):
+        return DescriptorFact("file", f"a file of {status.st_size} bytes", writable, status.st_size)
+    if stat.S_ISBLK(status.st_mode):
         size = os.lseek(number, 0, os.SEEK_END)
         return DescriptorFact("block", f"a block device of {size} bytes", writable, size)
-    if stat.S_ISSOCK(found.st_mode):
+    if stat.S_ISSOCK(status.st_mode):
         return _probe_socket(number)
-    if stat.S_ISCHR(found.st_mode):
-        return _probe_character_device(number, found.st_rdev, writable=writable)
+    if stat.S_ISCHR(status.st_mode):
+        return _probe_character_device(number, status.st_rdev, writable=writable)
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
-    return DescriptorFact("other", kinds.get(stat.S_IFMT(found.st_mode), "something else"), writable)
+    return DescriptorFact("other", kinds.get(stat.S_IFMT(status.st_mode), "something else"), writable)
 
 
 def _probe_socket(number: int) -> DescriptorFact:

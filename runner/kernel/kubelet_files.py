@@ -116,10 +116,10 @@ def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
         return []
     except OSError as error:
         raise HostError(f"cannot list {directory}") from error
-    found = [directory / name for name in sorted(names) if any(fnmatchcase(name, each) for each in patterns)]
-    if len(found) > _MOST_FILES:
-        raise HostError(f"{directory} has {len(found)} files of that name, more than {_MOST_FILES}")
-    return found
+    paths = [directory / name for name in sorted(names) if any(fnmatchcase(name, each) for each in patterns)]
+    if len(paths) > _MOST_FILES:
+        raise HostError(f"{directory} has {len(paths)} files of that name, more than {_MOST_FILES}")
+    return paths
 
 
 def is_registered(plugins: Path, pattern: str) -> bool:

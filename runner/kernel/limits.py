@@ -300,13 +300,13 @@ class MemoryLimit:
 
 def memory_limit(roots: Roots | None = None) -> MemoryLimit | None:
     """Return the least limit of memory of this process's cgroups, of either version, as far as they can be seen."""
-    found = (
+    limits = (
         MemoryLimit(group, file, int(value))
         for group in own_groups("memory", roots)
         for file in ("memory.max", "memory.limit_in_bytes")
         if (value := read_text(group / file).strip()).isdecimal() and int(value) < _UNLIMITED
     )
-    return min(found, key=lambda limit: limit.size, default=None)
+    return min(limits, key=lambda limit: limit.size, default=None)
 
 
 def cpu_limits(root: PurePosixPath, cgroup: str) -> Iterator[float]:

@@ -64,13 +64,13 @@ class LineFramer:
 
         An overlong line is not consumed: every later call raises as well.
         """
-        found = self._find(end)
+        end_at = self._find(end)
         # Without an end, the last bytes may be the beginning of one.
-        if (found if found >= 0 else len(self._buffer) - len(end) + 1) > self._longest:
+        if (end_at if end_at >= 0 else len(self._buffer) - len(end) + 1) > self._longest:
             if not self._split:
                 raise OverlongError
             return self._take(self._longest, self._longest)
-        return None if found < 0 else self._take(found, found + len(end))
+        return None if end_at < 0 else self._take(end_at, end_at + len(end))
 
     def step(self, most: int = LINES_PER_STEP) -> Iterator[bytes]:
         """Yield up to *most* lines; the caller checkpoints before it asks for more. Raises :exc:`OverlongError`."""

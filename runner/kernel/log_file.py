@@ -81,8 +81,8 @@ class LogFile:
         self._look_at_size()
 
     def _look_at_size(self) -> None:
-        found = os.fstat(self._fd)
-        self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
+        status = os.fstat(self._fd)
+        self._size = status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _rotate(self) -> None:
         os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - a pure path

@@ -271,8 +271,8 @@ class Rtnetlink:
 
     def addresses6(self, link: FoundLink) -> tuple[IPv6Interface, ...]:
         """Return the permanent global IPv6 addresses of *link*."""
-        found = self._read_addresses(link, socket.AF_INET6, _permanent_address)
-        return tuple(address for address in found if isinstance(address, IPv6Interface))
+        addresses = self._read_addresses(link, socket.AF_INET6, _permanent_address)
+        return tuple(address for address in addresses if isinstance(address, IPv6Interface))
 
     def has_broadcast(self, link: FoundLink) -> bool:
         """Tell whether the IPv4 addresses of *link* came with a broadcast address."""

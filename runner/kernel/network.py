@@ -391,15 +391,15 @@ def add_macvtap(plan: Macvtap) -> int:
     """
     with Rtnetlink() as rtnetlink:
         over = _find(rtnetlink, plan.over)
-        found = rtnetlink.link(plan.name)
-        if found is not None:
-            if (found.alias, found.mac) != (OURS, plan.mac):
+        link = rtnetlink.link(plan.name)
+        if link is not None:
+            if (link.alias, link.mac) != (OURS, plan.mac):
                 raise HostError(
                     f"cannot make the macvtap {plan.name!r}: a link of that name exists and is not instance-runner's",
                     remedy="remove it",
                 )
             log.warning(InstanceEvent.NETWORK_RECOVERED, plan.name)
-            rtnetlink.delete_link(found)
+            rtnetlink.delete_link(link)
         rtnetlink.add_macvtap(plan.name, over, plan.mac, plan.mtu)
         made = _find(rtnetlink, plan.name)
         try:
@@ -413,6 +413,6 @@ def add_macvtap(plan: Macvtap) -> int:
 def remove_macvtap(plan: Macvtap) -> None:
     """Remove the macvtap, if it exists."""
     with Rtnetlink() as rtnetlink:
-        found = rtnetlink.link(plan.name)
-        if found is not None and found.alias == OURS:
-            rtnetlink.delete_link(found)
+        link = rtnetlink.link(plan.name)
+        if link is not None and link.alias == OURS:
+            rtnetlink.delete_link(link)

@@ -157,12 +157,12 @@ class Peers:
         """
         pid = credentials(connection)[0]
         try:
-            found = self.look_up(pid)
+            process = self.look_up(pid)
         except (OSError, HostError):
             return 0
-        if found.inode == own_namespace:
+        if process.inode == own_namespace:
             return pid
-        return found.inode if found.parent in (0, own_namespace) else own_namespace
+        return process.inode if process.parent in (0, own_namespace) else own_namespace
 
     def namespace(self, pid: int) -> int | None:
         """Return the inode of the PID namespace of process *pid*, or ``None`` if it has ended."""

@@ -293,14 +293,14 @@ class Procfs:
 
     def runnable(self, cpus: CpuSet) -> dict[int, list[tuple[int, int]]]:
         """Return, for each of *cpus*, the process and thread numbers of the threads that run or wait there."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        tasks: dict[int, list[tuple[int, int]]] = {}
         for pid in self.processes():
             for tid in self.thread_ids(pid):
                 with contextlib.suppress(OSError):  # it has ended
                     stat = _stat(_read(f"{self.root}/{pid}/task/{tid}/stat"))
                     if stat[0] == "R" and int(stat[36]) in cpus:
-                        found.setdefault(int(stat[36]), []).append((pid, tid))
-        return found
+                        tasks.setdefault(int(stat[36]), []).append((pid, tid))
+        return tasks
 
     def process_of(self, tid: int) -> int | None:
         """Return the process that thread *tid* belongs to, or ``None`` when it is gone."""

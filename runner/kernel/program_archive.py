@@ -34,8 +34,8 @@ def _added(archive: ZipFile, directory: PurePosixPath) -> Iterator[tuple[str, by
     sources: dict[str, bytes] = {}
     for name, content in files_of(directory):
         yield name, content
-        if found := _BYTECODE.fullmatch(name):
-            source = f"{found[1]}{found[2]}.py"
+        if match := _BYTECODE.fullmatch(name):
+            source = f"{match[1]}{match[2]}.py"
             if _is_current(content, directory / source):
                 sources.pop(source, None)
                 _add(archive, f"{source}c", content)
@@ -47,11 +47,11 @@ def _added(archive: ZipFile, directory: PurePosixPath) -> Iterator[tuple[str, by
 
 def _is_current(bytecode: bytes, source: PurePosixPath) -> bool:
     try:
-        found = os.stat(source)  # noqa: PTH116 - a pure path
+        status = os.stat(source)  # noqa: PTH116 - a pure path
     except FileNotFoundError:
         return False
     # The flags say that it is never compared with its source, or is followed by the source's time and size (PEP 552).
-    age = struct.pack("<III", 0, int(found.st_mtime) & 0xFFFFFFFF, found.st_size)
+    age = struct.pack("<III", 0, int(status.st_mtime) & 0xFFFFFFFF, status.st_size)
     return bytecode.startswith((MAGIC_NUMBER + struct.pack("<I", 1), MAGIC_NUMBER + age))
 
 

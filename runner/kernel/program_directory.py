@@ -103,15 +103,15 @@ def _files(directory: str) -> Iterator[str]:
 
 def _check_owner(path: str, *, sticky: bool = False) -> None:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise RefusedError(f"cannot use {path!r}") from error
-    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
         raise RefusedError(f"cannot use {path!r}: it is neither a file nor a directory, and a program has no others")
     if "\n" in path or "\\" in path:
         raise RefusedError(
             f"cannot use {path!r}: its name has a line end or a backslash, which sha256sum writes otherwise"
         )
-    kept = sticky and bool(found.st_mode & stat.S_ISVTX)
-    if found.st_uid != 0 or (found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept):
+    kept = sticky and bool(status.st_mode & stat.S_ISVTX)
+    if status.st_uid != 0 or (status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept):
         raise RefusedError(f"cannot use {path!r}: others than root may change it", remedy="give it to root, mode go-w")

@@ -51,8 +51,8 @@ def pin(tid: int, cpus: CpuSet) -> None:
     """
     try:
         os.sched_setaffinity(tid, cpus)
-        found = os.sched_getaffinity(tid)
+        allowed = os.sched_getaffinity(tid)
     except OSError as error:
         raise PlacementError(f"cannot pin thread {tid} to CPUs '{cpus}'") from error
-    if found != set(cpus):
-        raise PlacementError(f"cannot pin thread {tid} to CPUs '{cpus}': the kernel gave it '{CpuSet(found)}'")
+    if allowed != set(cpus):
+        raise PlacementError(f"cannot pin thread {tid} to CPUs '{cpus}': the kernel gave it '{CpuSet(allowed)}'")

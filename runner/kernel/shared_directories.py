@@ -63,12 +63,12 @@ class SharedDirectories:
             if (shared := self._having(directory)) is not None:
                 return shared
         try:
-            found = os.stat(path)  # noqa: PTH116 - a pure path
+            status = os.stat(path)  # noqa: PTH116 - a pure path
         except OSError:
             return None
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink == 1:
             return None
-        return next((shared.path for shared in self.shared if may_have(os.fspath(shared.path), found)), None)
+        return next((shared.path for shared in self.shared if may_have(os.fspath(shared.path), status)), None)
 
     def leading_to(self, path: PurePosixPath) -> PurePosixPath | None:
         """Return the first of the directories in which a component of *path* is looked up, so that its guest could redirect the path.
@@ -101,9 +101,9 @@ def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDi
     """Return the directories *paths*, with the mounts that this process has now (proc_pid_mountinfo(5))."""
     given = tuple(paths)
     lines = read_text(roots.proc / "self/mountinfo").splitlines() if given else []
-    found = [_parse_mount(line) for line in lines]
-    visible = dict(found)  # of several mounts at one point the last hides the others
-    return SharedDirectories(tuple(_shared(path, found, visible) for path in given), visible)
+    mounts = [_parse_mount(line) for line in lines]
+    visible = dict(mounts)  # of several mounts at one point the last hides the others
+    return SharedDirectories(tuple(_shared(path, mounts, visible) for path in given), visible)
 
 
 def _shared(

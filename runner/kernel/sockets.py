@@ -54,9 +54,9 @@ def refuse_fds(receiver: socket.socket) -> bool:
 def adopted_socket(number: int) -> Iterator[socket.socket]:
     """Hold the socket of a descriptor that came through exec."""
     with doing(f"take over the socket {number}"):
-        found = socket.socket(fileno=number)
-    with found:
-        yield found
+        adopted = socket.socket(fileno=number)
+    with adopted:
+        yield adopted
 
 
 @contextmanager

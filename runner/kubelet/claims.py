@@ -88,8 +88,8 @@ class CpuClaims:
 
     def pods_of(self, devices: Iterable[str]) -> frozenset[str]:
         """Return the pods that have all claims of *devices*."""
-        found = [self._claim(each).pods for each in self.devices if each.device in devices]
-        return functools.reduce(frozenset.__and__, found) if found else frozenset()
+        pods = [self._claim(each).pods for each in self.devices if each.device in devices]
+        return functools.reduce(frozenset.__and__, pods) if pods else frozenset()
 
     def _claim(self, device: ClaimedCpus) -> PreparedClaim:
         return next(claim for claim in self.claims if claim.uid == device.claim)
@@ -136,14 +136,14 @@ def parse_cpu_devices(text: bytes, source: str) -> tuple[ClaimedCpus, ...]:
 
 def _claimed(device: Value) -> ClaimedCpus:
     environment = field(field(device, "containerEdits", {}), "env", [])
-    found = [each for each in environment.elements() if each.text().startswith(CLAIMED_CPUS)]
-    if len(found) != 1:
-        environment.fail(f"must have one variable {CLAIMED_CPUS}…, found {len(found)}")
-    claim, equals, cpus = found[0].text().removeprefix(CLAIMED_CPUS).partition("=")
+    variables = [each for each in environment.elements() if each.text().startswith(CLAIMED_CPUS)]
+    if len(variables) != 1:
+        environment.fail(f"must have one variable {CLAIMED_CPUS}…, found {len(variables)}")
+    claim, equals, cpus = variables[0].text().removeprefix(CLAIMED_CPUS).partition("=")
     if not claim or not equals:
-        found[0].fail(f"must be {CLAIMED_CPUS}<claim uid>=<CPUs>, found {found[0].value!r}")
+        variables[0].fail(f"must be {CLAIMED_CPUS}<claim uid>=<CPUs>, found {variables[0].value!r}")
     name = f"{CDI_KIND}={field(device, 'name').text()}"
-    return ClaimedCpus(name, claim, cpu_set(attrs.evolve(found[0], value=cpus)))
+    return ClaimedCpus(name, claim, cpu_set(attrs.evolve(variables[0], value=cpus)))
 
 
 def parse_cpu_claims(state: bytes | None, source: str, specifications: Mapping[str, bytes]) -> CpuClaims:

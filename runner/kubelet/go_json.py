@@ -64,10 +64,10 @@ def _spellings(struct: Value, name: str) -> list[str]:
 
 def field(struct: Value, name: str, default: object = None) -> Value:
     """Return the field *name* of *struct*, or *default* if it is missing or null, as for an empty map in Go."""
-    found = _spellings(struct, name)
-    if len(found) > 1:
-        struct.fail(f"a key appears twice in one object: {' and '.join(map(repr, found))}")
-    value = struct.value[found[0]] if found else None
+    spellings = _spellings(struct, name)
+    if len(spellings) > 1:
+        struct.fail(f"a key appears twice in one object: {' and '.join(map(repr, spellings))}")
+    value = struct.value[spellings[0]] if spellings else None
     return Value(default if value is None else value, struct.source, f"{struct.path}.{name}".lstrip("."), name)
 
 

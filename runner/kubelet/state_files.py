@@ -150,10 +150,10 @@ def parse_verified_cpu_state(text: bytes, machine: OnlineCpus, reserved: CpuSet,
 
 def _policy(document: Value, *known: Choice) -> Choice:
     policy = field(document, "policyName")
-    found = next((choice for choice in known if choice == policy.value), None)
-    if found is None:
+    chosen = next((choice for choice in known if choice == policy.value), None)
+    if chosen is None:
         policy.fail(f"must be {' or '.join(map(repr, known))}, found {policy.value!r}")
-    return found
+    return chosen
 
 
 def _bytes(value: Value) -> int:

@@ -111,23 +111,23 @@ def configuration_among(documents: Iterable[Value]) -> Value:
     Raises :class:`UsageError` unless exactly one of the *documents*, of which there is one at least, is it.
     """
     documents = list(documents)
-    found = []
+    configurations = []
     for document in documents:
         if isinstance(document.value, dict) and document.value.get("kind") == KIND:
-            found.append(document)
+            configurations.append(document)
         elif isinstance(document.value, dict) and document.value.keys() == {"kubeletconfig"}:
             running = document.get("kubeletconfig")
             running.members()
             head = {"apiVersion": API_VERSION, "kind": KIND}
-            found.append(Value({**head, **running.value}, running.source, running.path))
-    if len(found) != 1:
+            configurations.append(Value({**head, **running.value}, running.source, running.path))
+    if len(configurations) != 1:
         kinds = (
             ", ".join(repr(each.value.get("kind")) for each in documents if isinstance(each.value, dict)) or "nothing"
         )
         source = documents[0].source.partition(" (document")[0]
-        form = "" if found else next(filter(None, map(form_of, documents)), "")
+        form = "" if configurations else next(filter(None, map(form_of, documents)), "")
         raise no_configuration(source, kinds, form)
-    return found[0]
+    return configurations[0]
 
 
 def parse_kubelet_configuration(

@@ -83,7 +83,7 @@ def insufficient(pod: Pod, others: Sequence[Pod], allocatable: NodeAllocatable) 
 
     Where several sizes of huge pages are insufficient, its order is that of a Go map, which is random; here it is by name.
     """
-    found = [Insufficient(PODS, 1, len(others), allocatable.pods)] if len(others) >= allocatable.pods else []
+    reasons = [Insufficient(PODS, 1, len(others), allocatable.pods)] if len(others) >= allocatable.pods else []
     used, requests = total_requests(others), pod.requests
     first = (CPU, MEMORY, EPHEMERAL_STORAGE)
     for resource in (*first, *sorted(requests.keys() - first)):
@@ -92,8 +92,8 @@ def insufficient(pod: Pod, others: Sequence[Pod], allocatable: NodeAllocatable) 
         amount = requests.get(resource, 0)
         compared = Insufficient(resource, amount, used.get(resource, 0), allocatable.resources.get(resource, 0))
         if amount and compared.missing > 0:
-            found.append(compared)
-    return tuple(found)
+            reasons.append(compared)
+    return tuple(reasons)
 
 
 def preempted(pod: Pod, missing: Iterable[Insufficient], others: Iterable[Pod]) -> tuple[Pod, ...]:

@@ -191,8 +191,8 @@ class CgroupPaths:
 
     def misses(self, observed: ObservedThread) -> bool:
         """Tell whether *observed* is outside the cgroup of its role."""
-        expected, found = self.of(observed.role), observed.thread.cgroup
-        return bool(expected) and (not found.endswith(expected) if self.ends else found != expected)
+        expected, actual = self.of(observed.role), observed.thread.cgroup
+        return bool(expected) and (not actual.endswith(expected) if self.ends else actual != expected)
 
 
 @frozen

@@ -267,17 +267,17 @@ def _unpacked(content: bytes) -> bytes:
         return content
     import zlib  # here, because little user-data is compressed
 
-    found, rest = b"", content
+    unpacked, rest = b"", content
     try:
-        while rest and len(found) < LARGEST_UNPACKED:
+        while rest and len(unpacked) < LARGEST_UNPACKED:
             member = zlib.decompressobj(wbits=31)  # a header of gzip (zlib's inflateInit2)
-            found += member.decompress(rest, LARGEST_UNPACKED - len(found))
+            unpacked += member.decompress(rest, LARGEST_UNPACKED - len(unpacked))
             rest = member.unused_data.lstrip(b"\0")
-            if not member.eof and len(found) < LARGEST_UNPACKED:
+            if not member.eof and len(unpacked) < LARGEST_UNPACKED:
                 return content  # it is truncated
     except zlib.error:
         return content
-    return found
+    return unpacked
 
 
 def read_keys(where: str, value: str | PurePosixPath, content: bytes | None, problems: Problems) -> list[str]:
@@ -291,9 +291,9 @@ def read_keys(where: str, value: str | PurePosixPath, content: bytes | None, pro
         )
         return []
     text = content.decode(errors="replace")
-    found = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    wrong = next((line for line in found if _KEY.fullmatch(line) is None), None)
-    if wrong is not None or not found:
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    wrong = next((line for line in keys if _KEY.fullmatch(line) is None), None)
+    if wrong is not None or not keys:
         what = "no public key" if wrong is None else f"{wrong[:40]!r}, which is no public key"
         problems.refuse(f"cloud_init.{where}", f"{named}{what}", "one looks like 'ssh-ed25519 AAAAC3… name'")
-    return found
+    return keys

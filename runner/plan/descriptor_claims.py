@@ -56,22 +56,24 @@ class Claims:
         self._claimed[name] = where
         if self._inherited is None:
             return None
-        found = self._inherited.get(name)
-        if found is None:
+        descriptor = self._inherited.get(name)
+        if descriptor is None:
             known = ", ".join(map(repr, self._inherited)) or "none"
             self._refuse(where, f"no descriptor {name!r} was inherited", f"there are: {known}")
             return None
         allowed = " or ".join(ALLOWED[kind] for kind in ALLOWED if kind in kinds)
-        if found.kind not in kinds:
-            self._refuse(where, f"the descriptor {name!r} is {found.description}, it takes {allowed}")
+        if descriptor.kind not in kinds:
+            self._refuse(where, f"the descriptor {name!r} is {descriptor.description}, it takes {allowed}")
             return None
-        if found.declared is not None and found.declared != found.kind:
-            self._refuse(where, f"the descriptor {name!r} is {found.description}, but came as {found.declared!r}")
+        if descriptor.declared is not None and descriptor.declared != descriptor.kind:
+            self._refuse(
+                where, f"the descriptor {name!r} is {descriptor.description}, but came as {descriptor.declared!r}"
+            )
             return None
-        if write and not found.writable:
+        if write and not descriptor.writable:
             self._refuse(where, f"the descriptor {name!r} is open for reading only", "it takes one for both")
             return None
-        return found
+        return descriptor
 
     def claim_disks(self, disks: Sequence[DiskSpec]) -> None:
         """Claim the descriptors of *disks*."""
@@ -81,10 +83,10 @@ class Claims:
 
     def refuse_unclaimed(self) -> None:
         """Add a problem for each inherited descriptor that no key of the spec names, because it would stay open unused."""
-        for name, found in (self._inherited or {}).items():
+        for name, descriptor in (self._inherited or {}).items():
             if name not in self._claimed:
                 self._refuse(
                     "descriptors",
-                    f"nothing names the descriptor {name!r} ({found.description})",
+                    f"nothing names the descriptor {name!r} ({descriptor.description})",
                     "name it in a key fd, or do not pass it",
                 )

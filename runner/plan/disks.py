@@ -141,12 +141,12 @@ def _facts_of(disk: DiskSpec, facts: HostFacts) -> DiskFacts:
 def plan_disk(name: str, disk: DiskSpec, facts: DiskFacts, where: str, problems: Problems) -> DiskPlan:
     """Plan *disk*; the paths of its problems begin with *where*."""
     fact = facts.files.get(disk.file, MISSING)
-    found = len(problems.found)
+    problems_before = len(problems.found)
     layers = tuple(_layers(disk, fact, facts.files, where, problems))
     direct, aio = _access(disk, fact, facts.io_uring_error, where, problems)
-    if len(problems.found) == found:
+    if len(problems.found) == problems_before:
         _judge_content(disk, layers, facts.files, where, problems)
-    if len(problems.found) == found and layers:  # last: a packed or foreign file needs another remedy
+    if len(problems.found) == problems_before and layers:  # last: a packed or foreign file needs another remedy
         _judge_length(layers[0], facts.files, where, problems)
     size = 0 if fact.image is None else fact.image.size
     overlay = None

@@ -153,14 +153,14 @@ def judge_boot(
             "add a [[disk]], or boot.kernel",
         )
     contents = [content_of(disk.layers, facts.files) for disk in disks]
-    found = [each[1] for each in contents if each is not None]
-    if spec.boot.kernel is not None or spec.device or not disks or len(found) < len(disks):
+    known = [each[1] for each in contents if each is not None]
+    if spec.boot.kernel is not None or spec.device or not disks or len(known) < len(disks):
         return
     listed = " or ".join(repr(str(disk.path)) for disk in disks)
-    esp = next((str(disk.path) for disk, content in zip(disks, found, strict=True) if content.esp), None)
-    if spec.boot.firmware is None and not any(each.bios for each in found):
+    esp = next((str(disk.path) for disk, content in zip(disks, known, strict=True) if content.esp), None)
+    if spec.boot.firmware is None and not any(each.bios for each in known):
         if esp is None:
-            cd = any(each.format is not None and each.format.name == "ISO 9660" for each in found)
+            cd = any(each.format is not None and each.format.name == "ISO 9660" for each in known)
             problems.remark(
                 "boot",
                 f"the guest boots nothing: there is no boot sector with code on {listed}",
@@ -174,15 +174,15 @@ def judge_boot(
                 f"is missing, so a BIOS would boot the guest, and no disk has boot code for one: {esp!r} has an EFI system partition",
                 'set boot.firmware = "uefi"',
             )
-    elif spec.boot.firmware is None and esp and not any(each.bios and each.bios_partition for each in found):
+    elif spec.boot.firmware is None and esp and not any(each.bios and each.bios_partition for each in known):
         problems.remark(
             "boot.firmware",
             f"the guest probably boots nothing: boot.firmware is missing, so a BIOS boots it, and {esp!r} has an EFI system partition but "
             "none for a BIOS",
             'set boot.firmware = "uefi"',
         )
-    if isinstance(spec.boot.firmware, str) and not any(each.efi for each in found):
-        for_bios = any(each.bios for each in found)
+    if isinstance(spec.boot.firmware, str) and not any(each.efi for each in known):
+        for_bios = any(each.bios for each in known)
         problems.remark(
             "boot",
             f"the guest boots nothing: there is no EFI system partition on {listed}",

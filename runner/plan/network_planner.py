@@ -201,16 +201,18 @@ class _NetworkPlanner:
     def _interface(self, index: int, network: NetworkSpec) -> Interface | None:
         """Return the interface that *network* is on, if it exists; refuse an MTU greater than the interface's."""
         name = network.interface or "eth0"
-        found = self._facts.interfaces.get(name)
-        if found is None:
+        interface = self._facts.interfaces.get(name)
+        if interface is None:
             self._problems.refuse(
                 f"network[{index}].interface",
                 f"there is no network interface {name!r} here",
                 'name the pod\'s, or use mode = "private"',
             )
-        elif network.mtu is not None and network.mtu > found.mtu:
-            self._problems.refuse(f"network[{index}].mtu", f"{network.mtu} is more than the {found.mtu} of {name!r}")
-        return found
+        elif network.mtu is not None and network.mtu > interface.mtu:
+            self._problems.refuse(
+                f"network[{index}].mtu", f"{network.mtu} is more than the {interface.mtu} of {name!r}"
+            )
+        return interface
 
     def _bridged(self, index: int, network: NetworkSpec) -> BridgedPlan | None:
         pod = self._interface(index, network)
@@ -349,10 +351,10 @@ class _NetworkPlanner:
         if not network.ipv6 or self._without_ipv6(index, mtu):
             return None
         if len(pod.addresses6) != 1:
-            found = ", ".join(map(str, pod.addresses6)) or "none"
+            addresses = ", ".join(map(str, pod.addresses6)) or "none"
             self._problems.refuse(
                 where,
-                f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {found}",
+                f"{pod.name!r} must have exactly one global IPv6 address for the guest to take over, found {addresses}",
             )
             return None
         self._problems.remark(
@@ -428,16 +430,18 @@ class _NetworkPlanner:
 
     def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:
         where = f"network[{index}].fd"
-        found = [self._claims.claim(where, name, {"tap", "macvtap", "socket"}, write=True) for name in network.fd]
+        descriptors = [self._claims.claim(where, name, {"tap", "macvtap", "socket"}, write=True) for name in network.fd]
         for name in network.vhost_fd:
             self._claims.claim(f"network[{index}].vhost_fd", name, {"vhost-net"}, write=True)
-        first = next((each for each in found if each is not None), None)
+        first = next((each for each in descriptors if each is not None), None)
         kind = _kind(first)
         if first is not None and any(
-            each is not None and (each.kind, each.interface) != (kind, first.interface) for each in found
+            each is not None and (each.kind, each.interface) != (kind, first.interface) for each in descriptors
         ):
             self._problems.refuse(where, "names descriptors of different interfaces", "each queue is one of the same")
-        if len(found) > 1 and (kind == "socket" or any(each is not None and not each.multi_queue for each in found)):
+        if len(descriptors) > 1 and (
+            kind == "socket" or any(each is not None and not each.multi_queue for each in descriptors)
+        ):
             self._problems.refuse(
                 where, "names several, which needs a tap or macvtap that was opened with IFF_MULTI_QUEUE each time"
             )
@@ -501,9 +505,9 @@ def _found(pod: Interface) -> str:
     return f"found {', '.join(map(str, pod.addresses)) or 'none'}"
 
 
-def _kind(found: DescriptorFact | None) -> Literal["tap", "macvtap", "socket"]:
+def _kind(descriptor: DescriptorFact | None) -> Literal["tap", "macvtap", "socket"]:
     """Return the kind of a claimed descriptor; a tap if none is inherited yet."""
-    match None if found is None else found.kind:
+    match None if descriptor is None else descriptor.kind:
         case "macvtap":
             return "macvtap"
         case "socket":

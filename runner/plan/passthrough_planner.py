@@ -104,13 +104,13 @@ def given_addresses(
     devices: Sequence[DeviceSpec], environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]
 ) -> tuple[str, ...]:
     """Return the addresses of all devices from which :func:`asked_devices` chooses."""
-    found: dict[str, None] = {}
+    addresses: dict[str, None] = {}
     for device in devices:
         try:
-            found |= dict.fromkeys([device.address] if device.address else _given(device, environment, claims))
+            addresses |= dict.fromkeys([device.address] if device.address else _given(device, environment, claims))
         except _NoDevicesError:  # asked_devices reports the reason
             continue
-    return tuple(found)
+    return tuple(addresses)
 
 
 def asked_devices(
@@ -272,8 +272,8 @@ class _DevicePlanner:
         self._spec, self._topology, self._facts, self._user, self._problems = spec, topology, facts, user, problems
         self._vfio = facts.vfio or VfioFacts()
         vfio = self._vfio
-        self._asked, found = asked_devices(spec.device, vfio.environment, vfio.claims, vfio.devices)
-        problems.found += found
+        self._asked, problems_found = asked_devices(spec.device, vfio.environment, vfio.claims, vfio.devices)
+        problems.found += problems_found
 
     def plan(self, accel: Accel) -> PassthroughPlan:
         facts = [(each, self._fact(each)) for each in self._asked]

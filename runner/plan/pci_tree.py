@@ -82,10 +82,10 @@ class _Switch:
 
     def below(self, port: PciBridge, way: Sequence[PciBridge]) -> _Switch:
         """Return the switch below this one that begins with *port*."""
-        found = self.items.get(port.address)
-        if not isinstance(found, _Switch):
-            found = self.items[port.address] = _Switch(port, way)
-        return found
+        switch = self.items.get(port.address)
+        if not isinstance(switch, _Switch):
+            switch = self.items[port.address] = _Switch(port, way)
+        return switch
 
 
 def guest_tree(devices: Iterable[Placed], numa_nodes: int, qemu_version: str, problems: Problems) -> GuestTree:

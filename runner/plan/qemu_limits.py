@@ -47,10 +47,10 @@ ALWAYS_FITS = 28 * GIB
 
 def last_apic_id(topology: GuestTopology, cores: int) -> int:
     """Return the greatest APIC ID in a guest of *topology* with *cores* in each die (``include/hw/i386/topology.h``)."""
-    found = topology.sockets - 1
+    apic_id = topology.sockets - 1
     for number in (topology.dies, cores, topology.threads):
-        found = found << (number - 1).bit_length() | (number - 1)
-    return found
+        apic_id = apic_id << (number - 1).bit_length() | (number - 1)
+    return apic_id
 
 
 def needs_remapping(topology: GuestTopology, most: int | None) -> bool:

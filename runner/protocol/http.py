@@ -85,20 +85,20 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def open_http_listeners(host: str, port: int) -> list[Socket]:
     """Listen at *port* of *host*, as :func:`parse_address` returns them. Raises :class:`HostError`."""
-    found: list[Socket] = []
+    listeners: list[Socket] = []
     with ExitStack() as held:
         for address in [host] if host else ["0.0.0.0", "::"]:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
                 listener = held.enter_context(socket.create_server((address, port), family=family, backlog=_BACKLOG))
             except OSError as error:
-                if found and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                if listeners and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                     continue  # a kernel without IPv6
                 raise HostError(f"cannot listen at {host}:{port}") from error
             listener.setblocking(False)
-            found.append(listener)
+            listeners.append(listener)
         held.pop_all()
-    return found
+    return listeners
 
 
 def adopted_http_listeners(numbers: Iterable[int]) -> list[Socket]:

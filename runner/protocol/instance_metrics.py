@@ -239,14 +239,16 @@ def _parsed(family: Family, values: object) -> Iterator[tuple[tuple[str, ...], f
 
 def as_json(report: Report) -> dict[str, ReportedValue]:
     """Return *report* for people and programs, without label values whose number is zero."""
-    found: dict[str, ReportedValue] = {}
+    values: dict[str, ReportedValue] = {}
     for name, samples in report.items():
         labels = FAMILIES[name].reported_labels
         match labels:
             case ():
-                found[name] = samples.get(())
+                values[name] = samples.get(())
             case [label] if not label.text:
-                found[name] = {texts[0]: value for texts, value in samples.items() if value}
+                values[name] = {texts[0]: value for texts, value in samples.items() if value}
             case _:
-                found[name] = {label.name: text for texts in samples for label, text in zip(labels, texts, strict=True)}
-    return found
+                values[name] = {
+                    label.name: text for texts in samples for label, text in zip(labels, texts, strict=True)
+                }
+    return values

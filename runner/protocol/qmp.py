@@ -222,15 +222,15 @@ class Monitor:
             tuple((event.name, json.dumps(dict(event.data))) for event in self._events),
         )
 
-    def go_on(self, found: MonitorRecord) -> Monitor:
+    def go_on(self, record: MonitorRecord) -> Monitor:
         """Continue the conversation of the previous program, which is past its greeting; return this monitor."""
-        self._greeting = Message(json.loads(found.greeting))
-        self._numbers = itertools.count(found.next_number)
-        self._lines.feed(found.unfinished)
-        self._skipping = found.skipping
-        self._unanswered.extend(found.unanswered)
+        self._greeting = Message(json.loads(record.greeting))
+        self._numbers = itertools.count(record.next_number)
+        self._lines.feed(record.unfinished)
+        self._skipping = record.skipping
+        self._unanswered.extend(record.unanswered)
         self._owed_since = trio.current_time()
-        self._events.extend(QmpEvent.of({"event": name, "data": json.loads(data)}) for name, data in found.events)
+        self._events.extend(QmpEvent.of({"event": name, "data": json.loads(data)}) for name, data in record.events)
         return self
 
     async def greet(self) -> str:
@@ -351,8 +351,8 @@ class Monitor:
     def version(self) -> str:
         """Return QEMU's version, such as ``11.1.3``, by its greeting."""
         greeting: Any = self.greeting
-        found = greeting["QMP"]["version"]["qemu"]
-        return ".".join(str(whole_number(found[part])) for part in ("major", "minor", "micro"))
+        numbers = greeting["QMP"]["version"]["qemu"]
+        return ".".join(str(whole_number(numbers[part])) for part in ("major", "minor", "micro"))
 
     @contextmanager
     def observed_by(self, observe: Callable[[QmpEvent], None]) -> Iterator[None]:
@@ -381,8 +381,8 @@ class Monitor:
         """Return the threads of the vCPUs, by vCPU index (``query-cpus-fast``)."""
 
         def parse(reply: Any) -> tuple[VcpuThread, ...]:
-            found = (VcpuThread(whole_number(each["cpu-index"]), whole_number(each["thread-id"])) for each in reply)
-            return tuple(sorted(found, key=lambda vcpu: vcpu.index))
+            vcpus = (VcpuThread(whole_number(each["cpu-index"]), whole_number(each["thread-id"])) for each in reply)
+            return tuple(sorted(vcpus, key=lambda vcpu: vcpu.index))
 
         return await self.query("query-cpus-fast", parse)
 

@@ -87,8 +87,8 @@ class ObjectFramer:
             if depth > DEEPEST_REQUEST:
                 raise BadRequestError(f"a message may be nested {DEEPEST_REQUEST} deep")
             if depth == 0:
-                found, self._buffer = self._buffer[: token.end()], self._buffer[token.end() :]
-                return found
+                message, self._buffer = self._buffer[: token.end()], self._buffer[token.end() :]
+                return message
         if len(self._buffer) > self._longest:
             raise BadRequestError(f"a message may have {self._longest} bytes")
         return None

@@ -134,12 +134,12 @@ class _ShownLines:
         self.at = 0
 
     def _obey(self, unit: str) -> None:
-        found = _CONTROL.fullmatch(unit)
-        if found is None:
+        control = _CONTROL.fullmatch(unit)
+        if control is None:
             if unit in {"\x1bD", "\x1bE", "\x1bM", "\x1bc"}:
                 self._next()
             return
-        private, numbers, between, final = found.groups()
+        private, numbers, between, final = control.groups()
         first = numbers.partition(";")[0]
         number = min(int(first), LONGEST) if first.isdecimal() else 0
         if not private and not between and not self._moved(final, number):
@@ -209,8 +209,8 @@ def _draws(unit: str) -> bool:
     """Tell whether a terminal only draws or notes *unit*, and sends no reply."""
     if unit[0] != "\x1b":
         return unit != _ENQ
-    if (found := _CONTROL.fullmatch(unit)) is not None:
-        private, _, between, final = found.groups()
+    if (control := _CONTROL.fullmatch(unit)) is not None:
+        private, _, between, final = control.groups()
         return final in _DRAWS.get((private, between), "") or _DRAWN_TITLES.fullmatch(unit) is not None
     return (_DRAWN_STRINGS.fullmatch(unit) or _DRAWN_OTHERS.fullmatch(unit)) is not None
 
@@ -253,15 +253,15 @@ class TerminalModes:
                 self._other.add("\x0f")  # the other set of characters, of lines
             elif unit[0] != "\x1b":
                 continue
-            elif (found := _CONTROL.fullmatch(unit)) is None:
+            elif (control := _CONTROL.fullmatch(unit)) is None:
                 self._take_other(unit)
-            elif found[1] == "?" and found[4] in "hl":
-                for number in (each for each in found[2].split(";") if len(each) <= LONGEST_MODE):
-                    changed, back = (self._on, self._off) if found[4] == "h" else (self._off, self._on)
+            elif control[1] == "?" and control[4] in "hl":
+                for number in (each for each in control[2].split(";") if len(each) <= LONGEST_MODE):
+                    changed, back = (self._on, self._off) if control[4] == "h" else (self._off, self._on)
                     back.discard(number)
                     changed.add(number)
             else:
-                self._take_control(unit, found[1] + found[3] + found[4])
+                self._take_control(unit, control[1] + control[3] + control[4])
 
     def _take_control(self, unit: str, kind: str) -> None:
         match kind:

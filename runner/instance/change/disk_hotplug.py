@@ -103,8 +103,8 @@ class DiskHotplug:
         return self._listed({})
 
     def _listed(self, sizes: Mapping[str, int]) -> list[DiskDocument]:
-        found = [self._described(disk, sizes, None) for disk in self._plan.machine.disks]
-        return found + [self._described(each.plan, sizes, each) for each in self._attached.values()]
+        disks = [self._described(disk, sizes, None) for disk in self._plan.machine.disks]
+        return disks + [self._described(each.plan, sizes, each) for each in self._attached.values()]
 
     def _described(self, disk: DiskPlan, sizes: Mapping[str, int], attached: AttachedDisk | None) -> DiskDocument:
         released = attached is not None and self._machine.disk_events.unplugged(disk.name).is_set()
@@ -161,20 +161,20 @@ class DiskHotplug:
 
     def _opened(self, name: str, disk: DiskSpec, held: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
         """Plan *disk* and open its files; if one is a block device, in the pod's cgroup, where the pod may open it."""
-        found = read_disk_facts(disk, self._plan.state_directory)
+        facts = read_disk_facts(disk, self._plan.state_directory)
         with ExitStack() as moved:
-            if any(file.kind == "block" for file in found.files.values()):
+            if any(file.kind == "block" for file in facts.files.values()):
                 moved.enter_context(self._in_pod_cgroup())
-                found = read_disk_facts(disk, self._plan.state_directory)
-            plan = self._planned(name, disk, found)
+                facts = read_disk_facts(disk, self._plan.state_directory)
+            plan = self._planned(name, disk, facts)
             numbers = held.enter_context(opened(plan, self._plan.state_directory))
             top = plan.name if plan.overlay is None else next(name for name, _ in plan.below())
             refuse_elsewhere(plan.path, numbers[top], self._plan.machine.user)
             return plan, numbers
 
-    def _planned(self, name: str, disk: DiskSpec, found: LateDiskFacts) -> DiskPlan:
+    def _planned(self, name: str, disk: DiskSpec, facts: LateDiskFacts) -> DiskPlan:
         problems = Problems()
-        plan = plan_disk(name, disk, found, "disk", problems)
+        plan = plan_disk(name, disk, facts, "disk", problems)
         others = (*self._plan.machine.disks, *(each.plan for each in self._attached.values()))
         if disk.serial is not None and any(other.serial == disk.serial for other in others):
             problems.refuse("disk.serial", f"{disk.serial!r} is taken by another disk already")
@@ -182,7 +182,7 @@ class DiskHotplug:
             problems.refuse(
                 "disk.iothread", "must be false: with memory.lock all threads are counted at the start", "leave it out"
             )
-        remark_little_space((plan,), found.free_space, problems)
+        remark_little_space((plan,), facts.free_space, problems)
         if problems.found:
             raise SpecError("ctl", problems.found)
         for remark in problems.remarks:

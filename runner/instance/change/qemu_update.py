@@ -99,11 +99,11 @@ async def check(running: RunningInstance, program: QemuProgram, *, no_way_back: 
 
     With *no_way_back*, passed-through devices are allowed, although the first QEMU then cannot continue if the update fails.
     """
-    found, reasons = await _checked(running, program, no_way_back=no_way_back)
+    successor, reasons = await _checked(running, program, no_way_back=no_way_back)
     return {
         "running": running.machine.monitor.version,
-        "program": str(found.path),
-        "program_version": found.version,
+        "program": str(successor.path),
+        "program_version": successor.version,
         "machine": await _machine_type(running.machine.monitor),
         "refused": reasons,
     }
@@ -119,14 +119,14 @@ async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_bac
     # With QEMU's own rights: asking a program for its version already executes its code.
     output, failure = await version_output(running.supervisor.processes, "qemu", path, running.plan.machine.user)
     match = re.search(r"version ([0-9.]+)", output, re.ASCII)
-    found = _NextQemu(path, "" if match is None else match[1])
-    if failure or not found.version:
+    successor = _NextQemu(path, "" if match is None else match[1])
+    if failure or not successor.version:
         reasons.append(failure or f"cannot use {str(path)!r}: it says {output!r} when asked for its version")
-    versions = ((f"{str(path)!r}", found.version), ("the QEMU that runs", running.machine.monitor.version))
+    versions = ((f"{str(path)!r}", successor.version), ("the QEMU that runs", running.machine.monitor.version))
     oldest = format_version(SINCE)
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
     monitor = running.machine.monitor
-    return found, [*reasons, *await monitor.within(running.answers_within, partial(_qemu_reasons, running))]
+    return successor, [*reasons, *await monitor.within(running.answers_within, partial(_qemu_reasons, running))]
 
 
 async def _qemu_reasons(running: RunningInstance) -> list[str]:
@@ -217,10 +217,10 @@ async def _blocker_reasons(monitor: Monitor) -> list[str]:
     QEMU answers for the migration mode that is set, which is the one used for the transfer.
     """
     await monitor.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
-    found = await monitor.query(
+    blockers = await monitor.query(
         "query-migrate", lambda reply: [words(each) for each in reply.get("blocked-reasons", ())]
     )
-    return [f"QEMU cannot hand its devices over: {reason}" for reason in found]
+    return [f"QEMU cannot hand its devices over: {reason}" for reason in blockers]
 
 
 async def _vcpu_reasons(running: RunningInstance) -> list[str]:
@@ -244,10 +244,10 @@ async def _state_reasons(running: RunningInstance) -> list[str]:
     runs, state = await running.machine.monitor.query(
         "query-status", lambda reply: (reply["running"], words(reply["status"]))
     )
-    found = [] if runs is True else [f"the guest does not run: QEMU says {state!r}"]
+    reasons = [] if runs is True else [f"the guest does not run: QEMU says {state!r}"]
     if misplaced := running.receipts.misplaced():
-        found.append(f"not every thread is in its place: {misplaced}")
-    return found
+        reasons.append(f"not every thread is in its place: {misplaced}")
+    return reasons
 
 
 async def _machine_type(monitor: Monitor) -> str:
@@ -261,13 +261,13 @@ async def update(running: RunningInstance, program: QemuProgram, *, no_way_back:
     Raises :exc:`~runner.base.errors.RunnerError`; the previous QEMU then still has the guest, unless the error says otherwise.
     """
     async with running.supervisor.changes.begin(Kind.QEMU_UPDATE, "QEMU is being updated"):
-        found, reasons = await _checked(running, program, no_way_back=no_way_back)
+        successor, reasons = await _checked(running, program, no_way_back=no_way_back)
         if reasons:
             raise RefusedError(f"cannot update QEMU: {'; '.join(reasons)}")
         before = running.machine.monitor.version
-        moved = await _Move(running, found, running.receipts.threads).carry_out()
-    log.info(InstanceEvent.QEMU_UPDATED, moved.pid, found.version, before, moved.pause * 1000)
-    return {"from": before, "to": found.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
+        moved = await _Move(running, successor, running.receipts.threads).carry_out()
+    log.info(InstanceEvent.QEMU_UPDATED, moved.pid, successor.version, before, moved.pause * 1000)
+    return {"from": before, "to": successor.version, "pid": moved.pid, "pause_ms": round(moved.pause * 1000)}
 
 
 @frozen

@@ -416,10 +416,10 @@ class Vcpus:
         for vcpu in self._receipts.threads.vcpus:
             own = CpuSet([pins[vcpu.index]])
             try:
-                found = read_mask(vcpu.tid)
+                mask = read_mask(vcpu.tid)
             except ProcessLookupError as error:
                 raise PlacementError(f"cannot pin vCPU {vcpu.index}: its thread {vcpu.tid} has ended") from error
-            if found != own:
+            if mask != own:
                 pin(vcpu.tid, own)
 
     def leave(self, available: CpuSet) -> None:
@@ -435,13 +435,13 @@ class Vcpus:
         least = machine.vcpus if machine.vcpu_hotplug is None else machine.vcpu_hotplug.most
 
         def parse(reply: Any) -> list[VcpuSlot]:
-            found = list(map(_slot, reply))
-            if len(found) < least:
-                raise ValueError(f"{len(found)} slots, and not {least}")
-            return found
+            slots = list(map(_slot, reply))
+            if len(slots) < least:
+                raise ValueError(f"{len(slots)} slots, and not {least}")
+            return slots
 
-        found = await self._receipts.machine.monitor.query("query-hotpluggable-cpus", parse)
-        return sorted(found, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
+        slots = await self._receipts.machine.monitor.query("query-hotpluggable-cpus", parse)
+        return sorted(slots, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
 
 
 def _slot(found: Mapping[str, Any]) -> VcpuSlot:

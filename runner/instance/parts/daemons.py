@@ -69,10 +69,10 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
     def start() -> RestartedChild:
         return RestartedChild(supervisor.processes.spawn(command), command, policy.first)
 
-    def adopt(found: RestartedChildRecord) -> RestartedChild:
-        process = supervisor.processes.adopt(found.process)
+    def adopt(record: RestartedChildRecord) -> RestartedChild:
+        process = supervisor.processes.adopt(record.process)
         process.on_line = command.on_line
-        return RestartedChild(process, command, found.pause, loop_time(found.born), found.down)
+        return RestartedChild(process, command, record.pause, loop_time(record.born), record.down)
 
     child: RestartedChild = held.value(name, start, lambda: child.record(clock), adopt)
     try:

@@ -44,10 +44,10 @@ def _copied(fds: QemuFds) -> Iterator[QemuFds]:
 
 
 @contextmanager
-def _adopted(found: QemuFds) -> Iterator[QemuFds]:
+def _adopted(fds: QemuFds) -> Iterator[QemuFds]:
     """Hold the copies that the previous program has made."""
     with ExitStack() as held:
-        for number in found.numbers():
+        for number in fds.numbers():
             if number >= 0:
                 held.callback(os.close, number)
-        yield found
+        yield fds

@@ -73,8 +73,10 @@ def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
     machine = plan.machine
     with ExitStack() as held:
 
-        def file(found: FilePlan) -> int:
-            return held.enter_context(files.copied(found.path) if found.copied else files.opened(found.path))
+        def file(file_plan: FilePlan) -> int:
+            return held.enter_context(
+                files.copied(file_plan.path) if file_plan.copied else files.opened(file_plan.path)
+            )
 
         named = {"kernel": machine.kernel, "initrd": machine.initrd, "firmware": machine.firmware}
         numbers = {name: file(found) for name, found in named.items() if found is not None}

@@ -202,11 +202,11 @@ class Qemu:
         Raises :exc:`~runner.protocol.qmp.BadReplyError` if a thread does not belong to QEMU, which may be under the guest's control and
         name this process.
         """
-        found = await self._monitor.vcpu_threads()
-        for vcpu in found:
+        vcpus = await self._monitor.vcpu_threads()
+        for vcpu in vcpus:
             if not os.path.exists(f"/proc/{self.process.pid}/task/{vcpu.tid}"):  # noqa: ASYNC240, PTH110 - the kernel's
                 raise BadReplyError(f"cannot pin thread {vcpu.tid} for vCPU {vcpu.index}: it is none of QEMU's")
-        return found
+        return vcpus
 
     async def iothreads(self) -> dict[int, str]:
         """Return the iothreads' ids by thread."""

@@ -30,8 +30,8 @@ def discard_signs(path: PurePosixPath) -> None:
     Does nothing where others than this process's user may write, or while another process has claimed the directory.
     """
     with contextlib.suppress(OSError), closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-        found = os.fstat(fd)
-        if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = os.fstat(fd)
+        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for name in (READY, RECEIPT):
                 with contextlib.suppress(FileNotFoundError):

@@ -150,12 +150,12 @@ def _fields_document(value: Any, kind: Any, descriptors: list[int]) -> dict[str,
             for name, each in value._asdict().items()
             if name not in defaults or each != defaults[name]
         }
-    found = {}
+    fields = {}
     for field in attrs.fields(kind):
         each = getattr(value, field.name)
         if field.init and (field.default is attrs.NOTHING or each != _default(field)):
-            found[field.alias] = to_document(each, hints[field.name], descriptors)
-    return found
+            fields[field.alias] = to_document(each, hints[field.name], descriptors)
+    return fields
 
 
 @cache

@@ -88,10 +88,10 @@ class ConsoleWatch:
         now, begun = time.monotonic(), time.thread_time()
         self._left = min(self._left + SEARCHED_SHARE * (now - self._searched), SEARCHED_AT_MOST)
         self._searched = now
-        if (found := search(pattern, lines, SEARCHED_WITHIN)) is None:
+        if (matches := search(pattern, lines, SEARCHED_WITHIN)) is None:
             self._left = 0
         self._left -= time.thread_time() - begun
-        if found:
+        if matches:
             self.pattern = None
             self.found()
         elif self._left <= 0:

@@ -56,12 +56,12 @@ async def all_samples(
     supervisor: Supervisor, plan: InstancePlan, receipt: Receipt | None, foreign: ForeignTime | None
 ) -> list[NamedSamples]:
     """Return all samples; those of threads, disks and memory only with *receipt*, while the guest runs."""
-    found = [*state_samples(supervisor, plan), *_networks(supervisor, plan)]
+    samples = [*state_samples(supervisor, plan), *_networks(supervisor, plan)]
     if receipt is not None:
-        found += _placement(supervisor, receipt, foreign)
+        samples += _placement(supervisor, receipt, foreign)
         if (machine := supervisor.guest_state.machine) is not None:
-            found += await _disks(supervisor, plan, machine)
-    return found
+            samples += await _disks(supervisor, plan, machine)
+    return samples
 
 
 def _state(supervisor: Supervisor, plan: InstancePlan) -> Iterator[NamedSamples]:

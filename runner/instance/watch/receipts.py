@@ -104,14 +104,14 @@ class Receipts:
 
         Threads that a vCPU thread has started since the last call are moved to float first, because not every placement sweeps.
         """
-        found = self._read_once()
-        strays = [each.thread for each in found.threads if found.rules.is_child_of_vcpu(each)]
+        receipt = self._read_once()
+        strays = [each.thread for each in receipt.threads if receipt.rules.is_child_of_vcpu(each)]
         for thread in strays:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
                 self.active.release(thread.tid)
                 self.supervisor.counters.swept += 1
                 self.supervisor.log_limit.log(log.info, InstanceEvent.THREAD_MOVED_TO_FLOAT, thread.tid, thread.name)
-        return self._read_once() if strays else found
+        return self._read_once() if strays else receipt
 
     def _read_once(self) -> Receipt:
         threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.active, self.threads)
@@ -149,9 +149,9 @@ class Receipts:
         Raises :exc:`~runner.base.errors.RunnerError` when a thread is misplaced; the receipt is then unchanged.
         """
         supervisor, active = self.supervisor, self.active
-        found = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
+        receipt = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
         self.threads = threads
-        self.receipt = attrs.evolve(found, guarantee_reason=self.receipt.guarantee_reason)
+        self.receipt = attrs.evolve(receipt, guarantee_reason=self.receipt.guarantee_reason)
         self.count_from(self.receipt)
 
     def publish(self) -> None:
@@ -265,9 +265,9 @@ async def placed_threads(
         count_from(receipt)
         return Receipts(supervisor, plan, machine, threads, active, receipt, count_from)
 
-    def adopt(found: PlacedThreads) -> Receipts:
-        threads = QemuThreads(machine.process, found.vcpus, found.iothreads)
-        return Receipts(supervisor, plan, machine, threads, active, found.receipt, count_from, found.unplugged)
+    def adopt(before: PlacedThreads) -> Receipts:
+        threads = QemuThreads(machine.process, before.vcpus, before.iothreads)
+        return Receipts(supervisor, plan, machine, threads, active, before.receipt, count_from, before.unplugged)
 
     receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
     supervisor.held.before_commit(receipts.reread)

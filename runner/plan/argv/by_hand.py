@@ -34,8 +34,8 @@ class Paths:
 
     def file(self, name: str) -> str:
         machine = self.plan.machine
-        found = {"kernel": machine.kernel, "initrd": machine.initrd}[name]
-        return "" if found is None else str(found.path)
+        plan = {"kernel": machine.kernel, "initrd": machine.initrd}[name]
+        return "" if plan is None else str(plan.path)
 
     def image(self, name: str) -> tuple[list[str], str]:
         machine = self.plan.machine
