@@ -62,7 +62,7 @@ def judge_cgroups(place: Place, mounts: CgroupMounts, controllers: Collection[st
     if place is Place.NODE and not mounts.delegates:
         return cgroups.warning(
             f"cgroup v2 at {unified} is mounted without nsdelegate: a pod may open its cgroup files again, any number of times",
-            f"mount -o remount,nsdelegate {unified}, as root on the node, and at every boot; systemd does so by itself",
+            f"mount -o remount,nsdelegate {unified}, as root on the node, and at every boot, as systemd does by itself",
         )
     return cgroups.ok(f"cgroup v2 at {unified} offers cpuset")
 
