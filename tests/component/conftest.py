@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import subprocess
@@ -17,19 +16,17 @@ import pytest
 
 from runner.kernel.child_processes import become_subreaper
 from tests.support.fake_host import FakeHost
+from tests.support.namespaces import CLONE_NEWNET, own_names_of_networks, unshare
 
-CLONE_NEWNET = 0x40000000
 VOLUME = os.environ.get("RUNNER_VOLUME")
 """The size, as tmpfs(5) takes it, of a volume that each test's directory is then; the caller has a mount namespace of its own."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_namespace() -> None:
-    """Move the test process into a network namespace of its own, and let it adopt orphans as PID 1 would."""
-    if os.geteuid() != 0:
-        pytest.exit("the component tests make network namespaces: run them as root", returncode=1)
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
-        pytest.exit(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}", returncode=1)
+    """Move the test process into network and mount namespaces of its own, and let it adopt orphans as PID 1 would."""
+    unshare(CLONE_NEWNET)
+    own_names_of_networks()
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     become_subreaper()
 

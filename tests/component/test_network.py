@@ -76,7 +76,6 @@ def pod(request: pytest.FixtureRequest) -> Iterator[str]:
     """Make an interface `eth0` as a CNI plugin leaves it, its other end in the namespace `gateway`; and a namespace `guest`."""
     address, gateway, routes = getattr(request, "param", ROUTED)
     for name in ("gateway", "guest"):
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
         ip("netns", "add", name)
     ip("link", "add", "eth0", "address", MAC, "mtu", "1450", "type", "veth", "peer", "name", "gw0", "netns", "gateway")
     ip("address", "add", address, *(("broadcast", "+") if address.endswith("/24") else ()), "dev", "eth0")

@@ -84,7 +84,6 @@ def ip(*words: str) -> str:
 @pytest.fixture
 def guest() -> Iterator[str]:
     """Make the network namespace of a guest."""
-    subprocess.run(["ip", "netns", "delete", "guest"], check=False, capture_output=True)
     ip("netns", "add", "guest")
     yield "guest"
     ip("netns", "delete", "guest")

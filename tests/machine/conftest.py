@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.kernel.child_processes import become_subreaper
+from tests.support.namespaces import own_names_of_networks
 from tests.support.program_runs import GuestFiles, ProgramStarter, until
 
 
@@ -28,7 +29,8 @@ def start(tmp_path: Path, guest: GuestFiles) -> Iterator[ProgramStarter]:
 
 @pytest.fixture(scope="session", autouse=True)
 def adopted() -> None:
-    """Make the processes that a run leaves behind children of this one, so that they are found."""
+    """Make the processes that a run leaves behind children of this one, so that they are found; names of networks are its own."""
+    own_names_of_networks()
     become_subreaper()
 
 

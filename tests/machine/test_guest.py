@@ -99,7 +99,6 @@ def pod() -> Iterator[str]:
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     for name in ("pod", "gateway"):
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
         ip("netns", "add", name)
     veth = ("type", "veth", "peer", "name", "gw0", "netns", "gateway")
     ip("-n", "pod", "link", "add", "eth0", "address", "0a:58:0a:f4:01:05", "mtu", "1450", *veth)
