@@ -21,8 +21,8 @@ from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge
 from runner.kernel import cgroup
-from tests.node.cgroups import Cgroup, task
-from tests.node.instances import ARRANGED, TREE, Controller, Instance, spec_text, start_instance
+from tests.node.cgroups import Cgroup
+from tests.node.instances import TREE, Controller, Instance, NodeFixture, spec_text, start_instance, until
 from tests.node.recorded import kept_off
 from tests.node.standin_kubelet import MIB, PROJECT, Container, Kubelet, Pod
 
@@ -31,7 +31,7 @@ INSPECT = (sys.executable, "-m", "runner", "inspect")
 RULES = ("vcpus", "exclusive", "local", "charged", "kubelet")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def exclusive(numa: dict[int, CpuSet]) -> CpuSet:
     if len(numa) < 2 or len(numa[max(numa)]) < 3:
         pytest.skip("two NUMA nodes with three CPUs each are missing")
@@ -72,19 +72,28 @@ class Node:
         return next(each.tid for each in self.instance.vcpus() if each.name == f"CPU {index}/TCG")
 
 
-@pytest.fixture
-def node(
-    kubelet: Kubelet, controller: Controller, exclusive: CpuSet, numa: dict[int, CpuSet], tmp_path: Path
+@contextlib.contextmanager
+def node_of(
+    kubelet: Kubelet, controller: Controller, exclusive: CpuSet, mems: CpuSet, directory: Path
 ) -> Iterator[Node]:
+    """Hold a node with an instance on these CPUs, whose guest is up."""
     spec = spec_text(exclusive, "[[network]]", '[instance]\nname = "web"').replace(
         "[cpu]\n", '[cpu]\nplacement = "controller"\n'
     )
-    mems, sockets = CpuSet([max(numa)]), controller.directory
-    instance = start_instance(kubelet, 1, exclusive, spec=spec, directory=tmp_path, mems=mems, sockets=sockets)
+    sockets = controller.directory
+    instance = start_instance(kubelet, 1, exclusive, spec=spec, directory=directory, mems=mems, sockets=sockets)
     instance.up()
-    (tmp_path / "logs" / f"prod_web-1_{instance.uid}").mkdir(parents=True)  # as the kubelet names them
+    (directory / "logs" / f"prod_web-1_{instance.uid}").mkdir(parents=True)  # as the kubelet names them
     with kept_off(exclusive):
-        yield Node(kubelet, controller, instance, tmp_path / "logs")
+        yield Node(kubelet, controller, instance, directory / "logs")
+
+
+@pytest.fixture(scope="module")
+def node(shared_node: NodeFixture, exclusive: CpuSet, numa: dict[int, CpuSet]) -> Iterator[Node]:
+    """Return the node that all of these tests share; the last one ends its instance."""
+    mems = CpuSet([max(numa)])
+    with node_of(shared_node.kubelet, shared_node.controller, exclusive, mems, shared_node.directory) as node:
+        yield node
 
 
 def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]) -> None:
@@ -130,24 +139,6 @@ def test_every_rule_holds(node: Node, exclusive: CpuSet, numa: dict[int, CpuSet]
     ]
 
 
-@ARRANGED
-def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(node: Node, exclusive: CpuSet) -> None:
-    with task(threads=2) as intruder:
-        os.sched_setaffinity(intruder.tids[1], [min(exclusive)])
-        message = node.violation("exclusive")
-        assert f"other (thread {intruder.tids[1]}, " in message
-        assert f"may run on '{min(exclusive)}'" in message
-        shown = node.inspect("00000001-0000", "--json")
-        assert shown.returncode == 3, shown.stderr
-        judgements = json.loads(shown.stdout)["instances"][0]["judgements"]
-        assert [each["found"] for each in judgements if each["subject"] == "exclusive"] == [message]
-    with task(node.instance.running.scope) as shell:
-        message = node.violation("exclusive")
-        assert f"(thread {shell.pid}, " in message
-        assert f"in the cgroup '{node.instance.scope}' may run on '{exclusive}'" in message
-    assert node.verdicts()["exclusive"][0] == "ok"
-
-
 @contextlib.contextmanager
 def halted(pid: int) -> Iterator[None]:
     """Let the process *pid* do nothing in the block."""
@@ -165,8 +156,10 @@ def test_vcpus_that_are_not_alone_in_their_cgroup(node: Node, exclusive: CpuSet)
         assert node.violation("vcpus") == f"2 vCPU threads share CPU {min(exclusive)}"
         node.instance.float_group.write("cgroup.threads", tid)
         message = node.violation("vcpus")
+        node.instance.group.write("cgroup.threads", tid)
     assert f"vcpu 1 (thread {tid}, 'CPU 1/TCG') may run on" in message
     assert f"is in the cgroup '{node.instance.float_group}' instead of '{node.instance.group}'" in message
+    until(lambda: node.verdicts()["vcpus"][0] == "ok", "the runner to put it back")
 
 
 def test_memory_that_was_moved_and_a_charge_that_is_not_there(node: Node, numa: dict[int, CpuSet]) -> None:

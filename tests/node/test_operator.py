@@ -1,4 +1,4 @@
-"""Metrics and probes of an instance with placement ``controller``, on a real kernel with cgroup v2."""
+"""Metrics, probes and ``inspect`` of an instance that is not sealed, on a real kernel with cgroup v2."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.instances import ARRANGED, Instance, NodeFixture, until
-from tests.node.standin_kubelet import MIB
+from tests.node.cgroups import task
+from tests.node.instances import ARRANGED, Controller, Instance, NodeFixture, until
+from tests.node.standin_kubelet import MIB, Kubelet
+from tests.node.test_inspect import node_of
 from tests.support.exposition import figures
 
 pytestmark = pytest.mark.usefixtures("rom")
@@ -63,3 +66,26 @@ def test_metrics_and_probes_show_what_the_kernel_does(node_fixture: NodeFixture)
     assert instance.stop() == 0
     streams = {json.loads(line)["stream"] for line in instance.running.output.splitlines()}
     assert streams == {"event", "console"}
+
+
+@ARRANGED
+def test_a_thread_that_may_run_on_an_exclusive_cpu_is_named(
+    kubelet: Kubelet, controller: Controller, numa: dict[int, CpuSet], tmp_path: Path
+) -> None:
+    near = max(numa)
+    exclusive = CpuSet(list(numa[near])[:2])
+    with node_of(kubelet, controller, exclusive, CpuSet([near]), tmp_path) as node:
+        with task(threads=2) as intruder:
+            os.sched_setaffinity(intruder.tids[1], [min(exclusive)])
+            message = node.violation("exclusive")
+            assert f"other (thread {intruder.tids[1]}, " in message
+            assert f"may run on '{min(exclusive)}'" in message
+            shown = node.inspect("00000001-0000", "--json")
+            assert shown.returncode == 3, shown.stderr
+            judgements = json.loads(shown.stdout)["instances"][0]["judgements"]
+            assert [each["found"] for each in judgements if each["subject"] == "exclusive"] == [message]
+        with task(node.instance.running.scope) as shell:
+            message = node.violation("exclusive")
+            assert f"(thread {shell.pid}, " in message
+            assert f"in the cgroup '{node.instance.scope}' may run on '{exclusive}'" in message
+        assert node.verdicts()["exclusive"][0] == "ok"
