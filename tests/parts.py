@@ -91,12 +91,11 @@ PARTS = (
     ),
     Part("the machine: the real program as PID 1, with real guests", "all", "pytest tests/machine", "machine"),
     Part(
-        "the images in the emulated node with systemd, containerd and podman",
+        "the emulated node with systemd, containerd and podman",
         "all",
-        "tests/images/run --only systemd",
+        f"tests/images/run --only systemd -- -m '{SHOWN}'",
         "node",
     ),
-    Part("the emulated node with systemd", "all", f"tests/node/run --systemd --cpus 8 -- -m '{SHOWN}'", "node"),
     Part(
         "the emulated node with an IOMMU and devices to pass",
         "all",
@@ -117,7 +116,7 @@ PARTS = (
     ),
     Part("the emulated node", "node", "tests/node/run -- -m node_only", "node"),
     Part("the images in the emulated node", "node", "tests/images/run --only node -- -m node_only", "node"),
-    Part("the emulated node with systemd", "node", "tests/node/run --systemd --cpus 8 -- -m node_only", "node"),
+    Part("the emulated node with systemd", "node", "tests/images/run --only systemd -- -m node_only", "node"),
     Part("the emulated node with devices", "node", "tests/node/run --devices --cpus 8 -- -m node_only", "node"),
     Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
 )

@@ -5,9 +5,10 @@ Usage: tests/images/run [--only build|gate|here|node|systemd] [--kubelet PATH] [
 It needs root on Debian or Ubuntu and the packages that tests/run installs. Base, layers, clean Debians and the programs of
 others (kustomize, Prometheus, a newer podman) are fetched from Debian once and kept in the node's cache. Images are run by
 podman and runc as PID 1 with --privileged, then in the node with the pods that the manifests in examples/kubernetes
-describe, by crun and runc. A node with systemd has containerd, which runs them as well, and podman, which runs the services
-that it makes of the quadlets in examples/host. If the program of a kubelet is given (or named by RUNNER_KUBELET), that one
-runs them there too, without a cluster. ``gate`` is one node for all the tests of the gate, of which one runs the images.
+describe, by crun and runc. A node with systemd has the services of examples/host, containerd, which runs the images as well,
+and podman, which runs the services that it makes of the quadlets there. If the program of a kubelet is given (or named by
+RUNNER_KUBELET), that one runs the images there too, without a cluster. ``gate`` is one node for all the tests of the gate,
+of which one runs the images.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main() -> int:
             status = in_node(images, "--", "tests/node/images", *options.pytest)
         if status == 0 and options.only in {None, "systemd"}:
             disks = [f"--disk=podman={os.environ['RUNNER_PODMAN']}"]
-            tests = ["tests/node/containerd/test_pods_of_containerd.py"]
+            tests = ["tests/node/systemd", "tests/node/containerd/test_pods_of_containerd.py"]
             if options.kubelet:
                 disks, tests = [*disks, f"--disk=kubelet={options.kubelet}"], [*tests, "tests/node/containerd/kubelet"]
             else:

@@ -89,6 +89,7 @@ def installed() -> Iterator[None]:
     subprocess.run(["systemctl", "reset-failed"], check=False)
     for name in files:
         Path(name).unlink()
+    shutil.rmtree("/etc/instance-runner")
     systemctl("daemon-reload")
     TREE.remove()
 
