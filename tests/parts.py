@@ -24,7 +24,7 @@ LANES = {"here": 2, "machine": 1, "node": 2}
 """Two parts that start real guests on this machine would see each other's links; a third node would only slow two others down."""
 
 SHOWN = "not node_only"
-"""Of the tests of the node those that `all` runs."""
+"""Of the tests of the node and of the machine those that `all` runs."""
 COMPONENT = "tests/component/controller tests/component/test_renewal.py tests/component/test_qemu_update.py"
 """About half of the time of the component tests."""
 
@@ -86,7 +86,12 @@ PARTS = (
         ALWAYS,
         "git ls-files -z | xargs -0 awk 'FNR == 1 && /^#!.*sh$|^# shellcheck/ { print FILENAME } { nextfile }' | xargs shellcheck -x",
     ),
-    Part("the machine: the real program as PID 1, with real guests", "all", "pytest tests/machine", "machine"),
+    Part(
+        "the machine: the real program as PID 1, with real guests",
+        "all",
+        f"pytest tests/machine -m '{SHOWN}'",
+        "machine",
+    ),
     Part(
         "the emulated node with systemd, containerd and podman",
         "all",
@@ -115,5 +120,6 @@ PARTS = (
     Part("the images in the emulated node", "node", "tests/images/run --only node -- -m node_only", "node"),
     Part("the emulated node with systemd", "node", "tests/images/run --only systemd -- -m node_only", "node"),
     Part("the emulated node with devices", "node", "tests/node/run --devices --cpus 8 -- -m node_only", "node"),
+    Part("the cloud image on this machine", "node", "pytest tests/machine -m node_only", "machine"),
     Part("the model of the kubelet", "kubelet", "pytest -q tests/unit tests/component -m kubelet_model"),
 )

@@ -274,6 +274,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.timeout(3 * BOOTS_WITHIN)
+@pytest.mark.node_only
 def test_a_cloud_image_has_a_login_a_way_out_and_a_port_and_is_only_read() -> None:
     """As a stranger has one: qcow2, for UEFI, with a real cloud-init, and no user that could log in.
 

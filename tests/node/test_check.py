@@ -115,6 +115,7 @@ def test_a_pod_without_cpus_of_its_own_and_with_the_hosts_processes(kubelet: Kub
     assert (found["pid-namespace"]["level"], "hostPID" in found["pid-namespace"]["remedy"]) == ("error", True)
 
 
+@pytest.mark.node_only
 def test_run_refuses_what_check_calls_an_error(kubelet: Kubelet, tmp_path: Path) -> None:
     (tmp_path / "kernel").write_bytes(FAKE_KERNEL)
     (tmp_path / "auto").write_text(SPEC.format("auto"))

@@ -291,6 +291,7 @@ def test_three_at_once_while_another_pod_starts_and_ends(fleet: Fleet) -> None:
     assert names(TREE) == [f"instance-{BYSTANDER}"]
 
 
+@pytest.mark.node_only
 def test_every_way_to_end_an_instance_leaves_nothing_and_the_others_unchanged(fleet: Fleet) -> None:
     kubelet = fleet.node_fixture.kubelet
     with isolation_monitored():

@@ -74,6 +74,7 @@ def outcome(tmp_path: Path) -> Iterator[Callable[[Path], tuple[subprocess.Popen[
 
 
 @pytest.mark.usefixtures("rom")
+@pytest.mark.node_only
 def test_a_machine_with_a_network_of_every_kind(
     tmp_path: Path, outcome: Callable[[Path], tuple[subprocess.Popen[bytes], Callable[[], str]]]
 ) -> None:

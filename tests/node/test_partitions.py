@@ -243,6 +243,7 @@ def test_an_instance_killed_at_any_step_of_its_partition_leaves_nothing(
     assert killed >= (3 if victim == "qemu" else 5)
 
 
+@pytest.mark.node_only
 def test_a_demand_that_cannot_be_met_is_a_refused_start(kubelet: Kubelet, tmp_path: Path) -> None:
     with controller_of(kubelet, tmp_path, "--partitions", "off") as controller:
         node = NodeFixture(kubelet, controller, tmp_path)
@@ -253,6 +254,7 @@ def test_a_demand_that_cannot_be_met_is_a_refused_start(kubelet: Kubelet, tmp_pa
         until(lambda: not instance.group.path.exists(), "the instance to be removed")
 
 
+@pytest.mark.node_only
 def test_without_partitions_the_instance_runs_as_before(start: Start) -> None:
     """On a kernel before 6.7; on others a foreign partition has its CPU."""
     foreign = Cgroup(ROOT).child("foreign") if PARTITIONED else None
@@ -365,6 +367,7 @@ def test_a_kill_at_any_step_of_sealing_and_unsealing_leaves_nothing(
 
 @PARTITIONS
 @pytest.mark.timeout(times(300))
+@pytest.mark.node_only
 def test_two_instances_start_and_end_against_each_other(machine: Machine) -> None:
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
 

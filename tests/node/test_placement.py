@@ -102,6 +102,7 @@ def test_the_anchor_is_started_again_where_it_was(start: Start) -> None:
     assert instance.stop() == 0
 
 
+@pytest.mark.node_only
 def test_threads_that_the_kernel_starts_for_qemu_go_to_float(start: Start) -> None:
     """Older kernels (before Linux 6.4 and 6.13) start them in the pod's cgroup; here the test moves one there."""
     instance = start(1, "2-3")
@@ -182,6 +183,7 @@ def test_a_guest_runs_and_ends_in_order_while_all_epoll_watches_are_taken(start:
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
 
 
+@pytest.mark.node_only
 def test_the_controller_may_be_down_while_the_instance_runs_and_when_it_ends(
     start: Start, controller: Controller, kubelet: Kubelet
 ) -> None:

@@ -196,6 +196,7 @@ def foreign_seconds(instance: Instance) -> dict[int, float]:
 
 
 @pytest.mark.usefixtures("instance")
+@pytest.mark.node_only
 def test_a_killed_record_is_removed_by_the_next(tmp_path: Path) -> None:
     with tracefs_reached(Roots().sys) as tracefs:
 
@@ -218,6 +219,7 @@ def test_a_killed_record_is_removed_by_the_next(tmp_path: Path) -> None:
             assert left() == (mine if number == signal.SIGKILL else [])
 
 
+@pytest.mark.node_only
 def test_without_tracefs_sums_show_the_loop(instance: Instance, exclusive: CpuSet) -> None:
     hidden = (
         "unshare",

@@ -163,6 +163,7 @@ def test_a_device_goes_to_qemu_and_comes_back(
 
 @pytest.mark.usefixtures("rom")
 @pytest.mark.timeout(6 * RESETS_WITHIN)
+@pytest.mark.node_only
 def test_a_device_without_power_is_a_fault_and_refused_until_it_was_switched_off_and_on(
     node_fixture: NodeFixture, disks: dict[int, Spare], cpus: dict[int, CpuSet]
 ) -> None:

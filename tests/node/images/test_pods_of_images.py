@@ -68,7 +68,7 @@ def test_the_daemon_set_has_the_rights_it_needs_and_no_more(
     assert kubelet.stop(CONTROLLER, grace=5) == {"controller": 0}, controller.output
 
 
-@pytest.mark.parametrize("directory", ["job", "overlays/probes"])
+@pytest.mark.parametrize("directory", [pytest.param("job", marks=pytest.mark.node_only), "overlays/probes"])
 @BOTH
 def test_other_instances_with_the_daemon_set(
     cluster: Cluster, kubelet: Kubelet, guest: tuple[Mount, ...], runtime: Runtime, directory: str

@@ -99,6 +99,7 @@ def guest_is_up() -> bool:
 
 
 @pytest.mark.parametrize("milliseconds", some(FIRST_SECOND, 1))
+@pytest.mark.node_only
 def test_a_stop_in_the_first_second_of_the_container_is_not_lost(milliseconds: int) -> None:
     systemctl("start", "--no-block", INSTANCE)
     until(lambda: podman("ps", "--quiet", "--filter", f"name={NAME}"), "the container", 2 * SECONDS)
