@@ -454,15 +454,18 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
     assert bool(seen) is bool(qemu)
 
 
+@pytest.mark.parametrize("visible", [True, False])
 @pytest.mark.parametrize("mask", ["another's", "all"])
 async def test_a_mask_that_another_program_has_changed_is_put_right(
-    fake_host: FakeHost, container: Container, mask: str
+    fake_host: FakeHost, container: Container, mask: str, *, visible: bool
 ) -> None:
-    """Linux before 6.2 does the second when the CPUs of the cgroup change."""
+    """Linux before 6.2 does the second when the CPUs of the cgroup change. In a pod its own cgroup may not be *visible*."""
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.05)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
 
     async def act() -> None:
+        container.cpus = CPUS if visible else CpuSet()
         first, second = (await asked(plan, "cpu.list"))["vcpus"]
         os.sched_setaffinity(second["thread"], {first["cpu"]} if mask == "another's" else CPUS)
         while os.sched_getaffinity(second["thread"]) != {second["cpu"]}:

@@ -199,11 +199,13 @@ def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
 def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
     """Return the CPUs of a thread that cannot run on its own CPU, which are all CPUs of its cgroup; ``None`` if each thread can.
 
-    A thread that is not on its own CPU, although the container has that CPU, may merely have another mask.
+    A thread that is not on its own CPU may merely have another mask, unless the container has not that CPU any more by *named*, which is
+    empty if the container's cgroup is not visible.
     """
     pins = receipts.active.placement.pins
     for vcpu, mask in _masks(receipts):
-        if pins[vcpu] not in mask and not (pins[vcpu] in named and _may_have(receipts, vcpu, pins[vcpu])):
+        taken = bool(named) and pins[vcpu] not in named
+        if pins[vcpu] not in mask and (taken or not _may_have(receipts, vcpu, pins[vcpu])):
             return mask
     return None
 
