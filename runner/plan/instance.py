@@ -19,6 +19,7 @@ from runner.facts.disk import MISSING
 from runner.facts.host import CONSOLE_LOG, HostFacts, PodName, User
 from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.guest_topology import GuestTopology
+from runner.plan.cpu_planner import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
 from runner.plan.descriptor_claims import Claims
 from runner.plan.disks import plan_disks
 from runner.plan.firmware import choose_firmware, judge_boot
@@ -39,7 +40,6 @@ from runner.plan.machine import (
 )
 from runner.plan.memory import memory_not_lockable, memory_overhead, plan_ram, too_few_pages, too_large_files
 from runner.plan.passthrough_plan import PassthroughPlan
-from runner.plan.placement import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
 from runner.plan.problems import Problems
 from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_many_vcpus, refuse_too_much_memory
 from runner.plan.resolve import resolve_memory, resolve_vcpus

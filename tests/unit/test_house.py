@@ -73,7 +73,7 @@ PURE = (
 )
 LARGEST_CLASS = 350
 """Lines of code, without docstrings and comments."""
-MOST_IMPORTS_INSIDE_FUNCTIONS = 10
+MOST_IMPORTS_INSIDE_FUNCTIONS = 7
 """In the room ``instance``, beside those of its optional parts."""
 EFFECTS = {
     "asyncio",

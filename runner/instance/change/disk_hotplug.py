@@ -27,6 +27,7 @@ from runner.instance.gate import Changes, Kind
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
 from runner.kernel.file_prober import probe_file
+from runner.kernel.shared_directories import followed, place_of
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan, disk_words, plan_disk, remark_little_space
 from runner.plan.instance import InstancePlan
@@ -325,8 +326,6 @@ class DiskHotplug:
 
 def refuse_elsewhere(path: PurePosixPath, fd: int, user: User) -> None:
     """Refuse *fd*, opened by *path*, if the path now leads elsewhere, or leads through a link of QEMU's *user*."""
-    from runner.kernel.shared_directories import followed, place_of  # here, because few instances get disks later
-
     place, found = place_of(fd), followed(path)
     if place != found.place or user.may_control(found.link_owners):
         raise HostError(f"cannot open {str(path)!r}: it led to {str(place)!r} for a moment")
