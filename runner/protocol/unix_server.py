@@ -13,7 +13,7 @@ import logging
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -24,10 +24,10 @@ from runner.base.errors import HostError, explain
 from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
-from runner.kernel.cgroup import CgroupError
-from runner.kernel.cgroup_fds import ControlFiles
+from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.connections import HangUp, close, serve_connections
 from runner.kernel.fd_passing import FdsSentError, receive_without_fds, send_with_fds
+from runner.kernel.files import owned
 from runner.kernel.line_reader import OverlongError
 from runner.kernel.peers import Peer, Peers
 from runner.kernel.sockets import Socket
@@ -51,6 +51,12 @@ _CHUNK = 16 * 1024
 
 UNSENT = "host"
 """The reason in the error for a request that was carried out, but whose descriptors could not be sent."""
+
+
+def opened(files: Sequence[tuple[Cgroup, str]], held: contextlib.ExitStack) -> Sequence[int]:
+    """Return a descriptor of each control file of *files*; *held* closes it. Raises :exc:`~runner.kernel.cgroup.CgroupError`."""
+    return [held.enter_context(owned(group.open(file))).number for group, file in files]
+
 
 Identify = Callable[[], Peer]
 """Returns the process that connected. Raises :exc:`~runner.kernel.peers.PeerError` once it has ended."""
@@ -119,12 +125,13 @@ class UnixServer:
     service: RpcService
     limits: SocketLimits
     hang_up: HangUp = close
+    open_files: Callable[[Sequence[tuple[Cgroup, str]], contextlib.ExitStack], Sequence[int]] = opened
+    """Opens the control files of an answer; the stack closes what is not kept."""
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """Admitted clients by peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
     _refused: list[trio.CancelScope] = attrs.field(factory=list)
     """The scopes of refused clients that have not hung up yet, in the order of their refusals."""
-    _control_files: ControlFiles = attrs.field(factory=ControlFiles)
     _log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
 
     @property
@@ -144,7 +151,6 @@ class UnixServer:
         try:
             await serve_connections(listener, self._serve, self._containers, waiting=waiting, hang_up=self.hang_up)
         finally:
-            self._control_files.close()
             self._log_limit.log_left_out()
 
     def _containers(self) -> Callable[[trio.socket.SocketType], int]:
@@ -267,7 +273,7 @@ class UnixServer:
         Raises ``OSError`` also if the client does not read, and :exc:`HostError` if no descriptors are available.
         """
         with contextlib.ExitStack() as stack:
-            fds = [self._control_files.open(group, file, stack) for group, file in reply.control_files]
+            fds = self.open_files(reply.control_files, stack)
             with trio.move_on_after(self.limits.idle) as timeout:
                 await send_with_fds(connection, reply.line, fds)
         if timeout.cancelled_caught:

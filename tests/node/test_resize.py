@@ -52,7 +52,11 @@ class Observer:
         self.looks = 0
 
     def look(self) -> None:
-        """Note what is wrong; the CPUs of the cgroup are read before and after the threads', whose CPUs they contain."""
+        """Note what is wrong.
+
+        The CPUs of the cgroup are read before and after the threads', whose CPUs they contain. A thread may enter the cgroup between the
+        reading of its CPUs and that of its cgroup, so only those count that were in the cgroup before their CPUs were read.
+        """
         group = self.instance.group
         if self.sealed:
             isolated = Cgroup(ROOT).cpus("cpuset.cpus.isolated")
@@ -61,8 +65,9 @@ class Observer:
                 self.found.append(f"isolated are {isolated}")
         before = group.cpus()
         with contextlib.suppress(KeyError):  # QEMU is gone
+            inside = {thread.tid for thread in self.instance.vcpus() if thread.cgroup == str(group)}
             for thread in self.instance.vcpus():
-                if thread.cgroup == str(group) and not thread.cpus <= before | group.cpus():
+                if thread.tid in inside and thread.cgroup == str(group) and not thread.cpus <= before | group.cpus():
                     self.found.append(f"{thread} outside of {before}")
         if not group.cpus().isdisjoint(FLOAT.cpus()) and group.cpus() == before:
             self.found.append(f"float has {FLOAT.cpus()}, the instance {before}")

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import attrs
 import trio
 
 from runner.base.values import frozen
+from runner.kernel.cgroup import Cgroup
+from runner.kernel.files import Descriptor, owned
 from runner.kernel.leases import open_at_once
 
 FILES = (
@@ -29,6 +33,8 @@ FILES = (
 )
 """The control files of floats and vCPUs' groups that the controller opens; of domains pods reach only ``memory.events``, of other groups
 nothing."""
+WRITTEN = frozenset({"cgroup.procs", "cgroup.threads"})
+"""The files that pods get to write."""
 _MOST_AWAITED = 64
 """Files whose leases are waited for at a time, a thread each."""
 
@@ -40,9 +46,62 @@ class _HeldFile:
     fd: int
 
 
+@frozen
+class SentFiles:
+    """Control files that pods get, of which each that they may write is opened once and kept as long as the instance has cgroups.
+
+    A write to ``cgroup.procs`` holds the lock of all cgroups of the machine while it moves the process, some 15 us for each of its threads.
+    The kernel admits the writers of one open file one at a time (``of->mutex`` in ``kernfs_fop_write_iter``), so whoever writes to it from
+    a thousand threads still waits for the lock only once. A file that its receiver opens again, by ``/proc/self/fd``, moves nothing
+    where the hierarchy is mounted with ``nsdelegate``: it has the receiver's cgroup namespace, which does not contain float.
+
+    A file that can only be read is opened each time: for poll(2), an open file remembers which change its reader has seen.
+    """
+
+    _kept: dict[Path, tuple[Path, Descriptor]] = attrs.field(factory=dict)
+    """Path of a file → the directory of the instance's float, and the descriptor."""
+
+    def open(self, files: Sequence[tuple[Cgroup, str]], held: ExitStack) -> list[int]:
+        """Return a descriptor of each control file of *files*, the first of which is in float; *held* closes those that are not kept.
+
+        Raises :exc:`~runner.kernel.cgroup.CgroupError`.
+        """
+        return [self._open(files[0][0].path, group, file, held) for group, file in files]
+
+    def _open(self, float_cgroup: Path, group: Cgroup, file: str, held: ExitStack) -> int:
+        opened = held.enter_context(owned(group.open(file))).number
+        if file not in WRITTEN:
+            return opened
+        path = group.path / file
+        _, kept = self._kept.get(path, (None, None))
+        if kept is None or not os.path.sameopenfile(kept.number, opened):  # the latter: the group was made again
+            self._forget(path)
+            kept = Descriptor(os.dup(opened))
+            self._kept[path] = float_cgroup, kept
+        return kept.number
+
+    def forget_removed(self) -> None:
+        """Close the files of instances whose float was removed."""
+        for path, (float_cgroup, _) in [*self._kept.items()]:
+            if not float_cgroup.exists():
+                self._forget(path)
+
+    def _forget(self, path: Path) -> None:
+        if (kept := self._kept.pop(path, None)) is not None:
+            kept[1].close()
+
+    def close(self) -> None:
+        """Close the kept descriptors."""
+        for path in [*self._kept]:
+            self._forget(path)
+
+
 @attrs.define(eq=False)
 class HeldFiles:
     """Open descriptors of control files."""
+
+    sent: SentFiles = attrs.field(factory=SentFiles)
+    """The files that pods got; they end with those that are held."""
 
     error: str = ""
     """The reason why a file without a lease could not be opened; empty if there was none."""
@@ -55,6 +114,7 @@ class HeldFiles:
     def hold(self, files: Iterable[str]) -> None:
         """Hold the existing ones of *files*, and no others."""
         self.error = ""
+        self.sent.forget_removed()
         wanted = [*files]
         for path in self._held.keys() - {*wanted}:
             self._release(path)
@@ -112,5 +172,6 @@ class HeldFiles:
 
     def close(self) -> None:
         """Close all."""
+        self.sent.close()
         for path in [*self._held]:
             self._release(path)
