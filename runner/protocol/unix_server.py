@@ -126,7 +126,7 @@ class UnixServer:
     limits: SocketLimits
     hang_up: HangUp = close
     open_files: Callable[[Sequence[tuple[Cgroup, str]], contextlib.ExitStack], Sequence[int]] = opened
-    """Opens the control files of an answer; the stack closes what is not kept."""
+    """Opens the control files of an answer; the stack closes them. Sending may take long, so nothing else may."""
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """Admitted clients by peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)

@@ -62,9 +62,10 @@ class SentFiles:
     """Path of a file → the directory of the instance's float, and the descriptor."""
 
     def open(self, files: Sequence[tuple[Cgroup, str]], held: ExitStack) -> list[int]:
-        """Return a descriptor of each control file of *files*, the first of which is in float; *held* closes those that are not kept.
+        """Return a descriptor of each control file of *files*, the first of which is in float; *held* closes them.
 
-        Raises :exc:`~runner.kernel.cgroup.CgroupError`.
+        Of a kept file it is a copy: an answer may wait for a client that does not read, and meanwhile the kept one may be closed and its
+        number become another file's. Raises :exc:`~runner.kernel.cgroup.CgroupError`.
         """
         return [self._open(files[0][0].path, group, file, held) for group, file in files]
 
@@ -78,7 +79,7 @@ class SentFiles:
             self._forget(path)
             kept = Descriptor(os.dup(opened))
             self._kept[path] = float_cgroup, kept
-        return kept.number
+        return held.enter_context(owned(os.dup(kept.number))).number
 
     def forget_removed(self) -> None:
         """Close the files of instances whose float was removed."""
