@@ -82,9 +82,9 @@ class SentFiles:
         return held.enter_context(owned(os.dup(kept.number))).number
 
     def forget_removed(self) -> None:
-        """Close the files of instances whose float was removed."""
+        """Close the files that were removed, and those of instances whose float was."""
         for path, (float_cgroup, _) in [*self._kept.items()]:
-            if not float_cgroup.exists():
+            if not (float_cgroup.exists() and path.exists()):
                 self._forget(path)
 
     def _forget(self, path: Path) -> None:

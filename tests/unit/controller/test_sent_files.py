@@ -20,7 +20,9 @@ def test_a_descriptor_that_is_being_sent_stays_open_when_its_group_is_removed(tm
     with ExitStack() as sending, ExitStack() as later:
         (slow,) = files.open([(mine, "cgroup.procs")], sending)
         was = os.fstat(slow).st_ino
-        (mine.path / "cgroup.procs").rename(tmp_path / "removed")  # as long as a descriptor has it, no other file has its inode
+        (mine.path / "cgroup.procs").rename(
+            tmp_path / "removed"
+        )  # as long as a descriptor has it, no other file has its inode
         mine.path.rmdir()
         files.forget_removed()
         files.open([(_group(tmp_path / "other"), "cgroup.procs")], later)
