@@ -41,6 +41,7 @@ from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD, bytes_to_lock
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.protocol.controller_client import read_status
 from runner.spec.instance import CpuSpec, InstanceSpec, parse_instance
+from runner.spec.rules import counted
 
 CHECKS = tuple(
     each
@@ -144,7 +145,7 @@ async def _plan(
         )
     except RunnerError as error:
         return spec, None, [SPEC.error(explain(error), CHANGE_SPEC)]
-    vcpus = f"{plan.machine.vcpus} vCPU{'s' * (plan.machine.vcpus > 1)}"
+    vcpus = counted(plan.machine.vcpus, "vCPU")
     placed = f"{source}: {vcpus} on CPUs '{plan.placement.cpus}', placement {plan.placement.backend}"
     return spec, plan, [SPEC.ok(placed), *plan.remarks]
 

@@ -103,9 +103,9 @@ def _checked(source: str, data: bytes) -> tuple[InstanceSpec | None, tuple[str, 
 
 
 def _summary(spec: InstanceSpec) -> str:
-    from runner.spec.rules import format_size
+    from runner.spec.rules import counted, format_size
 
-    count = "all CPUs" if spec.cpu.count == "all" else f"{spec.cpu.count} vCPU{'s' * (spec.cpu.count > 1)}"
+    count = "all CPUs" if spec.cpu.count == "all" else counted(spec.cpu.count, "vCPU")
     return f"{count}, {'memory by limits' if spec.memory.size == 'limits' else format_size(spec.memory.size)}"
 
 

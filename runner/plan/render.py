@@ -17,7 +17,7 @@ from runner.plan.machine import MachinePlan
 from runner.plan.network_plan import EVERY, BridgedPlan, InheritedFdPlan, MacvtapPlan, NetworkPlan, PasstPlan
 from runner.plan.network_planner import derived_mac
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan, PciPort
-from runner.spec.rules import format_size
+from runner.spec.rules import counted, format_size
 
 
 def plan_json(plan: InstancePlan) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _plain(_instance: type, _attribute: object, value: object) -> object:
 def plan_lines(plan: InstancePlan) -> Iterator[str]:
     """Yield a description of all steps, in their order, for an operator."""
     machine, placement = plan.machine, plan.placement
-    vcpus = f"{machine.vcpus} vCPU{'s' * (machine.vcpus > 1)}"
+    vcpus = counted(machine.vcpus, "vCPU")
     yield f"instance {plan.name}: {vcpus}, {format_size(machine.memory)}, {machine.accel}, CPU model {machine.cpu_model}"
     yield f"  1 anchors    two of '{' '.join(plan.anchor)}' stay in the pod's cgroup"
     rest = "the node's shared CPUs" if isinstance(placement, ControllerPlacement) else f"'{placement.float_cpus}'"
@@ -110,7 +110,7 @@ def _guest(topology: GuestTopology) -> Iterator[str]:
         (topology.cores, "core"),
         (topology.threads, "thread"),
     )
-    yield "               guest sees " + " of ".join(f"{number} {what}{'s' * (number > 1)}" for number, what in parts)
+    yield "               guest sees " + " of ".join(counted(number, what) for number, what in parts)
     for number, each in enumerate(topology.numa_nodes):
         where = (
             f"the host's NUMA node {' or '.join(map(str, each.bound))}" if each.bound else "any NUMA node of the host"

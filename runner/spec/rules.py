@@ -478,6 +478,11 @@ def _never(value: object) -> NoReturn:
     raise AssertionError(f"tables are walked, not parsed: {value!r}")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 core``, or ``2 cores``."""
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
 def format_size(number: int) -> str:
     """Return *number* of bytes with the largest binary unit that keeps it whole, e.g. ``1536MiB``."""
     for unit in ("Ti", "Gi", "Mi", "Ki"):

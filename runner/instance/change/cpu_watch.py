@@ -199,8 +199,8 @@ def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
 def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
     """Return the CPUs of a thread that cannot run on its own CPU, which are all CPUs of its cgroup; ``None`` if each thread can.
 
-    A thread that is not on its own CPU may merely have another mask, unless the container has not that CPU any more by *named*, which is
-    empty if the container's cgroup is not visible.
+    A thread that is not on its own CPU may merely have another mask, unless *named*, the CPUs that the container's cgroup lists, lacks its
+    CPU. *named* is empty if that cgroup is not visible.
     """
     pins = receipts.active.placement.pins
     for vcpu, mask in _masks(receipts):
