@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -19,6 +19,9 @@ from runner.cli.instance_requests import ask_instance
 from runner.cli.options import absolute_path, add_json, add_state_dir, parse_pairs
 from runner.instance.control.method_table import METHODS
 from runner.spec.rules import format_size
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - it has no other name
 
 QMP_EXAMPLES = """\
 examples:
@@ -68,18 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser, shown=True)
     parser.set_defaults(keys=[])
     topics = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = _add(
+    _add_command(
         topics,
         "status",
         "show its state: guest, placement, network, console, what is in progress",
         "example: instance-runner ctl status",
     )
-    status.set_defaults(method="status")
-    cpus = _add(
-        topics,
-        "cpus",
-        "show its vCPUs and their CPUs, or change the number of vCPUs",
-        CPUS_EXAMPLES,
+    cpus = _add_command(
+        topics, "cpus", "show its vCPUs and their CPUs, or change the number of vCPUs", CPUS_EXAMPLES, method="cpu.list"
     )
     cpus.add_argument(
         "count",
@@ -88,25 +87,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         help="the new number of vCPUs; without it they are shown",
     )
-    cpus.set_defaults(method="cpu.list")
-    _add_qmp(_add(topics, "qmp", "execute QMP commands of its QEMU that change nothing", QMP_EXAMPLES))
-    _add_disk(
-        _add(topics, "disk", "show, attach, detach or enlarge its disks", "example: instance-runner ctl disk list")
+    _add_qmp(topics)
+    disk = _add_command(
+        topics, "disk", "show, attach, detach or enlarge its disks", "example: instance-runner ctl disk list"
     )
-    _add_upgrade(_add(topics, "upgrade", "replace its runner by another version; the guest runs on", UPGRADE_EXAMPLE))
-    _add_qemu_update(
-        _add(topics, "qemu-update", "replace its QEMU by another version; the guest runs on", QEMU_UPDATE_EXAMPLE)
-    )
+    _add_disk_commands(disk.add_subparsers(required=True, metavar="COMMAND"))
+    _add_upgrade(topics)
+    _add_qemu_update(topics)
 
 
-def _add(
-    topics: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    purpose: str,
-    epilog: str,
+def _add_command(
+    commands: _Commands, name: str, purpose: str, epilog: str, method: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command below ``ctl``, which also accepts the options of ``ctl`` itself, anywhere on the line."""
-    parser = topics.add_parser(
+    """Add the command *name* to *commands*, which also accepts the options of ``ctl`` itself, anywhere on the line.
+
+    It calls the control socket's *method*, by default the one of its name, unless it has commands of its own.
+    """
+    parser = commands.add_parser(
         name,
         help=purpose,
         description=sentence(purpose),
@@ -114,6 +111,7 @@ def _add(
         formatter_class=HelpFormatter,
     )
     _add_shared(parser, shown=False)
+    parser.set_defaults(method=method or name)
     return parser
 
 
@@ -122,7 +120,8 @@ def _add_shared(parser: argparse.ArgumentParser, *, shown: bool) -> None:
     add_json(parser, "the answer", shown=shown)
 
 
-def _add_qmp(parser: argparse.ArgumentParser) -> None:
+def _add_qmp(commands: _Commands) -> None:
+    parser = _add_command(commands, "qmp", "execute QMP commands of its QEMU that change nothing", QMP_EXAMPLES)
     parser.add_argument("--shell", action="store_true", help="read commands from a prompt, or from standard input")
     parser.add_argument(
         "words",
@@ -131,10 +130,11 @@ def _add_qmp(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a QMP command, and its arguments as KEY=VALUE or a JSON object",
     )
-    parser.set_defaults(method="qmp")
 
 
-def _add_upgrade(parser: argparse.ArgumentParser) -> None:
+def _add_upgrade(commands: _Commands) -> None:
+    purpose = "replace its runner by another version; the guest runs on"
+    parser = _add_command(commands, "upgrade", purpose, UPGRADE_EXAMPLE)
     parser.add_argument(
         "--from",
         dest="directory",
@@ -146,10 +146,11 @@ def _add_upgrade(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--digest", required=True, metavar="sha256:HEX", help="the digest of all files in DIR, made as below"
     )
-    parser.set_defaults(method="upgrade")
 
 
-def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
+def _add_qemu_update(commands: _Commands) -> None:
+    purpose = "replace its QEMU by another version; the guest runs on"
+    parser = _add_command(commands, "qemu-update", purpose, QEMU_UPDATE_EXAMPLE, method="qemu.update")
     parser.add_argument(
         "--check", action="store_true", help="print the reasons why it could not be done, and change nothing"
     )
@@ -169,7 +170,6 @@ def _add_qemu_update(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="update also with devices, although a failed update then ends the guest",
     )
-    parser.set_defaults(method="qemu.update")
 
 
 def _count(text: str) -> int:
@@ -178,38 +178,36 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _add_disk(parser: argparse.ArgumentParser) -> None:
-    disk = parser.add_subparsers(required=True, metavar="COMMAND")
-    listing = _add(disk, "list", "show its disks", "example: instance-runner ctl disk list")
-    listing.set_defaults(method="disk.list")
-    attach = _add(
-        disk,
+def _add_disk_commands(commands: _Commands) -> None:
+    _add_command(commands, "list", "show its disks", "example: instance-runner ctl disk list", method="disk.list")
+    attach = _add_command(
+        commands,
         "attach",
         "attach a file or block device; it is checked as a disk of the spec is",
         "example: instance-runner ctl disk attach /dev/data serial=data iothread=true",
+        method="disk.attach",
     )
     attach.add_argument("path", metavar="PATH", type=absolute_path, help="the file or block device")
     attach.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="other keys of a [[disk]]")
-    attach.set_defaults(method="disk.attach")
-    detach = _add(
-        disk,
+    detach = _add_command(
+        commands,
         "detach",
         "detach a disk that was attached here; the guest must release it",
         "example: instance-runner ctl disk detach disk1",
+        method="disk.detach",
     )
     detach.add_argument("name", metavar="NAME", help="its name in `ctl disk list`")
-    detach.set_defaults(method="disk.detach")
-    grow = _add(
-        disk,
+    grow = _add_command(
+        commands,
         "grow",
         "make a disk larger, or tell the guest that its block device has become larger",
         "example: instance-runner ctl disk grow disk1 20GiB",
+        method="disk.grow",
     )
     grow.add_argument("name", metavar="NAME", help="its name in `ctl disk list`")
     grow.add_argument(
         "size", metavar="SIZE", nargs="?", help="its new size, such as 20GiB (default: all of a block device)"
     )
-    grow.set_defaults(method="disk.grow")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -58,43 +59,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a Kubernetes node").add_argument
+    add_repeatable = partial(add, action="append", default=[])
     add("--node", metavar="FILE", help="the kubelet's configuration (KubeletConfiguration, YAML)")
-    add(
+    add_repeatable(
         "--pod",
         metavar="FILE",
-        action="append",
-        default=[],
         help="the pods' manifests, in the order in which they arrive: a file, a directory, or - for standard input (repeatable)",
     )
-    add(
+    add_repeatable(
         "--state",
         metavar="PATH",
-        action="append",
-        default=[],
         help="cpu_manager_state, memory_manager_state, or the kubelet's directory with both (repeatable). A pod that is in "
         "only one of the two has ended. Without --running the others are the node's running pods",
     )
-    add(
+    add_repeatable(
         "--running",
         metavar="FILE",
-        action="append",
-        default=[],
         help="all pods of the node, whose requests count: a file, a directory, or - for standard input (repeatable), from "
         "kubectl get pods -A -o yaml --field-selector spec.nodeName=NAME",
     )
     add("--kubelet", metavar="VERSION", help="the kubelet's version (default: the newest that is known)")
-    add(
+    add_repeatable(
         "--device",
         metavar="RESOURCE=COUNT@NUMA_NODE",
-        action="append",
-        default=[],
         help="devices of the host, such as nvidia.com/gpu=4@0 (repeatable)",
     )
-    add(
+    add_repeatable(
         "--what-if",
         metavar="KEY=VALUE[,KEY=VALUE]",
-        action="append",
-        default=[],
         help="compare with other values in the kubelet's configuration (repeatable)",
     )
     add("--svg", metavar="FILE", help="draw the node as a picture into FILE")
