@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from runner.base.document_value import Value
 from runner.base.errors import SpecError, UsageError
 from runner.cli.options import source_of
 from runner.node_plan.configuration import configuration_among
 from runner.node_plan.manifest_mistakes import mistakes_of
 from runner.node_plan.vendor_forms import form_of_text, no_configuration
-from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 
 PACKAGE = Path(__file__).parents[1]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import attrs
 
+from runner.base.document_value import Value
 from runner.base.errors import HostError, RefusedError, UsageError
 from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
@@ -42,7 +43,6 @@ from runner.node_plan.quirks import FROM_SOURCE_MINOR, NEWEST_MINOR, OLDEST_MINO
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import hardware_line, node_json, node_lines
 from runner.spec.instance import PLACEHOLDER, parse_elsewhere
-from runner.spec.value import Value
 
 WIDTH = 120
 """Columns of the output if it is no terminal."""

@@ -10,13 +10,16 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 
 from runner.base.cpuset import MAX_CPU, CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
+
+if TYPE_CHECKING:
+    from runner.base.document_value import Value
 
 FORMAT = 1
 """Version of the recorded form, incremented when an older reader would misunderstand it."""
@@ -189,33 +192,27 @@ class Hardware:
     def from_json(cls, text: str, source: str = "host record") -> Self:
         """Parse the JSON of a recorded host; *source* is its name in errors.
 
-        Raises :class:`SpecError` with every problem, each with its path (``cpus[3].core``).
+        Raises :class:`SpecError` for the first malformed value, with its path (``cpus[3].core``), or for all contradictions.
         """
+        from runner.base.document_value import Value  # here, because only `plan --host` reads a record
+
         try:
-            document = json.loads(text)
-        except ValueError as error:
+            record = Value(json.loads(text), source)
+        except (ValueError, RecursionError) as error:
             raise SpecError(source, [Problem("", f"is not JSON: {error}")]) from None
-        reader = _RecordReader(source)
-        root = reader.mapping(document, "", {"format", "offline", "memory", "numa", "cpus", "numa_nodes"})
-        if root.get("format") != FORMAT:
-            reader.complain("format", f"must be {FORMAT}, found {root.get('format')!r}")
-        offline = reader.cpu_set(root.get("offline", ""), "offline")
-        cpus = [reader.cpu(item, path) for item, path in reader.items(root.get("cpus"), "cpus")]
-        nodes = [reader.numa_node(item, path) for item, path in reader.items(root.get("numa_nodes"), "numa_nodes")]
-        memory, numa = reader.optional(root.get("memory"), "memory"), root.get("numa", True)
-        if not isinstance(numa, bool):
-            reader.complain("numa", f"must be true or false, found {numa!r}")
-        reader.finish()
+        record.refuse_unknown({"format", "offline", "memory", "numa", "cpus", "numa_nodes"})
+        if record.get("format").value != FORMAT:
+            record.get("format").fail(f"must be {FORMAT}, found {record.get('format').value!r}")
+        offline, numa = record.get("offline"), record.get("numa")
         hardware = cls(
-            tuple(sorted(cpus, key=lambda cpu: cpu.cpu)),
-            tuple(sorted(nodes, key=lambda node: node.id)),
-            offline,
-            memory,
-            numa,
+            tuple(sorted(map(_cpu, record.get("cpus").elements()), key=lambda cpu: cpu.cpu)),
+            tuple(sorted(map(_numa_node, record.get("numa_nodes").elements()), key=lambda node: node.id)),
+            offline.cpu_set() if offline else CpuSet(),
+            _optional_number(record.get("memory")),
+            numa.flag() if numa else True,
         )
-        for problem in hardware.problems():
-            reader.complain(problem.path, problem.message)
-        reader.finish()
+        if problems := [*hardware.problems()]:
+            raise SpecError(source, problems)
         return hardware
 
     def problems(self) -> Iterable[Problem]:
@@ -271,98 +268,47 @@ def _repeated(path: str, what: str, numbers: list[int]) -> Iterable[Problem]:
         seen.add(number)
 
 
-_MISSING = -1
-"""Placeholder for a wrong number; :meth:`_RecordReader.finish` raises before a :class:`Hardware` is built with it."""
-
-
-LARGEST = (1 << 63) - 1
+_LARGEST = (1 << 63) - 1
 """The largest number in a record: the kernel's counts of bytes and kHz are far below."""
 
 
-class _RecordReader:
-    """Converts JSON values to the classes of this module, and collects problems on the way."""
+def _names(kind: type[attrs.AttrsInstance]) -> list[str]:
+    return [field.name for field in attrs.fields(kind)]
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.found: list[Problem] = []
 
-    def complain(self, path: str, message: str) -> None:
-        self.found.append(Problem(path, message))
+def _optional_number(value: Value) -> int | None:
+    return value.number(_LARGEST) if value else None
 
-    def finish(self) -> None:
-        if self.found:
-            self.fail()
 
-    def fail(self) -> NoReturn:
-        raise SpecError(self.source, self.found)
+def _cpu(value: Value) -> Cpu:
+    value.refuse_unknown(_names(Cpu))
+    kind = value.get("kind")
+    if kind and kind.value not in KINDS:
+        kind.fail(f"must be one of {', '.join(KINDS)}, found {kind.value!r}")
+    cpu, core, socket, die, numa_node = (
+        value.get(name).number(MAX_CPU) for name in ("cpu", "core", "socket", "die", "numa_node")
+    )
+    l3, max_khz, capacity, core_id = (
+        _optional_number(value.get(name)) for name in ("l3", "max_khz", "capacity", "core_id")
+    )
+    return Cpu(cpu, core, socket, die, numa_node, l3, max_khz, capacity, kind.value, core_id)
 
-    def mapping(self, value: Any, path: str, keys: Iterable[str]) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self.complain(path, f"must be an object, found {value!r}")
-            self.fail()
-        for key in sorted(set(value) - set(keys)):
-            self.complain(f"{path}.{key}" if path else key, "is not known")
-        return value
 
-    def items(self, value: Any, path: str) -> list[tuple[Any, str]]:
-        if not isinstance(value, list):
-            self.complain(path, "must be a list" if value is None else f"must be a list, found {value!r}")
-            return []
-        return [(item, f"{path}[{index}]") for index, item in enumerate(value)]
+def _numa_node(value: Value) -> NumaNode:
+    value.refuse_unknown(_names(NumaNode))
+    pools = map(_pool, value.get("hugepages").elements() if value.get("hugepages") else ())
+    return NumaNode(
+        value.get("id").number(MAX_CPU),
+        value.get("memory").number(_LARGEST),
+        tuple(distance.number(_LARGEST) for distance in value.get("distances").elements()),
+        tuple(sorted(pools, key=lambda pool: pool.size)),
+    )
 
-    def number(self, value: Any, path: str, highest: int = LARGEST) -> int:
-        if type(value) is not int or not 0 <= value <= highest:
-            limit = f" up to {highest}" if highest != LARGEST or (type(value) is int and value > 0) else ""
-            found = "nothing" if value is None else repr(value)[:40]
-            self.complain(path, f"must be a whole number from 0{limit}, found {found}")
-            return _MISSING
-        return value
 
-    def optional(self, value: Any, path: str) -> int | None:
-        return None if value is None else self.number(value, path)
-
-    def cpu_set(self, value: Any, path: str) -> CpuSet:
-        try:
-            return CpuSet.parse(value)
-        except (ValueError, AttributeError):
-            self.complain(path, f"must be a CPU list like '0,2-3', found {value!r}")
-            return CpuSet()
-
-    def cpu(self, value: Any, path: str) -> Cpu:
-        names = [field.name for field in attrs.fields(Cpu)]
-        item = self.mapping(value, path, names)
-        kind = item.get("kind")
-        if kind is not None and kind not in KINDS:
-            self.complain(f"{path}.kind", f"must be one of {', '.join(KINDS)}, found {kind!r}")
-        return Cpu(
-            cpu=self.number(item.get("cpu"), f"{path}.cpu", MAX_CPU),
-            core=self.number(item.get("core"), f"{path}.core", MAX_CPU),
-            socket=self.number(item.get("socket"), f"{path}.socket", MAX_CPU),
-            die=self.number(item.get("die"), f"{path}.die", MAX_CPU),
-            numa_node=self.number(item.get("numa_node"), f"{path}.numa_node", MAX_CPU),
-            l3=self.optional(item.get("l3"), f"{path}.l3"),
-            max_khz=self.optional(item.get("max_khz"), f"{path}.max_khz"),
-            capacity=self.optional(item.get("capacity"), f"{path}.capacity"),
-            kind=kind,
-            core_id=self.optional(item.get("core_id"), f"{path}.core_id"),
-        )
-
-    def numa_node(self, value: Any, path: str) -> NumaNode:
-        item = self.mapping(value, path, [field.name for field in attrs.fields(NumaNode)])
-        pools = []
-        for pool, where in self.items(item.get("hugepages", []), f"{path}.hugepages"):
-            names = [field.name for field in attrs.fields(HugepagePool)]
-            entry = self.mapping(pool, where, names)
-            found = HugepagePool(*(self.number(entry.get(name), f"{where}.{name}") for name in names))
-            if found.size != _MISSING and not is_page_size(found.size):
-                self.complain(f"{where}.size", f"must be a power of two from 1024, found {found.size}")
-            pools.append(found)
-        return NumaNode(
-            id=self.number(item.get("id"), f"{path}.id", MAX_CPU),
-            memory=self.number(item.get("memory"), f"{path}.memory"),
-            distances=tuple(
-                self.number(distance, where)
-                for distance, where in self.items(item.get("distances"), f"{path}.distances")
-            ),
-            hugepages=tuple(sorted(pools, key=lambda pool: pool.size)),
-        )
+def _pool(value: Value) -> HugepagePool:
+    names = _names(HugepagePool)
+    value.refuse_unknown(names)
+    pool = HugepagePool(*(value.get(name).number(_LARGEST) for name in names))
+    if not is_page_size(pool.size):
+        value.get("size").fail(f"must be a power of two from 1024, found {pool.size}")
+    return pool

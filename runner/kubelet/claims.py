@@ -29,6 +29,7 @@ from typing import NoReturn
 import attrs
 
 from runner.base.cpuset import CpuSet
+from runner.base.document_value import Value
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
 from runner.facts.hardware import OnlineCpus
@@ -36,7 +37,6 @@ from runner.facts.host import CLAIMED_CPUS
 from runner.kubelet.go_json import cpu_set, field, members, one_error, parse_document
 from runner.kubelet.pod_resources import ContainerResources
 from runner.kubelet.state import CpuState
-from runner.spec.value import Value
 
 DRIVER = "dra.cpu"
 """The driver's name, by which it is registered with the kubelet."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from runner.base.document_value import Value
 from runner.base.errors import Problem, SpecError
 from runner.facts.pci import ClaimedDevice
-from runner.spec.value import Value
 
 VERSIONS = tuple(f"metadata.resource.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
 """The versions of Kubernetes 1.37 and 1.36; the parts read here are the same in both."""

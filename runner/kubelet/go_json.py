@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import attrs
 
 from runner.base.cpuset import CpuSet
+from runner.base.document_value import Value
 from runner.base.errors import Problem, SpecError
 from runner.base.strict_json import parse_json
-from runner.spec.value import Value
 
 _LONGEST = 300
 """Largest number of characters of an error message, which quotes values: a file may be one string of 16 MiB."""

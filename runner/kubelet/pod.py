@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import attrs
 
+from runner.base.document_value import Value
 from runner.base.values import frozen
-from runner.spec.value import Value
 
 CPU = "cpu"
 MEMORY = "memory"

@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from runner.base.cpuset import MAX_CPU, CpuSet
+from runner.base.document_value import Value
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
 from runner.facts.hardware import OnlineCpus
 from runner.kubelet.go_json import cpu_set, field, members, one_error, parse_document
 from runner.kubelet.state import Block, CpuState, MemoryState, MemoryTable, NumaMemory
-from runner.spec.value import Value
 
 CPU_STATE = "cpu_manager_state"
 MEMORY_STATE = "memory_manager_state"
 
-_UINT64 = 2**64
+_MOST_BYTES = 2**64 - 1
 """Go keeps bytes as ``uint64``."""
 
 _NUMA_NODE = re.compile(r"0|[1-9][0-9]{0,3}", re.ASCII)
@@ -157,9 +157,7 @@ def _policy(document: Value, *known: Choice) -> Choice:
 
 
 def _bytes(value: Value) -> int:
-    if value.number() >= _UINT64:
-        value.fail(f"must be less than 2^64, found {value.value!r}")
-    return value.number()
+    return value.number(_MOST_BYTES)
 
 
 def _numa_node(member: Value) -> int:

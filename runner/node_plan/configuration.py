@@ -18,6 +18,7 @@ from fractions import Fraction
 import attrs
 
 from runner.base.cpuset import CpuSet
+from runner.base.document_value import Value
 from runner.base.errors import UsageError
 from runner.facts.hardware import Hardware
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY, SYSTEM_CRITICAL_PRIORITY, read_quantity
@@ -27,7 +28,6 @@ from runner.node_plan.machine_info import machine_info
 from runner.node_plan.quirks import FROM_SOURCE_MINOR, KubeletConfigError
 from runner.node_plan.topology_manager import Policy, Scope
 from runner.node_plan.vendor_forms import form_of, no_configuration
-from runner.spec.value import Value
 
 KIND = "KubeletConfiguration"
 API_VERSION = "kubelet.config.k8s.io/v1beta1"

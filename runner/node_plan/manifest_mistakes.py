@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator
 
+from runner.base.document_value import Value
 from runner.kubelet.pod import HUGEPAGES_PREFIX, MEMORY
 from runner.node_plan.manifests import TEMPLATES
-from runner.spec.value import Value
 
 CONTAINER_KEYS = (
     *("args", "command", "env", "envFrom", "image", "imagePullPolicy", "lifecycle", "livenessProbe", "name", "ports"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from runner.base.document_value import Value
 from runner.kubelet.pod import (
     ContainerKind,
     Pod,
 )
-from runner.spec.value import Value
 
 
 def _claim_notes(spec: Value) -> Iterator[str]:

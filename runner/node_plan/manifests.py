@@ -12,6 +12,7 @@ from fractions import Fraction
 
 import attrs
 
+from runner.base.document_value import Value
 from runner.base.values import frozen
 from runner.kubelet.pod import (
     CPU,
@@ -27,7 +28,6 @@ from runner.kubelet.pod import (
     read_quantity,
 )
 from runner.node_plan.manifest_notes import manifest_notes
-from runner.spec.value import Value
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "Pod": (),

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from runner.base.document_value import Value
 from runner.base.errors import UsageError
-from runner.spec.value import Value
 
 ASK_THE_KUBELET = "kubectl get --raw /api/v1/nodes/NODE/proxy/configz"
 """The command that prints the configuration of the kubelet of a running node, which ``plan --node`` takes."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+from runner.base.document_value import Value
 from runner.base.errors import Problem, SpecError
-from runner.spec.value import Value
 
 MAX_BYTES = 3 << 20
 """Size of the largest file accepted; etcd stores at most half of that for one object."""

@@ -52,24 +52,36 @@ def problems(document: Any) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_every_problem_names_its_path() -> None:
-    document = vm()
-    document["cpus"][3]["core"] = -1
-    document["cpus"][4]["colour"] = "red"
-    del document["cpus"][5]["numa_node"]
-    document["cpus"][6]["kind"] = "fast"
-    document["numa_nodes"][0]["hugepages"][0]["free"] = "all"
-    document["numa_nodes"][0]["distances"] = None
-    document["offline"] = 7
-    assert problems(document) == [
-        "host.json: offline: must be a CPU list like '0,2-3', found 7",
-        "host.json: cpus[3].core: must be a whole number from 0 up to 8191, found -1",
-        "host.json: cpus[4].colour: is not known",
-        "host.json: cpus[5].numa_node: must be a whole number from 0 up to 8191, found nothing",
-        "host.json: cpus[6].kind: must be one of performance, efficiency, found 'fast'",
-        "host.json: numa_nodes[0].hugepages[0].free: must be a whole number from 0, found 'all'",
-        "host.json: numa_nodes[0].distances: must be a list",
-    ]
+def changed(document: Any, path: tuple[str | int, ...], value: object) -> Any:
+    """Return *document* with *value* at *path*."""
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("offline",), 7, 'offline: must be a string, found 7; write it in quotes: "7"'),
+        (("numa",), "no", "numa: must be true or false, found 'no'"),
+        (("memory",), 2**63, "memory: must be a whole number up to 9223372036854775807"),
+        (("cpus", 3, "core"), -1, "cpus[3].core: must be a whole number, found -1"),
+        (("cpus", 3, "core"), 8192, "cpus[3].core: must be a whole number up to 8191"),
+        (("cpus", 4, "colour"), "red", "cpus[4].colour: is not known"),
+        (("cpus", 5, "numa_node"), None, "cpus[5].numa_node: must be a whole number, found None"),
+        (("cpus", 6, "kind"), "fast", "cpus[6].kind: must be one of performance, efficiency, found 'fast'"),
+        (
+            ("numa_nodes", 0, "hugepages", 0, "free"),
+            "all",
+            "numa_nodes[0].hugepages[0].free: must be a whole number, found 'all'",
+        ),
+        (("numa_nodes", 0, "distances"), None, "numa_nodes[0].distances: must be a list, found None"),
+    ],
+)
+def test_a_malformed_value_is_named_by_its_path(path: tuple[str | int, ...], value: object, problem: str) -> None:
+    assert problems(changed(vm(), path, value)) == [f"host.json: {problem}"]
 
 
 @pytest.mark.parametrize("size", [0, 512, 3 << 20])

@@ -288,7 +288,7 @@ def test_policy_none_has_an_empty_memory_state(text: str) -> None:
         ),
         (
             '{"machineState":{"0":{"numberOfAssignments":18446744073709551616}}}',
-            "machineState.0.numberOfAssignments: must be less than 2^64, found 18446744073709551616",
+            "machineState.0.numberOfAssignments: must be a whole number up to 18446744073709551615",
         ),
         (
             '{"policyName":"Static","entries":{"u":{"c":[{"numaAffinity":"0"}]}}}',

@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from runner.base.document_value import Value
 from runner.base.errors import RunnerError
 from runner.facts.hardware import Hardware
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
@@ -18,7 +19,6 @@ from runner.node_plan.manifests import parse_manifests
 from runner.node_plan.node_plan import States, plan_node, start_node, unclear_pods
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import node_json, node_lines
-from runner.spec.value import Value
 from tests.support.json_schemas import fitting
 
 GIB = 1 << 30

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
+from runner.base.document_value import Value
 from runner.base.errors import RefusedError, SpecError, UsageError
 from runner.cli.manifests import read_configuration
 from runner.facts.hardware import Hardware
@@ -26,7 +27,6 @@ from runner.node_plan.configuration import (
 )
 from runner.node_plan.quirks import KubeletConfigError
 from runner.node_plan.topology_manager import Policy
-from runner.spec.value import Value
 from runner.spec.yaml import parse_yaml
 
 pytestmark = pytest.mark.kubelet_model

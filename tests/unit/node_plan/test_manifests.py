@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.base.document_value import Value
 from runner.base.errors import SpecError
 from runner.kubelet.pod import Container, ContainerKind, Pod, QosClass
 from runner.node_plan.cpu_manager import exclusive_cpus_of_pod
 from runner.node_plan.manifests import Manifest, parse_manifests
-from runner.spec.value import Value
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
+from runner.base.document_value import Value
 from runner.base.errors import RefusedError, SpecError
 from runner.facts.hardware import Hardware
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
@@ -40,7 +41,6 @@ from runner.node_plan.report.documents import ContainerDocument
 from runner.node_plan.report.picture import MORE, owners_of, picture_lines
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import node_json, node_lines, runs_of
-from runner.spec.value import Value
 from tests.support.json_schemas import fitting
 
 pytestmark = pytest.mark.kubelet_model

@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.base.document_value import Value
 from runner.base.errors import SpecError
-from runner.spec.value import Value
 from runner.spec.yaml import MAX_BYTES, parse_yaml
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from runner.base.cpuset import CpuSet
@@ -44,6 +44,12 @@ class Value:
             self.fail(f"must be an object, found {self.value!r}")
         return [self.get(key) for key in self.value]
 
+    def refuse_unknown(self, known: Collection[str]) -> None:
+        """Fail for a member of this object whose key is not *known*."""
+        for member in self.members():
+            if member.key not in known:
+                member.fail("is not known")
+
     def elements(self) -> Iterator[Value]:
         """Yield the elements of a list."""
         if not isinstance(self.value, list):
@@ -51,10 +57,12 @@ class Value:
         for index, value in enumerate(self.value):
             yield Value(value, self.source, f"{self.path}[{index}]")
 
-    def number(self) -> int:
-        """Return the value as a whole number from 0."""
+    def number(self, most: int | None = None) -> int:
+        """Return the value as a whole number from 0, to *most* if that is given."""
         if type(self.value) is not int or self.value < 0:
             self.fail(f"must be a whole number, found {self.value!r}")
+        if most is not None and self.value > most:
+            self.fail(f"must be a whole number up to {most}")
         return self.value
 
     def numbers(self) -> tuple[int, ...]:
