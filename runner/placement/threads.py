@@ -17,7 +17,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import UsageError
 from runner.base.values import frozen
 from runner.facts.threads import ThreadStatus
-from runner.placement.backends import Backend, GuaranteeKind, Placement
+from runner.placement.backends import Backend, GuaranteeKind
 from runner.placement.children import IN_PODS_CGROUP, Role
 
 if TYPE_CHECKING:
@@ -218,18 +218,17 @@ class ThreadRules:
 
     def _narrow(self, threads: Sequence[ObservedThread]) -> Iterator[NarrowMask]:
         """Yield the threads with fewer CPUs than float has, judged by the CPUs of all the instance's threads there."""
-        if self.cgroups is None:
+        if self.cgroups is None or not self.cgroups.float_cgroup:
             return
-        floating = [each for each in threads if self.cgroups.of(each.role) and self._floats(each)]
+        floating = [
+            each
+            for each in threads
+            if self.cgroups.of(each.role) == self.cgroups.float_cgroup and not self.cgroups.misses(each)
+        ]
         most = CpuSet.union(each.thread.cpus for each in floating)
         if not self.shared:
             most -= self.cpus  # a thread that may run there is an intruder
         yield from (NarrowMask(each, most) for each in floating if not most <= each.thread.cpus)
-
-    def _floats(self, observed: ObservedThread) -> bool:
-        """Tell whether *observed* is in float, and belongs there."""
-        floats = self.cgroups is not None and self.cgroups.of(observed.role) == self.cgroups.float_cgroup
-        return floats and self.cgroups is not None and not self.cgroups.misses(observed)
 
     def _of_vcpus(self, threads: Sequence[ObservedThread]) -> Iterator[Violation]:
         vcpus = [observed for observed in threads if observed.role is Role.VCPU]
@@ -285,11 +284,6 @@ class ThreadRules:
         if self.cgroups is not None:
             return observed.thread.cgroup == self.cgroups.instance
         return not self.shared and len(observed.thread.cpus) == 1 and observed.thread.cpus <= self.cpus
-
-
-def thread_rules(placement: Placement, cgroups: CgroupPaths | None) -> ThreadRules:
-    """Return the rules for the threads of an instance with *placement*, whose cgroups have the paths *cgroups*."""
-    return ThreadRules(placement.cpus, placement.pins, placement.shared, cgroups)
 
 
 def guarantee_of(backend: Backend, cpus: CpuSet, threads: Iterable[ObservedThread]) -> GuaranteeKind:

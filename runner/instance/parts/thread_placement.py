@@ -17,7 +17,7 @@ from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import Placement
 from runner.placement.children import Role, role_of_child
-from runner.placement.threads import ObservedThread, Receipt, sentences, thread_rules
+from runner.placement.threads import ObservedThread, Receipt, ThreadRules, sentences
 from runner.protocol.qmp import VcpuThread
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def read_back(
 
     Raises :exc:`~runner.base.errors.PlacementError` when anything is not as *placement* wants it.
     """
-    rules = thread_rules(placement, active.cgroups)
+    rules = ThreadRules(placement.cpus, placement.pins, placement.shared, active.cgroups)
     return verified(Receipt(placement.backend, rules, read_threads(processes, procfs, active, qemu)))
 
 

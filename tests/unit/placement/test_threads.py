@@ -11,7 +11,6 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.base.errors import UsageError
 from runner.facts.threads import ThreadStatus
-from runner.placement.backends import AffinityPlacement
 from runner.placement.children import Role, role_of_child
 from runner.placement.threads import (
     UNNAMED,
@@ -22,12 +21,11 @@ from runner.placement.threads import (
     ThreadRules,
     parse_receipt,
     sentences,
-    thread_rules,
 )
 from runner.spec.instance import parse_instance
 
 CGROUPS = CgroupPaths("/pod", "/stelia/float", "/stelia/instance-a")
-AFFINITY = thread_rules(AffinityPlacement(CpuSet([2, 3]), (3, 2), CpuSet([0, 1]), shared=False), None)
+AFFINITY = ThreadRules(CpuSet([2, 3]), (3, 2), shared=False, cgroups=None)
 RULES = attrs.evolve(AFFINITY, cgroups=CGROUPS)
 
 
