@@ -178,11 +178,9 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         limits=choose_limits(options, pods, read_promised_pages(options.sysfs.parent)),
         pods=pods,
     )
-    peers, timeouts = (
-        Peers(options.procfs, look_up=privileged.namespace_reader.look_up),
-        Timeouts(handover=options.handover),
-    )
-    callers, device_filter, reports = Callers(peers, pods, loop.tree), privileged.device_filter, Reports()
+    timeouts = Timeouts(handover=options.handover)
+    callers = Callers(Peers(options.procfs, look_up=privileged.namespace_reader.look_up), pods, loop.tree)
+    device_filter, reports = privileged.device_filter, Reports()
     tuning, processes = TuningPasses(loop, privileged.tuner), privileged.processes
     seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, options.require_seccomp)
     seals = Seals(callers, loop, timeouts, options.partitions == "required")

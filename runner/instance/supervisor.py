@@ -149,7 +149,7 @@ class Supervisor:
 
     processes: Processes
     nursery: trio.Nursery
-    """For background tasks, which only observe; each ends with the block that started it."""
+    """For background tasks; each ends with the block that started it."""
     stop: StopRequest
     changes: Changes
     faults: Faults
@@ -173,8 +173,8 @@ class Supervisor:
         return self.renewal.held
 
     @asynccontextmanager
-    async def background_task(self, observe: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Run the task *observe* for as long as the block runs, and no step longer; it may be cancelled at any moment.
+    async def background_task(self, task: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Run *task* for as long as the block runs, and no step longer; it may be cancelled at any moment.
 
         All background tasks run in one nursery at the root, not in one for each, so that an error of the block is raised unchanged, and not
         wrapped in an exception group for each of them.
@@ -182,14 +182,14 @@ class Supervisor:
         scope = trio.CancelScope()
         ended = trio.Event()
 
-        async def watch() -> None:
+        async def run() -> None:
             try:
                 with scope:
-                    await self.surviving(observe)
+                    await self.surviving(task)
             finally:
                 ended.set()
 
-        self.nursery.start_soon(watch)
+        self.nursery.start_soon(run)
         try:
             yield
         finally:
@@ -199,13 +199,13 @@ class Supervisor:
             with trio.move_on_after(ENDS_WITHIN, shield=True):
                 await ended.wait()
 
-    async def surviving(self, observe: Callable[[], Awaitable[None]]) -> None:
-        """Run *observe*; while the guest runs, a bug of this program in it does not end the guest.
+    async def surviving(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Run *task*; while the guest runs, a bug of this program in it does not end the guest.
 
         This process continues as a fresh image of the same program, or if that is not allowed, asks the guest to power down.
         """
         try:
-            await observe()
+            await task()
         except Exception as error:
             if self.renewal.resume_after_fault is None:
                 raise

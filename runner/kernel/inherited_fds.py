@@ -214,7 +214,7 @@ async def _receive(connection: trio.socket.SocketType, where: str, most: int, wa
             f"cannot take over the descriptors of {where}: the kernel had no room for all of them"
         ) from error
     except OSError as error:
-        raise RefusedError(f"cannot hear the agent {where}") from error
+        raise RefusedError(f"cannot receive from the agent {where}") from error
 
 
 def _too_much(where: str) -> RefusedError:
@@ -225,16 +225,16 @@ def _too_much(where: str) -> RefusedError:
 
 def _parsed(line: bytes, where: str) -> tuple[str, str]:
     try:
-        said = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict) or set(said) != {"name", "kind"} or said["kind"] not in _KINDS:
+        message = None
+    if not isinstance(message, dict) or set(message) != {"name", "kind"} or message["kind"] not in _KINDS:
         shown = line[:100].decode(errors="replace")
         raise RefusedError(
-            f"cannot understand the agent {where}: it said {shown!r}",
+            f"cannot understand the agent {where}: it sent {shown!r}",
             remedy=f'it takes {{"name": "disk0", "kind": "block"}}, and as a kind one of {", ".join(sorted(_KINDS))}',
         )
-    return str(said["name"]), str(said["kind"])
+    return str(message["name"]), str(message["kind"])
 
 
 def probe_descriptor(number: int) -> DescriptorFact:

@@ -95,8 +95,8 @@ class _NoDevicesError(Exception):
         self.message, self.remedy = message, remedy
 
 
-_Said = tuple[int | None, str | None]
-_Given = dict[str, _Said]
+_Location = tuple[int | None, str | None]
+_Given = dict[str, _Location]
 """PCI address of each device given to the container → the NUMA node and host bridge named with it."""
 
 
@@ -137,7 +137,7 @@ def asked_devices(
             problems.append(Problem(f"device[{index}].{key}", error.message, error.remedy))
             continue
         taken |= found.keys()
-        asked += [Asked(index, address, device, *said) for address, said in found.items()]
+        asked += [Asked(index, address, device, *location) for address, location in found.items()]
     return asked, problems
 
 
@@ -163,7 +163,7 @@ def _share(device: DeviceSpec, given: _Given, taken: Collection[str], facts: Map
         where = "the resource claim" if device.resource is None else f"`{device.resource}` in the container's limits"
         raise _NoDevicesError(f"asks for {wanted or 'some'}, but {why}", f"ask for more of {where}")
     chosen = {address for each in list(left.values())[:wanted] for address in each}
-    return {address: said for address, said in given.items() if address in chosen}
+    return {address: location for address, location in given.items() if address in chosen}
 
 
 def _accompanied(address: str, given: Collection[str], facts: Mapping[str, PciFact]) -> str:
@@ -235,7 +235,7 @@ def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _G
     return dict(given for file in chosen for given in _of_file(file))
 
 
-def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Said]]:
+def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Location]]:
     if file.error is not None:
         raise _NoDevicesError(f"{file.path}: {file.error}")
     if not file.devices:

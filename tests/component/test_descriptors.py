@@ -104,7 +104,7 @@ async def test_descriptors_of_an_agent_are_identified_by_the_kernel(tmp_path: Pa
         ([(line("a", "file"), [])], "cannot take over 'a' of {}: no descriptor came with it"),
         ([(line("a", "file"), [0]), (line("a", "file"), [0])], "cannot take over two descriptors called 'a'"),
         ([(line("a b", "file"), [0, 0])], "cannot take over a descriptor called 'a b'"),
-        ([(b"hello\n", [0])], "cannot understand the agent {}: it said 'hello'; it takes"),
+        ([(b"hello\n", [0])], "cannot understand the agent {}: it sent 'hello'; it takes"),
         ([(b"\xff[" * 1000 + b"\n", [0])], "cannot understand the agent {}"),
         ([(line("a", "gpu"), [0])], "cannot understand the agent {}"),
         ([(b'{"name": "a"', [0])], "cannot take over the descriptors of {}: the agent closed after half a line"),

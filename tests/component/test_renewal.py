@@ -533,9 +533,9 @@ def test_versions_that_do_not_understand_each_other_refuse_in_both_directions(
 # -- faults of its own
 
 
-FAULTY = """async def _faulty(observe: Any, tasks: list[Any] = []) -> None:
+FAULTY = """async def _faulty(task: Any, tasks: list[Any] = []) -> None:
     import os
-    tasks.append(observe)
+    tasks.append(task)
     number = len(tasks)
     async def watch() -> None:
         while True:
@@ -550,7 +550,7 @@ FAULTY = """async def _faulty(observe: Any, tasks: list[Any] = []) -> None:
             await trio.sleep(0.02)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch)
-        await observe()
+        await task()
         nursery.cancel_scope.cancel()
 
 
@@ -563,8 +563,8 @@ def faulty(program: ProgramDirectory, *, forgiving: bool) -> Path:
     program.patch(
         "instance/supervisor.py",
         (
-            "        try:\n            await observe()\n        except Exception as error:\n",
-            "        try:\n            await _faulty(observe)\n        except Exception as error:\n",
+            "        try:\n            await task()\n        except Exception as error:\n",
+            "        try:\n            await _faulty(task)\n        except Exception as error:\n",
         ),
         (
             "ENDS_WITHIN = 1.0",

@@ -237,7 +237,7 @@ class Vcpus:
         await self._receipts.machine.monitor.execute("device_add", arguments)
 
     async def _place(self, first: int, placed: list[int]) -> None:
-        """Give the vCPUs from index *first* on their CPUs, and read every thread back; their tids are appended to *placed*."""
+        """Pin the vCPUs from index *first* on to their CPUs, and read every thread back; append their tids to *placed*."""
         receipts = self._receipts
         vcpus = await receipts.machine.vcpu_threads()
         enter_places(receipts.active, receipts.active.placement, vcpus, first, placed)
@@ -281,7 +281,7 @@ class Vcpus:
 
     async def _shrink(self, count: int) -> None:
         """Unplug vCPUs until there are *count*."""
-        available = self._held()  # before anything is unplugged, which cannot be undone
+        available = self._divided_cpus()  # before anything is unplugged, which cannot be undone
         refusal: RunnerError | None = None
         try:
             await self._unplug(count)
@@ -294,8 +294,8 @@ class Vcpus:
         if refusal is not None:
             raise refusal
 
-    def _held(self) -> CpuSet:
-        """Return the CPUs that the placement in force divides: fewer vCPUs need no new registration."""
+    def _divided_cpus(self) -> CpuSet:
+        """Return the CPUs that the vCPUs and float have together: fewer vCPUs need no new registration."""
         placement = self._placement
         return placement.cpus if isinstance(placement, ControllerPlacement) else self._receipts.active.container_cpus()
 
@@ -322,7 +322,7 @@ class Vcpus:
                 f"cannot change the vCPUs: the guest has released {missing} unasked, and keeps later ones",
                 remedy="start the instance again",
             )
-        available = self._held()
+        available = self._divided_cpus()
         receipts.drop_vcpus(len(there))
         log.info(InstanceEvent.VCPUS_RELEASED, len(there), len(vcpus))
         await self._follow_threads(available)
