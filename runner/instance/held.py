@@ -11,19 +11,19 @@ its resource by name, and cannot tell whether it was created now, or years ago b
 1. A name has one type, in one table: ``NAMES`` in ``runner/instance/renewal/names.py``. A suffix after a colon, as in
    ``anchor:0``, distinguishes resources of one kind. Only that table, and what reads and writes the documents, knows
    how a name looks on the wire; nothing is imported for it in a fresh start.
-2. Held are values (plain, frozen, or changed in place), what *current* returns of an object that has more than plain
-   values, descriptors and sockets, children, and the result of an act on the kernel or on QEMU that is done once.
-3. At exec nothing is asked of a holder: the store has each value itself, or the function by which it is read. The
-   numbers of all descriptors in the documents are what the next program inherits.
+2. The store holds values (plain, frozen, or changed in place), values that :meth:`Held.current` reads from a larger
+   object, descriptors and sockets, children, and results of acts on the kernel or on QEMU that are done once.
+3. At exec no part of the instance is asked: the store has each value itself, or the function that reads it. The next
+   program inherits the descriptors whose numbers are in the documents.
 4. A renewed program takes everything in one step of the event loop: no method awaits anything that was found. A name
-   that is missing was not written by the runner before, one that is left was not asked for: either is an error,
-   unless the table says that the name is newer than the format of what was found. Then it is made, as in a fresh
-   start.
-5. An error before the end of that step, in a method or in a block of one, executes the program before
-   (:attr:`Held.fall_back`), before anything is released: each block of this module is left by that way first.
-6. What QEMU has got is held by no runner any more (:meth:`Held.passed_on`): it is made in a fresh start, and empty
-   otherwise.
-7. Times are the kernel's (CLOCK_MONOTONIC): the clock of the event loop begins anew with each program.
+   that is left over was not asked for, which is an error. A name that is missing was not written by the previous
+   runner: an error as well, unless the table says that the name is newer than the format of the found state. Then
+   the resource is made, as in a fresh start.
+5. An error before the end of that step, in a method or in the block of one, executes the previous program
+   (:attr:`Held.fall_back`), before anything is released.
+6. A resource that QEMU has received is no longer held (:meth:`Held.passed_on`): a fresh start makes it, and a renewed
+   program gets an empty one.
+7. Times are on the kernel's clock (CLOCK_MONOTONIC): the clock of the event loop begins anew with each program.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 1. The program is checked: its owner and its digest; then a child checks that it can be imported and understands the
    state; then the same is done for the running program, which is the way back. Up to this point nothing was changed.
    All later imports come from a sealed archive in memory, made when the digest was taken.
-2. This process waits for a moment at which nothing is half done, blocks the signals, and lets those be handled that
-   came before. The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death
+2. This process waits for a moment at which nothing is half done, blocks the signals, and handles those that came
+   before. The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death
    (execve(2)).
 3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec
    follows.
 4. The first stage (:mod:`runner.instance.renewal.first_stage`) imports the program, which takes over everything in
    one step of its own event loop: it reads nothing from any stream, reaps no child, removes no file. Then it commits.
-   Before that, any error, and 10 s (more on a host where the child has taken long), execute the program before with
-   the same state.
+   If an error occurs before that, or 10 s pass (more on a host where the child has taken long), the previous program
+   is executed with the same state.
 """
 
 from __future__ import annotations
