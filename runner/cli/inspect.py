@@ -203,9 +203,8 @@ async def _inspect(target: InspectionTarget, interval: float | None, show: Calla
 async def _observe(target: InspectionTarget) -> Observation:
     inside, outside = target.has_receipt(), target.root.exists()
     if target.pod_uid or (outside and not inside):
-        with contextlib.suppress(
-            HostError
-        ):  # without that right all threads are visible, but their cgroups have other names
+        # Without that right all threads are visible, but their cgroups have other names.
+        with contextlib.suppress(HostError):
             enter_cgroup_namespace(target.roots.proc / "1")
         return await observe_node(
             target.roots, target.root, target.kubelet, target.pod_uid, target.pod_logs, target.controller

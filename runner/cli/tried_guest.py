@@ -323,10 +323,10 @@ async def _run(program: str, trial: Trial) -> int:
 
 
 def _status_of_run(status: int, log: InstanceLog) -> int:
-    """Return the status of ``run`` from *status*, that of ``unshare``, which waits for it and writes the last line of *log*.
+    """Return the status of ``run`` from the *status* of ``unshare``, which waits for it and writes the last line of *log*.
 
     ``unshare`` ends with 1 where it cannot make the namespaces, which is no fault of ours, and in util-linux 2.38 (Debian 12)
-    where its child is killed by SIGKILL: it would die by the same signal, and first fails to reset that one's disposition.
+    where its child is killed by SIGKILL: it would die by the same signal, but first fails to reset the disposition of that signal.
     """
     if status != os.EX_OK and log.last.startswith(b"unshare: "):
         return KILLED if log.guest_runs.is_set() else NO_NAMESPACES

@@ -1,6 +1,6 @@
 """The time of every task on a vCPU's CPU within a window, and its judgement.
 
-Interrupts are no tasks: their time is part of that of the task, or of the idle time, that they interrupt.
+Interrupts are no tasks: their time counts as the time of the task that they interrupt, or as idle time.
 """
 
 from __future__ import annotations

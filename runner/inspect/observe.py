@@ -377,7 +377,9 @@ def _role_by_name(process: ObservedProcess, thread: ThreadStatus, root: str) -> 
 
 def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:
     if any(table.processes[pid].namespace is None for pid in members):
-        return "which processes are the instance's cannot be told without the right to trace them; inspect as root"
+        return (
+            "which processes are the instance's cannot be determined without the right to trace them; inspect as root"
+        )
     return table.hidden
 
 

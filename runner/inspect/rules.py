@@ -196,7 +196,9 @@ def memory_local(instance: InstanceObservation) -> Iterator[Judgement]:
         yield LOCAL.error(found, "set memory.bind = true, and start the instance again")
 
 
-CHARGED = Subject("charged", "what is charged to another cgroup counts against the limit of that one, not of the pod")
+CHARGED = Subject(
+    "charged", "memory that is charged to another cgroup counts against the limit of that cgroup, and not of the pod"
+)
 
 
 def memory_charged(instance: InstanceObservation) -> Iterator[Judgement]:

@@ -30,7 +30,7 @@ def trace_lines(report: TraceReport) -> Iterator[str]:
     if not report.instances:
         yield "no instance is placed by the controller here; others are inspected in their containers"
     else:
-        yield "Interrupts are no tasks: their time is part of that of the task, or of idle, that they interrupt."
+        yield "Interrupts are no tasks: their time counts as the time of the task that they interrupt, or as idle time."
 
 
 def _rows(account: CpuAccount, window: int) -> Iterator[tuple[str, ...]]:

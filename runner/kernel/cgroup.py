@@ -246,8 +246,8 @@ class Cgroup:
         """Open control file *file* for writing and return the descriptor, which the caller closes or passes on.
 
         Without ``O_CREAT`` a misspelt name fails, and no file is ever created in an ordinary directory that is not a
-        group. ``cgroup.threads`` can also be read by it (:func:`read_members`), which shows who has moved a thread where
-        it is; ``cgroup.events`` and ``memory.events`` can be read only.
+        group. The descriptor of ``cgroup.threads`` can also be read (:func:`read_members`); those of ``cgroup.events`` and
+        ``memory.events`` can only be read.
         """
         reading = dict.fromkeys(("cgroup.events", MEMORY_EVENTS), os.O_RDONLY)
         mode = {"cgroup.threads": os.O_RDWR, **reading}.get(file, os.O_WRONLY)

@@ -156,10 +156,8 @@ class _ShownLimits:
     def _group_processes(self) -> str:
         for group in own_groups("pids", self.roots):
             most, used = (read_text(group / name).strip() for name in ("pids.max", "pids.current"))
-            refused = read_text(group / "pids.events").split()[1:2] not in (
-                [],
-                ["0"],
-            )  # files that have been closed meanwhile are not counted
+            # Processes that have ended since are not in pids.current, but a refused fork stays counted.
+            refused = read_text(group / "pids.events").split()[1:2] not in ([], ["0"])
             if most.isdecimal() and used.isdecimal() and (refused or int(used) >= int(most)):
                 return (
                     f"the container may have {most} processes and threads (pids.max of {str(group)!r}): raise it "

@@ -87,7 +87,7 @@ def _introduce(listener: socket.socket, client: socket.socket, directory: int) -
 
 
 def listen_at(listener: Socket, path: str, backlog: int, mode: int = 0o600) -> None:
-    """Let *listener* listen at *path*, to which those connect whom *mode* lets write. Raises ``OSError``."""
+    """Let *listener* listen at *path*, where users connect that *mode* lets write. Raises ``OSError``."""
     listener.bind(path)
     os.chmod(path, mode)  # noqa: PTH101 - a path through a descriptor; until the next line no connection is taken
     listener.listen(backlog)

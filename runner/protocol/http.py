@@ -40,7 +40,7 @@ _CONNECTION_WITHIN = 5.0
 _CONNECTIONS = 64
 """Connections at a time; a further one replaces the oldest of the address with the most, so that slow clients cannot keep a probe out."""
 _WAITING, _WAITING_OF_EACH = 256, 16
-"""Connections that wait for their address's turn in all, and of one address."""
+"""The most connections that wait to be served: of all addresses together, and of one address."""
 _BACKLOG = 4096
 """Connections in the kernel's queue, ``net.core.somaxconn`` at most."""
 

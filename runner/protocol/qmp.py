@@ -56,7 +56,7 @@ A longer reply fails its command alone: operators may ask for others."""
 LONGEST_EVENT = 4 << 10
 """Bytes of the longest event that is kept; QEMU's own have less than 1 KiB. Of a longer one only its arrival is noted."""
 KEPT_EVENTS = 1000
-"""Events kept until somebody observes them; a guest can make QEMU send them endlessly."""
+"""Events kept until a task observes them; a guest can make QEMU send them endlessly."""
 LONGEST_WORDS = 1000
 """Characters of QEMU's own text in a reply, an error or a message of this program: a log drops a line that is too long."""
 
@@ -144,7 +144,7 @@ class MonitorRecord(NamedTuple):
     skipping: bool = False
     unanswered: tuple[str, ...] = ()
     events: tuple[tuple[str, str], ...] = ()
-    """Events that nobody has observed yet: name, and data as JSON."""
+    """Events that no task has observed yet: name, and data as JSON."""
 
 
 def whole_number(value: object) -> int:
@@ -193,7 +193,7 @@ class Monitor:
         self._skipping = False
         """Whether the next bytes belong to an overlong line."""
         self._events: deque[QmpEvent] = deque(maxlen=KEPT_EVENTS)
-        """The events that nobody has observed yet."""
+        """The events that no task has observed yet."""
         self._numbers = itertools.count(1)
         self._sending = trio.Lock()
         self._reading = False

@@ -263,7 +263,7 @@ class UnixServer:
             self._log_limit.log(log.warning, SharedEvent.DESCRIPTORS_UNSENT, explain(error), peer=client.key)
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
             if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
-                # The reply said to wait for the processes in a group, which have already ended.
+                # The reply asks the client to wait for the processes of a group, which have already ended.
                 refusal = RpcError(BUSY, f"cannot answer: {explain(error)}", {"reason": "busy"}, remedy="ask again")
             await self._send(client.connection, Reply(reply.replaced(refusal)))
 

@@ -132,7 +132,7 @@ async def test_children_start_with_nothing_inherited_but_their_descriptors(fake_
     [
         ("shutdown", Status.GUEST_SHUTDOWN, "the guest shut itself down"),
         ("panic", Status.GUEST_PANICKED, "the guest's kernel panicked"),
-        ("hang", Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more"),
+        ("hang", Status.GUEST_HUNG, "the guest hung: it stopped feeding its watchdog"),
         ("exit", Status.MACHINE_DIED, "QEMU exited with status 3"),
         ("abort", Status.MACHINE_DIED, "QEMU was killed by SIGABRT"),
         ("hang up", Status.MACHINE_DIED, "QEMU can no longer be controlled: cannot talk to QEMU: it hung up"),
@@ -299,7 +299,7 @@ async def test_qemu_stopped_or_killed_from_outside(fake_host: FakeHost, number: 
                 "qemu: kvm_init_vcpu: kvm_get_vcpu failed (0): Invalid argument",
             )
         ),
-        ({"before_greeting": "hang"}, "cannot start QEMU: it has said nothing on QMP for 2 s"),
+        ({"before_greeting": "hang"}, "cannot start QEMU: it has sent nothing on QMP for 2 s"),
         ({"before_greeting": "garbage"}, "cannot start QEMU: cannot understand QEMU: it sent b'SSH-2.0-OpenSSH"),
         ({"before_greeting": "half a line"}, "cannot start QEMU: it exited with status 0"),
         ({"minor": 1}, "cannot use this QEMU: QEMU 7.1.0 is older than 7.2"),
@@ -386,7 +386,7 @@ async def test_qemu_hangs_in_the_middle_of_the_start(fake_host: FakeHost, comman
     if asked:
         assert ended(result).status is Status.STOPPED
     else:
-        assert refused(result) == "cannot start QEMU: it has said nothing on QMP for 2 s"
+        assert refused(result) == "cannot start QEMU: it has sent nothing on QMP for 2 s"
     assert fake_host.snapshot() == before
 
 

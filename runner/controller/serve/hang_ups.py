@@ -1,8 +1,8 @@
 """Hanging up on clients, also on those that have sent descriptors.
 
 A close of received descriptors may take as long as the client likes (:mod:`runner.kernel.fd_passing`), and the controller would answer
-nobody meanwhile. Linux 6.16 and later refuse such descriptors. On older kernels threads close the connection. A signal interrupts a close
-that can be interrupted; the freeing of memory cannot, but that memory was charged to the client's pod.
+no one else meanwhile. Linux 6.16 and later refuse such descriptors. On older kernels threads close the connection. A signal interrupts
+a close that can be interrupted; the freeing of memory cannot, but that memory was charged to the client's pod.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def identify_container(
     *own* is the container that the peer's own cgroup names, ``None`` if it is in none or has left it; *processes* are some
     of those in the cgroups of the pod *pod_uid*. *own_namespace* is the controller's PID namespace.
 
-    Several containers may have processes in the peer's PID namespace (``kubectl debug --target``). The oldest of them is
-    that of the namespace's first process: all others could join the namespace only when that one ran.
+    Several containers may have processes in the peer's PID namespace (``kubectl debug --target``). The oldest of them
+    has the namespace's first process: all others could join the namespace only once it existed.
     """
     check_init_process(peer, own_namespace)
     found = None

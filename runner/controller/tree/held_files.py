@@ -48,11 +48,11 @@ class _HeldFile:
 
 @frozen
 class SentFiles:
-    """Control files that pods get, of which each that they may write is opened once and kept as long as the instance has cgroups.
+    """Control files that pods get; each writable one is opened once, and kept as long as the instance has cgroups.
 
     A write to ``cgroup.procs`` holds the lock of all cgroups of the machine while it moves the process, some 15 us for each of its threads.
-    The kernel admits the writers of one open file one at a time (``of->mutex`` in ``kernfs_fop_write_iter``), so whoever writes to it from
-    a thousand threads still waits for the lock only once. A file that its receiver opens again, by ``/proc/self/fd``, moves nothing
+    The kernel admits the writers of one open file one at a time (``of->mutex`` in ``kernfs_fop_write_iter``), so a thousand
+    threads that write to it wait for the lock only once. A file that its receiver opens again, by ``/proc/self/fd``, moves nothing
     where the hierarchy is mounted with ``nsdelegate``: it has the receiver's cgroup namespace, which does not contain float.
 
     A file that can only be read is opened each time: for poll(2), an open file remembers which change its reader has seen.

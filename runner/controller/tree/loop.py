@@ -86,7 +86,7 @@ class Intervals:
     reclaimed: float = 5.0
     """From one attempt to reclaim memory of a left-over domain to the next; five times the duration of the attempt, if that is longer."""
     seen: float = 0.1
-    """For which an observation of the tree answers questions: it reads 20 files for each instance, and any process may ask."""
+    """Age up to which an observation answers questions: each reads 20 files of each instance, and any process may ask."""
 
 
 @attrs.define(eq=False)

@@ -98,7 +98,7 @@ async def _wait_until_it_serves(process: Process) -> None:
         if not await process.serves():
             raise HostError(f"cannot start {process.role}: it {process.how_it_ended()}", remedy=process.limit())
     if waiting.cancelled_caught:
-        raise HostError(f"cannot start {process.role}: it has not said within {SERVES_WITHIN:g} s that it serves")
+        raise HostError(f"cannot start {process.role}: it has not reported within {SERVES_WITHIN:g} s that it serves")
 
 
 def refuse_dead(daemons: Sequence[Process]) -> None:

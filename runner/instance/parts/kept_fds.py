@@ -1,7 +1,7 @@
 """Copies of QEMU's descriptors that this process keeps if QEMU can be updated: the next QEMU gets the same descriptors.
 
 They do not include descriptors through which another process serves a single QEMU (vhost-net, a share), nor those of devices, which the
-first QEMU passes on itself. The copy of a tap keeps the interface, and that of the RAM the guest's memory, until QEMU has ended.
+first QEMU passes on itself. The copy of a tap keeps the interface until QEMU has ended, and the copy of the RAM keeps the guest's memory.
 """
 
 from __future__ import annotations

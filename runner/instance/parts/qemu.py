@@ -101,7 +101,7 @@ _REASONS = {
 """The guest's own reasons among ``ShutdownCause`` (``qapi/run-state.json``); the others are QEMU's or this program's."""
 
 
-_HUNG = GuestEnd(Status.GUEST_HUNG, "the guest hung: it fed its watchdog no more")
+_HUNG = GuestEnd(Status.GUEST_HUNG, "the guest hung: it stopped feeding its watchdog")
 
 
 class Qemu:
@@ -385,7 +385,7 @@ async def started_within(supervisor: Supervisor, seconds: float, step: Callable[
             async with supervisor.changes.begin(Kind.START, "QEMU is being started"):
                 return await step()
     except trio.TooSlowError:
-        raise HostError(f"cannot start QEMU: it has said nothing on QMP for {seconds:g} s") from None
+        raise HostError(f"cannot start QEMU: it has sent nothing on QMP for {seconds:g} s") from None
 
 
 def spawn_qemu(

@@ -48,7 +48,7 @@ HALTED = {
     "internal-error": "QEMU has stopped it, because its accelerator cannot execute it any more (internal-error)",
     "io-error": "QEMU has stopped it after an error of a disk (io-error)",
     "guest-panicked": "QEMU has stopped it after a panic of its kernel (guest-panicked)",
-    "watchdog": "QEMU has stopped it, because it fed its watchdog no more (watchdog)",
+    "watchdog": "QEMU has stopped it, because it stopped feeding its watchdog (watchdog)",
 }
 """``RunState`` (``qapi/run-state.json``) → the reason why the guest executes nothing. In other states it runs, or this program has stopped
 it."""
