@@ -47,8 +47,8 @@ _INSIDE = (b".ovf", b"ova.xml", b".raw", b".img", b".qcow2", b".vmdk", b".vdi", 
 _MULTIBOOT_WITHIN = 8192
 """Bytes among which a multiboot header lies on a multiple of four (Multiboot 0.6.96, 3.1)."""
 _MOST_HEADERS, _MOST_NOTES = 64, 64
-"""Program headers of an ELF file, and notes in one of them, that are examined: a kernel has ten, and a few. The content of a guest's disk
-is examined as well, in which every header could name all of the same notes."""
+"""Program headers of an ELF file, and notes in one of them, that are examined: a kernel has ten, and a few. A guest can write an ELF
+file to its disk, which is examined as well: each of its headers could name the same many notes."""
 _PVH_NOTE = 18
 """``XEN_ELFNOTE_PHYS32_ENTRY`` (``include/xen/interface/elfnote.h``): the entry point at which QEMU starts an ELF kernel."""
 

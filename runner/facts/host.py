@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 
 
 
 PODS_USERS = range(0x70000000, 0x78000000)
-"""The numbers of which each pod's QEMU has one as its user; systemd's list of users (``UIDS-GIDS.md``) leaves them unused."""
+"""The user ids from which each pod's QEMU gets one of its own; systemd's list of users (``UIDS-GIDS.md``) leaves them unused."""
 
 
 @frozen

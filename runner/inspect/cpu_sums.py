@@ -1,4 +1,4 @@
-"""The time of other tasks on CPUs by the kernel's sums: the time of all tasks less that of the vCPU and bound kernel threads."""
+"""The time of other tasks on CPUs by the kernel's sums: the time of all tasks, without the vCPU and bound kernel threads."""
 
 from __future__ import annotations
 

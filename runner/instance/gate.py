@@ -131,7 +131,7 @@ class LiveChange:
     what: str
     """A clause that names it, such as ``a disk is being attached``."""
     since: float = attrs.field(factory=trio.current_time)
-    """The time of the request, later that of the begin, on trio's clock."""
+    """The time of the request, or once the change is in progress, the time of its begin, on trio's clock."""
     done: str = ""
     """The part of the change that remains when it is overtaken, as a clause; empty if none does."""
     by: LiveChange | None = None

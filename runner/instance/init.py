@@ -334,7 +334,7 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
 
 
 def of_running_guest(report: ExitReport) -> ExitReport:
-    """Return *report* as that of an error after the guest had begun to run: the start did not fail."""
+    """Return *report* with the status for a guest that had begun to run: the start did not fail."""
     if report.status != Status.START_FAILED:
         return report
     return attrs.evolve(report, status=Status.MACHINE_DIED, outcome=Status.MACHINE_DIED.name.lower())

@@ -83,7 +83,7 @@ class LineFramer:
     def drop_lines(self, keep: int) -> tuple[int, list[bytes]]:
         """Drop every whole line at once; return how many were dropped, and the last *keep* of them.
 
-        With *split*, what is held of an overlong line is dropped too, in pieces of *longest* bytes that count as lines: a peer
+        With *split*, the held part of an overlong line is dropped too, in pieces of *longest* bytes that count as lines: a peer
         that sends no line end could otherwise fill the memory while its lines are dropped.
         """
         last = self._buffer.rfind(b"\n")

@@ -332,7 +332,7 @@ def _alias(link: Interface) -> str:
 
 
 def _rest(rtnetlink: Rtnetlink, name: str) -> str:
-    """Return the rest of the description of interface *name*, which did not fit in its alias and is in that of its bridge."""
+    """Return the rest of the description of interface *name*, which did not fit in its alias and is in the alias of its bridge."""
     head = f"{OURS} of {name} "
     return next((link.alias.removeprefix(head) for link in rtnetlink.links() if link.alias.startswith(head)), "")
 

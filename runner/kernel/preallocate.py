@@ -40,7 +40,7 @@ NO_MEMORY, NOT_BOUND, NO_THREADS = 3, 4, 5
 
 
 class PreallocationError(Exception):
-    """It failed; *status* says by which of the reasons."""
+    """The failure of a preallocation; *status* is one of the exit statuses above."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)

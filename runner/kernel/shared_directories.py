@@ -40,7 +40,7 @@ class _MountedDirectory:
 
 @frozen
 class _Shared:
-    """A shared directory: its *path* as given, its *real* path, and the *places* in it: its own, and what is mounted below."""
+    """A shared directory: its *path* as given, its *real* path, and the *places* in it: itself, and the mounts below."""
 
     path: PurePosixPath
     real: PurePosixPath
@@ -49,7 +49,7 @@ class _Shared:
 
 @frozen
 class SharedDirectories:
-    """The directories *shared*, and what is visible at each mount point of this process."""
+    """The directories *shared*, and the directory visible at each mount point of this process."""
 
     shared: tuple[_Shared, ...]
     mounts: dict[PurePosixPath, _MountedDirectory]

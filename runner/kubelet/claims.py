@@ -167,7 +167,7 @@ def claimed_cpu_state(
     reserved: CpuSet,
     source: str,
 ) -> CpuState:
-    """Return the CPUs assigned by *claims*: each of *containers* has those of all its claims.
+    """Return the CPUs assigned by *claims*: each of *containers* has the CPUs of all its claims.
 
     If *containers* is ``None`` (in a program that only reports), each claim counts separately. CPUs without a known container are
     unattributed. The shared pool has all others, except the *reserved* ones, which the driver does not assign either. Raises

@@ -119,7 +119,7 @@ class MemoryState:
     pod_assignments: Mapping[str, tuple[Block, ...]] = attrs.field(factory=dict)
     """Pod UID → blocks of the pod as a whole (gate ``PodLevelResourceManagers``).
 
-    Only these are booked for such a pod: those of its containers are parts of them.
+    Only these are booked for such a pod: the blocks of its containers are parts of them.
     """
     reusable: Mapping[str, Mapping[tuple[int, str], int]] = attrs.field(factory=dict)
     """UID of the pod that was admitted last → (mask, resource) → bytes that its init containers booked; not in the file."""

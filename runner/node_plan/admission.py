@@ -171,7 +171,7 @@ class Kubelet:
         )
 
     def restored(self, cpus: CpuState, memory: MemoryState) -> SimulatedNode:
-        """Return the node with the states of its state files, those of a kubelet that is running.
+        """Return the node with the states in the state files of a running kubelet.
 
         A kubelet compares them with the machine only when it starts; so a running kubelet can have a state that it would refuse at its next
         start (:attr:`SimulatedNode.restart_refusal`). Raises :class:`KubeletConfigError` in the kubelet's words for CPUs, NUMA nodes or

@@ -108,7 +108,7 @@ def configuration_among(documents: Iterable[Value]) -> Value:
     """Return the kubelet's configuration among the *documents* of one file.
 
     It may also be the answer of a running kubelet at ``/configz``, which includes flags and drop-in files.
-    Raises :class:`UsageError` unless exactly one of the *documents*, of which there is one at least, is it.
+    There is at least one document. Raises :class:`UsageError` unless exactly one of them is a configuration.
     """
     documents = list(documents)
     configurations = []

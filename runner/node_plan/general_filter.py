@@ -79,9 +79,9 @@ def total_requests(pods: Iterable[Pod]) -> Mapping[str, int]:
 
 
 def insufficient(pod: Pod, others: Sequence[Pod], allocatable: NodeAllocatable) -> tuple[Insufficient, ...]:
-    """Return the resources of which *pod* requests too much beside *others*; the kubelet reports the first one (``fitsRequest``).
+    """Return the resources that *pod*, with *others*, requests too much of; the kubelet reports the first one (``fitsRequest``).
 
-    Where several sizes of huge pages are insufficient, its order is that of a Go map, which is random; here it is by name.
+    Where several sizes of huge pages are insufficient, the kubelet has the random order of a Go map; here they are ordered by name.
     """
     reasons = [Insufficient(PODS, 1, len(others), allocatable.pods)] if len(others) >= allocatable.pods else []
     used, requests = total_requests(others), pod.requests

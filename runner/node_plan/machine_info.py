@@ -16,9 +16,9 @@ from runner.facts.hardware import Cpu, Hardware, NumaNode
 def machine_info(hardware: Hardware) -> Hardware:
     """Return *hardware* with the cores, caches and NUMA nodes that the kubelet sees; applied twice it changes nothing more.
 
-    * A core is what has one ``core_id`` within package and NUMA node, whatever the lists of siblings say. They differ on
-      AMD's family 15h, and where ids repeat within a package. A record without ``core_id`` has the siblings.
-    * An L3 cache that all CPUs of a NUMA node share, and no others, is one of the NUMA node, and its cores have none.
+    * The CPUs with one ``core_id`` within a package and NUMA node are one core, whatever the lists of siblings say. The two differ on
+      AMD's family 15h, and where ids repeat within a package. In a record without ``core_id`` the siblings are one core.
+    * An L3 cache that all CPUs of a NUMA node share, and no others, belongs to the NUMA node, and the cores have none.
     * A kernel without NUMA has one NUMA node for each package, without memory, huge pages and distances.
     """
     numa_nodes = hardware.numa_nodes

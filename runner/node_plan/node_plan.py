@@ -63,7 +63,7 @@ class ContainerPlan:
     pod_cpus: CpuSet = attrs.field(factory=CpuSet)
     """The CPUs of its pod on which it runs with the pod's other containers without *cpus*; empty for the shared pool."""
     shares_memory: bool = False
-    """Whether *memory* is that of its pod, which it shares with the pod's other containers without memory of their own."""
+    """Whether *memory* is its pod's, shared by the pod's containers that have none of their own."""
 
 
 @frozen
@@ -77,7 +77,7 @@ class PodPlan:
     whole_cpus: CpuSet = attrs.field(factory=CpuSet)
     """The exclusive CPUs of the pod as a whole (scope ``pod``, gate ``PodLevelResourceManagers``), which its containers share."""
     whole_memory: tuple[Block, ...] = ()
-    """The memory of the pod as a whole; that of its containers is part of it."""
+    """The memory of the pod as a whole, which includes its containers'."""
     faults: tuple[str, ...] = ()
     """Sentences: faults of the kubelet in admitting the pod, or because of it."""
 

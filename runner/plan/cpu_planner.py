@@ -142,7 +142,7 @@ def _remark_mask(backend: Backend, facts: HostFacts, problems: Problems) -> str:
     """Remark the effect of a CPU mask narrower than the cpuset; return the mask for refusals, empty if it has no effect.
 
     Since Linux 6.2 a process keeps its mask in every cpuset (``user_cpus_ptr``), and not every container runtime resets
-    that of its own unit.
+    the mask that its own unit gave it.
     """
     if not facts.masked_cpus:
         return ""

@@ -90,7 +90,7 @@ KVM_UNUSABLE_REMEDY = 'see `dmesg | grep -i kvm` on the node, or set cpu.accel =
 
 
 DENIED = "Permission denied"
-"""The reason, EACCES, if the owner and mode of a device node forbid opening it; that of a device filter is EPERM."""
+"""The reason, EACCES, if the owner and mode of a device node forbid opening it; a device filter's is EPERM."""
 LET_IN = (
     'let every user open it, on the node, by a rule of udev with MODE="0666": in a user namespace (hostUsers: false) it is '
     "nobody's, and the device filter still decides"

@@ -279,7 +279,7 @@ class _NetworkPlanner:
         )
 
     def _pods_mtu(self, where: str, network: NetworkSpec, pod: Interface) -> int:
-        """Return the guest's MTU: at most that of the pod's routes, which a CNI plugin with a tunnel lowers instead of the link's."""
+        """Return the guest's MTU: at most the MTU of the pod's routes, which a CNI plugin with a tunnel lowers instead of the link's."""
         routes = pod.routes + (pod.routes6 if network.ipv6 else ())
         least = min((pod.mtu, *(route.mtu for route in routes if route.mtu)))
         if network.mtu is not None and network.mtu > least:
@@ -492,7 +492,7 @@ def _alone(link: Interface) -> str:
 
 
 def _is_ethernet(mac: str) -> bool:
-    """Tell whether *mac* is an Ethernet address: that of a Cilium netkit is all zeroes, that of IP over InfiniBand has 20 bytes."""
+    """Tell whether *mac* is an Ethernet address: a Cilium netkit's is all zeroes, and IP over InfiniBand has 20 bytes."""
     return len(mac) == len("00:00:00:00:00:00") and mac != "00:00:00:00:00:00"
 
 

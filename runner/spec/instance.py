@@ -995,7 +995,7 @@ def parse_instance(source: str, data: bytes, environment: Mapping[str, str] = NO
 def parse_elsewhere(
     source: str, data: bytes, environment: Mapping[str, str]
 ) -> tuple[InstanceSpec | None, tuple[str, ...]]:
-    """Parse a document of which some declared variables are not set; return it and their names.
+    """Parse a document although some of its declared variables are not set; return the spec and the names of these variables.
 
     They get the value :data:`PLACEHOLDER`. If that is invalid for a key, the key is not judged, and no spec is returned. Raises
     :exc:`~runner.base.errors.SpecError` with every other problem.

@@ -49,7 +49,7 @@ class HttpEndpoints:
     _made_at: float = -math.inf
 
     async def respond(self, target: str) -> HttpResponse:
-        """Return the response for the path *target*; that of ``/metrics`` may be :data:`_METRICS_FOR` old."""
+        """Return the response for the path *target*; the metrics may be :data:`_METRICS_FOR` old."""
         await trio.lowlevel.checkpoint()
         try:
             match target:

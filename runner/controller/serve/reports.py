@@ -48,7 +48,7 @@ class _Instance:
     """Family → its texts, and the time since which they are kept."""
 
     def note(self, report: Report, now: float, kept: float) -> None:
-        """Keep *report* as the latest, with those of its texts that may have changed."""
+        """Keep *report* as the latest, and those texts in it that may have changed."""
         texts = {
             name: self._text(name, samples, now, kept)
             for name, samples in report.items()

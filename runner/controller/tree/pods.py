@@ -122,7 +122,7 @@ class PodCgroups:
         return list(found.values())
 
     def _owner(self, pid: int) -> str:
-        """Return the pod of process *pid*: that of the process or of its first ancestor in a pod's cgroup."""
+        """Return the pod in whose cgroup process *pid* is, or else its first ancestor that is in one."""
         first = self.procfs.cgroup(pid)
         for _ in range(_MOST_ANCESTORS):
             container = self.container(self.procfs.cgroup(pid))

@@ -140,7 +140,7 @@ class Observed:
     """The UIDs of pods that have a domain here but no cgroup of their own any more. A pod that the kubelet still names is included only if
     nothing but its domain is left."""
     reclaimed: frozenset[str] = frozenset()
-    """The UIDs of pods of which only the domain is left, after the kernel has reclaimed as much of its memory as it could."""
+    """The UIDs of pods that have nothing left but the domain, after the kernel has reclaimed as much of its memory as it could."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)
@@ -159,7 +159,7 @@ class Observed:
         return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
 
     def left_over(self, more: int) -> Iterator[str]:
-        """Yield the pods of which only the domain is left, with more than *more* bytes charged to it."""
+        """Yield the pods that have nothing left but the domain, if more than *more* bytes are charged to it."""
         return (uid for uid, each in self.domains.items() if each.charged > more and self.is_left_over(uid))
 
     def shares_float(self, pod_uid: str) -> bool:

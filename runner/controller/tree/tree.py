@@ -85,7 +85,7 @@ class Tree:
                 yield pod_uid, self.root.child(name)
 
     def reachable(self) -> Iterator[str]:
-        """Yield the control files that pods can reach by their descriptors: those of floats and vCPUs' groups, and one of each domain."""
+        """Yield the control files that pods can reach by their descriptors: all of floats and vCPUs' groups, and one of each domain."""
         for _, domain in self._domains():
             yield f"{domain.path}/{MEMORY_EVENTS}"
             for group in filter(Cgroup.exists, map(domain.child, (FLOAT, VCPUS))):

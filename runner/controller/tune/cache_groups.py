@@ -17,7 +17,7 @@ from runner.kubelet.pod_cgroups import instance_group, instance_uid
 
 _PERCENT = 100
 """The highest value of a group's ``MB`` if the kernel takes percentages: a new group begins with the highest value (``rdtgroup_init_mba``).
-AMD's is 2048 (``__rdt_get_mem_config_amd``), that of ``mba_MBps`` 4294967295."""
+On AMD it is 2048 (``__rdt_get_mem_config_amd``), with ``mba_MBps`` 4294967295."""
 
 
 @frozen

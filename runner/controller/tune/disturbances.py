@@ -292,7 +292,7 @@ def _limited(rule: Rule, record: Record) -> Rule:
 
 
 def parse_records(text: str, boot: str) -> dict[str, Record]:
-    """Return the records in *text*; none of those of another *boot*. Raises ``ValueError``, ``RecursionError``."""
+    """Return the records in *text*, or none if it was written in another *boot*. Raises ``ValueError``, ``RecursionError``."""
     match json.loads(text):
         case {"boot": str(written), "settings": dict(settings)}:
             return {path: _parse_record(each) for path, each in settings.items()} if written == boot else {}
@@ -311,7 +311,7 @@ def _parse_record(value: object) -> Record:
 
 
 def format_records(records: Mapping[str, Record], boot: str) -> str:
-    """Return the text of which :func:`parse_records` is the inverse."""
+    """Return *records* as a text that :func:`parse_records` reads."""
     settings = {
         path: {"before": record.before, "ours": list(record.ours), "owner": record.owner}
         for path, record in sorted(records.items())

@@ -69,7 +69,7 @@ class TunedInstance:
 
 
 def format_instances(instances: Mapping[str, TunedInstance]) -> bytes:
-    """Return the line of which :func:`parse_instances` is the inverse."""
+    """Return *instances* as a line that :func:`parse_instances` reads."""
     return json.dumps(
         {pod_uid: {"cpus": str(each.cpus), "tuning": attrs.asdict(each.tuning)} for pod_uid, each in instances.items()}
     ).encode()

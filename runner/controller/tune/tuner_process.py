@@ -44,7 +44,7 @@ def start_tuner(tuner: HostTuner, procfs: Path) -> TunerProcess:
 
 
 def obey(tuner: HostTuner, line: bytes) -> bytes:
-    """Carry out *line*, the text of :func:`~runner.controller.tune.tuner_messages.format_instances`; return that of a ``Tuned``."""
+    """Carry out *line*, which :func:`~runner.controller.tune.tuner_messages.format_instances` wrote; return a ``Tuned`` as JSON."""
     try:
         return tuner.tune(parse_instances(line)).to_json()
     except (HostError, OSError, ValueError, RecursionError) as error:

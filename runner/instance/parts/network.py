@@ -75,7 +75,7 @@ def _opened(
     in_pod_cgroup: Callable[[], AbstractContextManager[None]],
     index: int,
 ) -> Iterator[NicBackend]:
-    """Hold the descriptors of a network; *index* is that of its macvtap, if it has one."""
+    """Hold the descriptors of a network; *index* is the interface index of its macvtap, if it has one."""
     with ExitStack() as held:
         vhosts: tuple[files.Descriptor, ...] = ()
         if isinstance(plan, BridgedPlan):

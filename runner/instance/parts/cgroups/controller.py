@@ -65,7 +65,7 @@ BUSY_EVERY = 0.015
 """Seconds between two such requests: it answers others meanwhile, 1 ms each."""
 
 UNSEALED_WITHIN = 2.0
-"""Seconds; the controller unseals what is deregistered or empty in any case."""
+"""Seconds; the controller unseals a deregistered or empty instance in any case."""
 
 SEALED_AGAIN = 30.0
 """Seconds between two checks whether the CPUs are still sealed."""
@@ -170,7 +170,7 @@ def _read_cpus(pod: str) -> CpuSet:
 
 
 def _given(placement: ControllerPlacement, pod: str) -> CpuSet:
-    """Return the container's CPUs, which may be more than those of *placement*; the latter if the container's are not visible."""
+    """Return the container's CPUs, which may be more than *placement* has; if they are not visible, the CPUs of *placement*."""
     try:
         return _read_cpus(pod) or placement.cpus
     except HostError:
