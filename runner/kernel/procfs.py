@@ -275,7 +275,7 @@ class Procfs:
     def links(self) -> dict[str, tuple[LinkTraffic, LinkTraffic]]:
         """Return, by name, the traffic received and sent by each link of this process's network namespace (proc_pid_net(5), ``dev``)."""
         found = {}
-        for line in _lines(_read(self.root / "self/net/dev"))[2:]:  # two lines of a head
+        for line in _lines(self._read("self/net/dev", "the traffic of the links"))[2:]:  # two lines of a head
             name, _, numbers = line.partition(":")
             fields = [int(number) for number in numbers.split()]
             received, sent = (LinkTraffic(fields[at], fields[at + 1], fields[at + 3]) for at in (0, 8))
@@ -284,7 +284,7 @@ class Procfs:
 
     def _cpu_seconds(self, *fields: int) -> dict[int, float]:
         ticks = os.sysconf("SC_CLK_TCK")
-        rows = (line.split() for line in _lines(_read(self.root / "stat")))
+        rows = (line.split() for line in _lines(self._read("stat", "the times of the CPUs")))
         return {
             int(row[0][3:]): sum(int(row[field]) for field in fields) / ticks
             for row in rows
@@ -316,8 +316,7 @@ class Procfs:
 
         Raises :exc:`~runner.base.errors.HostError` also when there is no such process, like :meth:`status`.
         """
-        with doing(f"read the cgroup of process {pid}"):
-            return _unified(_read(self.root / str(pid) / "cgroup"))
+        return _unified(self._read(f"{pid}/cgroup", f"the cgroup of process {pid}"))
 
     def waits_in(self, pid: int) -> str:
         """Return the kernel function in which process *pid* waits; empty if it has ended or the kernel does not show it."""
@@ -347,8 +346,8 @@ class Procfs:
         return "nonstop_tsc" in self._first_cpu().get("flags", "").split()
 
     def _first_cpu(self) -> Mapping[str, str]:
-        with (self.root / "cpuinfo").open(errors="replace") as cpus:  # one is enough: each takes a while
-            return _fields("".join(itertools.takewhile(str.strip, cpus)))
+        with doing("read the kind of the CPUs"), (self.root / "cpuinfo").open(errors="replace") as cpus:
+            return _fields("".join(itertools.takewhile(str.strip, cpus)))  # one is enough: each takes a while
 
     def may_make_root(self, pid: int | str = "self") -> bool:
         """Tell whether process *pid* may, as far as can be seen, make a user namespace whose root is the machine's root.
@@ -397,8 +396,7 @@ class Procfs:
 
     def status(self, pid: int | str = "self") -> Mapping[str, str]:
         """Return the fields of ``/proc/PID/status``."""
-        with doing(f"read the status of process {pid}"):
-            return _fields(_read(self.root / str(pid) / "status"))
+        return _fields(self._read(f"{pid}/status", f"the status of process {pid}"))
 
     def setting(self, name: str) -> str:
         """Return the value of a sysctl, such as ``net/ipv6/conf/default/disable_ipv6``; empty where the kernel has none."""
@@ -414,20 +412,24 @@ class Procfs:
 
     def oom_score_adj(self) -> int:
         """Return this process's ``oom_score_adj``, from -1000 to 1000."""
-        return int(_read(self.root / "self/oom_score_adj"))
+        return int(self._read("self/oom_score_adj", "the oom_score_adj of this process"))
 
     def mounted_roots(self) -> list[str]:
         """Return, for each mount point of this process, the directory of the file system that is mounted there.
 
         That is field 4 of ``proc_pid_mountinfo(5)``.
         """
-        with doing("read the mounts of this process"):
-            return [line.split(" ")[3] for line in _lines(_read(self.root / "self" / "mountinfo"))]
+        return [line.split(" ")[3] for line in _lines(self._read("self/mountinfo", "the mounts of this process"))]
 
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""
-        with doing(f"read the machine's memory in {self.root}"):
-            return int(_fields(_read(self.root / "meminfo"))["MemTotal"].split()[0]) << 10
+        fields = _fields(self._read("meminfo", f"the machine's memory in {self.root}"))
+        return int(fields["MemTotal"].split()[0]) << 10
+
+    def _read(self, file: str, content: str) -> str:
+        """Return a file that must be there, with *content* in it."""
+        with doing(f"read {content}"):
+            return _read(self.root / file)
 
 
 def _read(path: Path | str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from runner.base.cpuset import CpuSet
+from runner.base.errors import HostError
 from runner.kernel.procfs import (
     FIRST_NETWORK_NAMESPACE,
     FIRST_NETWORK_SETTINGS,
@@ -186,3 +188,24 @@ def test_the_name_of_a_process_cannot_hold_a_line() -> None:
     assert me is not None
     assert (me.parent, me.name) == (os.getppid(), "a\rPPid:\t1\\x85")
     assert set(fields) == set(Procfs().status())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        Procfs.links,
+        Procfs.steal,
+        Procfs.idle,
+        Procfs.oom_score_adj,
+        Procfs.cpu_vendor,
+        Procfs.memory_total,
+        Procfs.mounted_roots,
+        Procfs.status,
+        Procfs.cgroup,
+    ],
+)
+def test_a_file_that_must_be_there_and_cannot_be_read_is_an_error_of_the_host(
+    tmp_path: Path, read: Callable[[Procfs], object]
+) -> None:
+    with pytest.raises(HostError, match=r"^cannot read the "):
+        read(Procfs(tmp_path))
