@@ -36,7 +36,7 @@ The kernel counts a CPU's time and a thread's by two clocks, and idle time in ti
 
 
 @attrs.define
-class SwitchTally:
+class CpuTimes:
     """The time of each task on one CPU, counted from its switches. Times are nanoseconds of ``CLOCK_MONOTONIC``."""
 
     begin: int

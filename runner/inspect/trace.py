@@ -16,7 +16,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, escaped, explain
 from runner.facts.roots import Roots
 from runner.inspect.cpu_sums import CpuSums
-from runner.inspect.cpu_time import IDLE, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
+from runner.inspect.cpu_time import IDLE, CpuAccount, CpuTimes, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.observation import InstanceObservation, Observation
 from runner.inspect.observe import read_processes
 from runner.inspect.task_table import TaskTable, known_tasks
@@ -136,8 +136,8 @@ def switch_recorder(roots: Roots, cpus: CpuSet) -> Iterator[SwitchRecorder]:
             known = known_tasks(read_processes(roots))
             switches.start()
             begin = time.monotonic_ns()
-            tallies = {cpu: SwitchTally(begin) for cpu in cpus}
-            yield SwitchRecorder(Procfs(roots.proc), switches, TaskTable(Procfs(roots.proc), tasks, known), tallies)
+            times = {cpu: CpuTimes(begin) for cpu in cpus}
+            yield SwitchRecorder(Procfs(roots.proc), switches, TaskTable(Procfs(roots.proc), tasks, known), times)
 
 
 @attrs.define
@@ -147,7 +147,7 @@ class SwitchRecorder:
     _procfs: Procfs
     _switches: TraceInstance
     _table: TaskTable
-    _tallies: Mapping[int, SwitchTally]
+    _times: Mapping[int, CpuTimes]
     _layout: struct.Struct = attrs.field(init=False)
 
     @_layout.default
@@ -159,54 +159,54 @@ class SwitchRecorder:
         """Count the switches recorded since the last call, and look up tasks that were not seen before."""
         self._table.read()
         unpack = self._layout.unpack_from
-        for cpu, tally in self._tallies.items():
+        for cpu, times in self._times.items():
             for page in self._switches.pages(cpu):
                 if has_missed_events(page):
-                    tally.lose()
+                    times.lose()
                 for at, offset in records(page):
                     _, name, previous, following_name, following = unpack(page, offset)
-                    tally.switch(at, previous, _text(name), following, _text(following_name))
-            self._table.look_up(tally.names)
+                    times.switch(at, previous, _text(name), following, _text(following_name))
+            self._table.look_up(times.names)
 
     def finish(self) -> int:
         """End the recording, count the rest, and return the length of the window in nanoseconds."""
         end = time.monotonic_ns()
         self._switches.stop()
-        for tally in self._tallies.values():
-            tally.end = end
+        for times in self._times.values():
+            times.end = end
         self.read()
-        unswitched = CpuSet(cpu for cpu, tally in self._tallies.items() if not tally.has_switched)
+        unswitched = CpuSet(cpu for cpu, times in self._times.items() if not times.has_switched)
         running = self._procfs.runnable(unswitched) if unswitched else {}
-        for cpu, tally in self._tallies.items():
+        for cpu, times in self._times.items():
             # On a CPU without a switch one task ran all the time. Other runnable tasks only waited for it, which the kernel allows only for
             # a real-time task, and QEMU has none.
             runs = max((tid for _, tid in running.get(cpu, [])), key=_is_real_time, default=IDLE)
-            tally.finish(end, runs)
+            times.finish(end, runs)
             self._table.look_up([runs])
-        return end - next(iter(self._tallies.values())).begin if self._tallies else 0
+        return end - next(iter(self._times.values())).begin if self._times else 0
 
     def accounts(self, vcpus: Mapping[int, ObservedThread]) -> dict[int, CpuAccount]:
         """Return CPU → its account of the window; *vcpus* are the vCPU threads by the CPU that each is pinned to."""
-        return {cpu: self._account(cpu, tally, vcpus.get(cpu)) for cpu, tally in self._tallies.items()}
+        return {cpu: self._account(cpu, times, vcpus.get(cpu)) for cpu, times in self._times.items()}
 
-    def _account(self, cpu: int, tally: SwitchTally, vcpu: ObservedThread | None) -> CpuAccount:
+    def _account(self, cpu: int, times: CpuTimes, vcpu: ObservedThread | None) -> CpuAccount:
         of_vcpu = None if vcpu is None else vcpu.thread.tid
         kernel: list[TaskTime] = []
         others: list[TaskTime] = []
-        for tid, nanoseconds in tally.nanoseconds.most_common():
+        for tid, nanoseconds in times.nanoseconds.most_common():
             if tid not in (IDLE, of_vcpu) and nanoseconds:
-                task = self._table.task(tid, tally.names.get(tid, ""), tally.first_seen[tid])
+                task = self._table.task(tid, times.names.get(tid, ""), times.first_seen[tid])
                 time_of_it = TaskTime(task.name, task.pid, tid, task.cgroup, task.kernel, nanoseconds)
                 (kernel if task.kernel and task.bound and task.cgroup in {"", "/"} else others).append(time_of_it)
         return CpuAccount(
             cpu=cpu,
             vcpu=None if vcpu is None else vcpu.vcpu,
-            vcpu_nanoseconds=0 if of_vcpu is None else tally.nanoseconds[of_vcpu],
-            idle_nanoseconds=tally.nanoseconds[IDLE],
+            vcpu_nanoseconds=0 if of_vcpu is None else times.nanoseconds[of_vcpu],
+            idle_nanoseconds=times.nanoseconds[IDLE],
             kernel=tuple(kernel),
             others=tuple(others),
             other_nanoseconds=sum(each.nanoseconds for each in others),
-            unknown_nanoseconds=tally.unknown,
+            unknown_nanoseconds=times.unknown,
             lost_events=self._switches.lost_events(cpu),
         )
 

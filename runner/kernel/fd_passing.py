@@ -1,10 +1,10 @@
 """Descriptors sent and received over Unix stream sockets (``SCM_RIGHTS``, unix(7)): the one place that does either.
 
-The kernel installs received descriptors in the very ``recvmsg`` that returns their bytes. So each is handed to its owner
-before anything else happens: no error and no cancellation leaves one open.
+The kernel installs received descriptors in the very ``recvmsg`` that returns their bytes. So each gets its
+owner before anything else happens: no error and no cancellation leaves one open.
 
-Who is sent descriptors without wanting any has to close them all the same, and the last close of a file may take as long as its
-sender likes: of a TCP socket with ``SO_LINGER`` and data that its peer does not take, days (``inet_release``); of a memfd the time to
+A receiver that wants no descriptors has to close those that it is sent, and the last close of a file may take as long as its sender
+likes: of a TCP socket with ``SO_LINGER`` and data that its peer does not take, days (``inet_release``); of a memfd the time to
 free its pages. The kernel closes those that are not received in the call that takes their bytes, and those that are still in
 the queue of a connection in the close(2) of that. From Linux 6.16 on it refuses them where they are sent
 (:func:`~runner.kernel.sockets.refuse_fds`); before, bytes are looked at before they are taken (:func:`receive_without_fds`,

@@ -341,7 +341,7 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
     for container in admission.pod.containers:
         held = admission.cpus.get(container.name, CpuSet())
         cpus = held if exclusive_cpus(pod, container) else CpuSet()
-        beside = others | (whole - cpus)
+        taken = others | (whole - cpus)
         memory = admission.memory.get(container.name, ())
         yield ContainerPlan(
             container,
@@ -349,7 +349,7 @@ def _containers(explanation: Explanation, hardware: Hardware) -> Iterator[Contai
             memory,
             admission.devices.get(container.name, {}),
             admission.affinity.get(container.name),
-            place(len(cpus), cpus, hardware, others=beside) if cpus and container.kind is ContainerKind.APP else None,
+            place(len(cpus), cpus, hardware, others=taken) if cpus and container.kind is ContainerKind.APP else None,
             held - cpus,
             bool(memory) and not requested_memory(pod, container),
         )

@@ -84,7 +84,7 @@ def form_of_text(data: bytes) -> tuple[str, str]:
 
 def no_configuration(source: str, found: str, form: str) -> UsageError:
     """Return the error for the file *source*, in which *found* is no kubelet configuration but *form*, if known."""
-    known_form = f", {form}, of which the distribution makes one" if form else ""
+    known_form = f", {form}, from which the distribution makes one" if form else ""
     return UsageError(
         f"cannot use {source!r}: it must hold one KubeletConfiguration, found {found}{known_form}",
         remedy=f"the one of a running node is printed by: {ASK_THE_KUBELET}",

@@ -241,10 +241,10 @@ def test_the_controller_is_killed_while_an_instance_registers_and_deregisters(fl
         with short_lived_controllers(fleet.node_fixture.controller) as controllers:
             c = fleet.start(3)
             c.running.wait_for("waiting for the controller")
-            patience = time.monotonic() + 10  # of the runner's 30 s; a start of the controller takes seconds here
+            deadline = time.monotonic() + 10  # of the runner's 30 s; a start of the controller takes seconds here
             controllers.start_and_kill()
             for extra in LATER:  # the runner asks every 0.25 s
-                if time.monotonic() < patience:
+                if time.monotonic() < deadline:
                     controllers.start_and_kill(controllers.ready[-1] + extra)
             with controllers.one():  # a fresh process imports for many seconds on an emulated CPU that others load
                 c.up()

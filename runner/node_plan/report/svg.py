@@ -136,11 +136,11 @@ def picture_svg(plan: NodePlan) -> str:
         _numa_node(plan, node.id, body, inside, styles)
         for node, body in zip(plan.machine.numa_nodes, bodies, strict=True)
     ]
-    beside = min(BOXES_IN_ROW, len(boxes))
-    width = max(MARGIN + beside * (boxes[0].width + MARGIN), LEAST_WIDTH)
+    columns = min(BOXES_IN_ROW, len(boxes))
+    width = max(MARGIN + columns * (boxes[0].width + MARGIN), LEAST_WIDTH)
     drawing, y = _heading(plan, width)
-    for start in range(0, len(boxes), beside):
-        row = boxes[start : start + beside]
+    for start in range(0, len(boxes), columns):
+        row = boxes[start : start + columns]
         for place, box in enumerate(row):
             drawing += _moved(box, MARGIN + place * (box.width + MARGIN), y)
         y += max(box.height for box in row) + MARGIN

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.inspect.cpu_time import IDLE, RECORDED, CpuAccount, InstanceTrace, SwitchTally, TaskTime, TraceReport
+from runner.inspect.cpu_time import IDLE, RECORDED, CpuAccount, CpuTimes, InstanceTrace, TaskTime, TraceReport
 from runner.inspect.observation import ObservedGuarantee
 from runner.inspect.trace_render import trace_json, trace_lines
 from tests.support.json_schemas import fitting
@@ -18,8 +18,8 @@ UID = "3ceda12c-3ee9-40fa-9f42-61428fe654a6"
 VCPU = 11
 
 
-def tally(*switches: tuple[int, int, int], begin: int = 100, end: int = 200, runs: int = IDLE) -> SwitchTally:
-    found = SwitchTally(begin)
+def times(*switches: tuple[int, int, int], begin: int = 100, end: int = 200, runs: int = IDLE) -> CpuTimes:
+    found = CpuTimes(begin)
     for time, previous, following in switches:
         found.switch(time, previous, f"task {previous}", following, f"task {following}")
     found.finish(end, runs)
@@ -27,13 +27,13 @@ def tally(*switches: tuple[int, int, int], begin: int = 100, end: int = 200, run
 
 
 def test_every_nanosecond_of_the_window_belongs_to_a_task() -> None:
-    found = tally((110, VCPU, IDLE), (150, IDLE, 7), (160, 7, VCPU))
+    found = times((110, VCPU, IDLE), (150, IDLE, 7), (160, 7, VCPU))
     assert found.nanoseconds == {VCPU: 10 + 40, IDLE: 40, 7: 10}
     assert (found.unknown, found.names[7], found.first_seen[7]) == (0, "task 7", 160)
 
 
 def test_what_is_outside_of_the_window_does_not_count() -> None:
-    found = SwitchTally(100, end=200)
+    found = CpuTimes(100, end=200)
     for time, previous, following in ((90, 5, 6), (130, 6, IDLE), (190, IDLE, 6), (220, 6, 8)):
         found.switch(time, previous, "", following, "")
     found.finish(200, IDLE)
@@ -42,26 +42,26 @@ def test_what_is_outside_of_the_window_does_not_count() -> None:
 
 @pytest.mark.parametrize("runs", [IDLE, VCPU, 9])
 def test_a_cpu_without_a_switch_ran_one_task(runs: int) -> None:
-    found = tally(runs=runs)
+    found = times(runs=runs)
     assert not found.has_switched
     assert found.nanoseconds == {runs: 100}
 
 
 def test_what_ran_while_events_were_lost_is_not_known() -> None:
-    found = SwitchTally(100)
+    found = CpuTimes(100)
     found.switch(110, VCPU, "", IDLE, "")
     found.lose()
     found.switch(150, 7, "", VCPU, "")
     found.finish(200, IDLE)
     assert (found.nanoseconds, found.unknown) == ({VCPU: 10 + 50}, 40)
-    found = SwitchTally(100)
+    found = CpuTimes(100)
     found.lose()
     found.finish(200, IDLE)
     assert (+found.nanoseconds, found.unknown) == ({}, 100)
 
 
 def test_a_thread_that_executes_a_program_gets_the_number_of_its_process() -> None:
-    assert tally((110, IDLE, 8), (120, 7, IDLE)).nanoseconds == {IDLE: 10 + 80, 7: 10}
+    assert times((110, IDLE, 8), (120, 7, IDLE)).nanoseconds == {IDLE: 10 + 80, 7: 10}
 
 
 ACCOUNT = CpuAccount(

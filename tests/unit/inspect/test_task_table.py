@@ -11,7 +11,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.facts.threads import ThreadStatus
-from runner.inspect.cpu_time import IDLE, SwitchTally
+from runner.inspect.cpu_time import IDLE, CpuTimes
 from runner.inspect.task_table import KnownTask, TaskTable
 from runner.inspect.trace import SwitchRecorder
 from runner.kernel.procfs import Procfs
@@ -115,8 +115,8 @@ def test_parents_without_end_are_not_followed(tasks: Trace, table: TaskTable) ->
 def test_the_accounts_of_recorded_cpus(tmp_path: Path, tasks: Trace, table: TaskTable) -> None:
     with ExitStack() as held:
         switches = Trace(tmp_path / "switches", (SWITCH,), (4, 5), held)
-        tallies = {cpu: SwitchTally(1000) for cpu in (4, 5)}
-        recorder = SwitchRecorder(Procfs(tmp_path / "proc"), switches.instance, table, tallies)
+        times = {cpu: CpuTimes(1000) for cpu in (4, 5)}
+        recorder = SwitchRecorder(Procfs(tmp_path / "proc"), switches.instance, table, times)
         tasks.put(0, page(1000, fork(1, SHELL, CHILD)))
         tasks.put(0, page(1000, fork(1, KTHREADD, 55)))
         switches.put(

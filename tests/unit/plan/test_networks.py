@@ -26,7 +26,7 @@ from tests.support.json_schemas import fitting
 from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
 
 TAP = DescriptorFact("tap", "the tap 't0'", interface="t0", multi_queue=True)
-HANDED = {
+INHERITED = {
     "a": TAP,
     "b": TAP,
     "other": attrs.evolve(TAP, interface="t1"),
@@ -56,7 +56,7 @@ def fd_network(names: str, more: str = "") -> str:
 
 
 def given(text: str, *names: str) -> list[str]:
-    return problems(text, attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in names}))
+    return problems(text, attrs.evolve(FACTS, descriptors={name: INHERITED[name] for name in names}))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_an_unsuitable_network_is_refused(text: str, names: tuple[str, ...], exp
 
 
 def test_an_inherited_tap_is_used_unchanged() -> None:
-    facts = attrs.evolve(FACTS, descriptors={name: HANDED[name] for name in ("a", "b", "m", "s", "v")})
+    facts = attrs.evolve(FACTS, descriptors={name: INHERITED[name] for name in ("a", "b", "m", "s", "v")})
     text = (
         fd_network("a,b")
         + fd_network("m", 'vhost_fd = "v"\n').removeprefix(KERNEL)
@@ -138,7 +138,7 @@ def test_a_plan_made_beforehand_trusts_the_spec_for_disks_by_descriptor() -> Non
 def test_a_disk_by_its_descriptor() -> None:
     facts = attrs.evolve(
         FACTS,
-        descriptors={"disk": HANDED["disk"]},
+        descriptors={"disk": INHERITED["disk"]},
         files={**FACTS.files, PurePosixPath("/proc/self/fd/9"): FileFact("file", 4096, image=ImageFact("raw"))},
     )
     spec = parse_instance("spec", b'[[disk]]\nfd = "disk"\n')
