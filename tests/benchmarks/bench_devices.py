@@ -28,7 +28,7 @@ from runner.plan.instance import plan_instance
 from runner.plan.nccl import nccl_topology
 from runner.spec.instance import parse_instance
 from tests.support.fake_pci import Record, recorded_pci, vfio_facts
-from tests.unit.plan.test_plan import EPYC, KERNEL
+from tests.support.plans import EPYC, KERNEL
 
 NUMBERS = (0, 1, 20)
 OTHERS = 500

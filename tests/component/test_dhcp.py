@@ -19,7 +19,7 @@ from runner.instance.parts.links import AddressWatch
 from runner.plan import dhcp
 from runner.plan.argv.networks import DNSMASQ_UP, dnsmasq_argv
 from runner.plan.instance import InstancePlan
-from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of
+from tests.support.plans import FACTS, KERNEL, plan_of
 
 MAC = "0a:58:0a:f4:01:05"
 DNSMASQ = PurePosixPath(str(shutil.which("dnsmasq")))

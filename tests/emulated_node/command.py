@@ -175,7 +175,6 @@ def in_node(options: argparse.Namespace) -> int:
         "COLUMNS": str(columns),
         "LINES": str(lines),
         "PYTHONPATH": "/project",
-        "HYPOTHESIS_STORAGE_DIRECTORY": "/run/hypothesis",
         "RUNNER_NODE": "emulated",
         "RUNNER_NODE_ROM": "/results/rom",
         "RUNNER_NODE_GUEST_KERNEL": "/results/guest-kernel",

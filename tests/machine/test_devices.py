@@ -20,8 +20,8 @@ from runner.plan.machine import FilePlan, MachinePlan
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from tests.machine.test_shapes import ROM, QmpConnection, planned
 from tests.support.fake_pci import bar_window, recorded_pci, vfio_facts
+from tests.support.plans import EPYC, KERNEL, plan_of
 from tests.support.program_runs import until
-from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
 
 GIB = 1 << 30
 BARS = 64 * GIB

@@ -30,8 +30,8 @@ from tests.machine.test_devices import standing_in
 from tests.machine.test_shapes import planned
 from tests.support.fake_pci import Record, fake_pci_tree, recorded_pci, vfio_facts
 from tests.support.lstopo import LSTOPO, SHOW, pairs, ways, with_libraries
+from tests.support.plans import EPYC, KERNEL, plan_of
 from tests.support.program_runs import GuestFiles
-from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
 
 pytestmark = pytest.mark.timeout(1200)
 """An emulated guest with twenty devices boots in half a minute, and on a busy machine in ten."""

@@ -29,8 +29,8 @@ from runner.plan.qemu_limits import (
     refuse_too_much_memory,
 )
 from runner.spec.instance import parse_instance
+from tests.support.plans import FACTS
 from tests.support.program_runs import GuestFiles
-from tests.unit.plan.test_plan import FACTS
 
 KVM = Path("/dev/kvm")
 

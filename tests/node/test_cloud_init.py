@@ -11,8 +11,8 @@ import pytest
 
 from runner.cli.documents import yaml_problems
 from runner.plan.cloud_init import handled
+from tests.support.plans import KERNEL, plan_of
 from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS, YAML_NOT_READ, YAML_READ
-from tests.unit.plan.test_plan import KERNEL, plan_of
 
 JUDGE = """
 import base64, json, logging, sys

@@ -23,7 +23,7 @@ from runner.placement.backends import AffinityPlacement, Placement
 from runner.placement.children import Role
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance
-from tests.unit.plan.test_plan import EPYC, FACTS, KERNEL
+from tests.support.plans import EPYC, FACTS, KERNEL
 
 SPECS = {
     "minimal": KERNEL,

@@ -22,8 +22,8 @@ from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.document_parser import LARGEST_DOCUMENT
 from tests.support.json_schemas import fitting
+from tests.support.plans import FACTS, KERNEL, plan_of, problems
 from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS, VERSION
-from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
 
 MULTIPART = b"Content-Type: multipart/mixed; boundary=b%d\n\n--b%d\n"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0 somebody"

@@ -12,7 +12,7 @@ from runner.facts.network import Route
 from runner.plan.dhcp import LONGEST_OPTION, is_domain, search_bytes
 from runner.plan.network_plan import BridgedPlan
 from runner.plan.render import plan_lines
-from tests.unit.plan.test_plan import FACTS, KERNEL, POD, plan_of, problems
+from tests.support.plans import FACTS, KERNEL, POD, plan_of, problems
 
 BRIDGE = KERNEL + '[[network]]\nmode = "bridge"\n'
 PLAIN = attrs.evolve(

@@ -15,7 +15,7 @@ from runner.facts.host import HostFacts
 from runner.plan.argv.block_nodes import block_nodes, disk_device
 from runner.plan.disks import DiskPlan, Overlay, disk_words, within
 from runner.plan.instance import InstancePlan
-from tests.unit.plan.test_plan import FACTS, GIB, plan_of, problems
+from tests.support.plans import FACTS, GIB, plan_of, problems
 
 
 def disk_of(keys: str, **facts: object) -> DiskPlan:

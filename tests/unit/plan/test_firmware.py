@@ -11,7 +11,7 @@ from runner.facts.file_formats import FORMATS
 from runner.plan.argv.by_hand import pasteable
 from runner.plan.firmware import ForgottenVariables, KeptVariables, VariablesPlan
 from runner.plan.render import plan_lines
-from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
+from tests.support.plans import FACTS, KERNEL, plan_of, problems
 
 DISK = '[[disk]]\npath = "/disk"\n'
 CODE, TEMPLATE = PurePosixPath("/fw/OVMF_CODE_4M.fd"), PurePosixPath("/fw/OVMF_VARS_4M.fd")

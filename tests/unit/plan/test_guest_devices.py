@@ -10,7 +10,7 @@ from runner.plan.identity import Identity
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.readiness import AgentSign, ConsoleSign
 from tests.support.json_schemas import fitting
-from tests.unit.plan.test_plan import FACTS, KERNEL, plan_of, problems
+from tests.support.plans import FACTS, KERNEL, plan_of, problems
 
 
 def test_a_guest_has_an_agent_channel_and_nothing_more_by_default() -> None:

@@ -22,7 +22,7 @@ from runner.plan.instance import InstancePlan
 from runner.plan.nccl import FW_CFG, PATH, nccl_topology, vendor_data
 from runner.plan.passthrough_plan import DevicePlan
 from tests.support.fake_pci import recorded_pci, vfio_facts
-from tests.unit.plan.test_plan import EPYC, KERNEL, plan_of
+from tests.support.plans import EPYC, KERNEL, plan_of
 
 HERE = Path(__file__).parents[2] / "data" / "nccl"
 ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'

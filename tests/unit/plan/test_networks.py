@@ -23,7 +23,8 @@ from runner.plan.network_planner import derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.json_schemas import fitting
-from tests.unit.plan.test_plan import FACTS, KERNEL, MACHINES, POD, plan_of, problems
+from tests.support.plans import EPYC, FACTS, KERNEL, POD, plan_of, problems
+from tests.unit.plan.test_plan import MACHINES
 
 TAP = DescriptorFact("tap", "the tap 't0'", interface="t0", multi_queue=True)
 INHERITED = {
@@ -171,8 +172,6 @@ def test_queues(vcpus: int, more: str, queues: int) -> None:
 
 
 def test_at_most_eight_queues_by_default() -> None:
-    from tests.unit.plan.test_plan import EPYC
-
     assert plan_of(f"{KERNEL}[cpu]\ncount = 40\n[[network]]\n", EPYC).networks[0].queues == 8
 
 

@@ -34,7 +34,8 @@ from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_pci import Record, bar_window, fake_pci_tree, recorded_pci, vfio_facts
 from tests.support.json_schemas import fitting
-from tests.unit.plan.test_plan import EPYC, GOLDEN, KERNEL, lines, plan_of, problems
+from tests.support.plans import EPYC, KERNEL, plan_of, problems
+from tests.unit.plan.test_plan import GOLDEN, lines
 
 GIB, MIB = 1 << 30, 1 << 20
 HGX = recorded_pci("hgx-h100")

@@ -15,7 +15,7 @@ from runner.plan.argv.by_hand import Paths
 from runner.plan.argv.qemu import qemu_argv
 from runner.plan.firmware import LONGEST_CMDLINE
 from runner.plan.qemu_limits import last_apic_id
-from tests.unit.plan.test_plan import EPYC, GIB, KERNEL, plan_of, problems, recorded
+from tests.support.plans import EPYC, GIB, KERNEL, plan_of, problems, recorded
 
 BIG = attrs.evolve(
     EPYC,
