@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,6 +29,11 @@ def unsuitable() -> str:
     if missing:
         return f"cgroup v2 controllers are missing: {', '.join(sorted(missing))}"
     return ""
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of garbage collections: an emulated CPU takes seconds for each that looks at all of it."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
