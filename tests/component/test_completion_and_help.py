@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.commands import program_parser
-from runner.controller.main import command_line
+from runner.controller.command_line import command_line
 
 
 def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -17,7 +17,8 @@ import attrs
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import RECORDS, LimitOptions, choose_limits
+from runner.controller.command_line import LimitOptions, choose_limits
+from runner.controller.main import RECORDS
 from runner.controller.privileged_process import PrivilegedProcess, serve
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers

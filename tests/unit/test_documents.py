@@ -26,7 +26,7 @@ from runner.cli.events_table import events_markdown
 from runner.cli.json_documents import DOCUMENTS as JSON_DOCUMENTS
 from runner.cli.outcomes import OUTCOMES
 from runner.cli.spec_table import spec_markdown
-from runner.controller.main import command_line
+from runner.controller.command_line import command_line
 from runner.controller.serve.callers import MOST_PROCESSES
 from runner.controller.serve.methods import CODES
 from runner.controller.serve.registrations import MOST_WAITING, REST

@@ -13,7 +13,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from runner.controller.main import command_line
+from runner.controller.command_line import command_line
 from runner.controller.privileged_start import KEPT_CAPABILITIES
 from runner.controller.serve.namespaces import NamespaceReader
 from runner.controller.tree.partition_writer import PartitionWriter

@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
-from runner.controller.main import LimitOptions
+from runner.controller.command_line import LimitOptions
 from runner.controller.serve.callers import BETWEEN_CHECKPOINTS, MOST_PROCESSES
 from runner.controller.serve.registrations import REST
 from runner.controller.serve.timeouts import Timeouts

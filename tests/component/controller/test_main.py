@@ -19,7 +19,8 @@ import trio
 
 from runner.base.errors import HostError
 from runner.base.version import VERSION
-from runner.controller.main import Options, command_line, main
+from runner.controller.command_line import Options, command_line
+from runner.controller.main import main
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.protocol.http import serve_http
