@@ -63,8 +63,7 @@ LONGEST_WORDS = 1000
 _HUNG_UP = "cannot talk to QEMU: it hung up"
 
 _REPLY = re.compile(rb'\s*\{\s*"(?:return|error|id)"')
-_EVENT = re.compile(rb'\s*\{\s*"(?:timestamp|event)"')
-"""The beginnings of a reply and of an event."""
+"""The beginning of a reply."""
 
 
 class QmpError(HostError):
@@ -484,14 +483,13 @@ class Monitor:
             self._lines.feed(data)
 
     def _take_in(self, line: bytes) -> None:
-        if len(line) > LONGEST_EVENT and _EVENT.match(line[:100]):
-            self._take_in_message(Message({"event": f"an event of {len(line)} bytes"}))
-            return
         try:
             message = Message(line)
         except (ProtocolError, ValueError, RecursionError):  # errors of Python's parser are not always wrapped
             self._fail(BadReplyError(f"cannot understand QEMU: it sent {line[:80]!r}", received=line))
             return
+        if "event" in message and len(line) > LONGEST_EVENT:
+            message = Message({"event": f"an event of {len(line)} bytes"})
         self._take_in_message(message)
 
     def _take_in_message(self, message: Message) -> None:
