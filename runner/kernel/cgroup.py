@@ -427,14 +427,18 @@ class Cgroup:
         stat = flat_keyed(self.read("memory.stat"))
         return max(self.memory_in_use() - stat.get("active_file", 0) - stat.get("inactive_file", 0), 0)
 
-    def reclaim(self) -> None:
+    def reclaim(self, *, lower: bool = False) -> None:
         """Let the kernel reclaim the group's memory, such as page cache and cached file names ("memory.reclaim", since Linux 5.19).
 
         Memory held by pipes and sockets cannot be reclaimed: the kernel scans each such page 16 times before it gives up, which takes
-        seconds for each GiB.
+        seconds for each GiB. With *lower*, ``memory.max`` becomes the memory still in use, in whole MiB. Before Linux 6.16 that write
+        reclaims in the same way if the use has grown meanwhile.
         """
         with contextlib.suppress(CgroupError):  # EAGAIN: not all of it can be reclaimed; or the group is gone
             self.write("memory.reclaim", str(self.memory_in_use()))
+        if lower:
+            with contextlib.suppress(CgroupError):
+                self.write("memory.max", str(-(-self.memory_in_use() >> 20) << 20))
 
     def memory_limit(self) -> int | None:
         """Return ``memory.max``; ``None`` if there is no limit, or no memory controller."""

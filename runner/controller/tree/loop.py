@@ -360,17 +360,18 @@ class ReconcileLoop:
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
     async def reclaim(self) -> None:
-        """Reclaim the memory of domains without groups, as far as the kernel can; never return.
+        """Reclaim the memory of domains without groups, as far as the kernel can, and lower the limits of pods that are gone; never return.
 
-        It runs in a thread, and without lowering ``memory.max``, because pods determine how much memory there is and how much can be
-        reclaimed. Small amounts are left, because the kernel may interrupt each CPU for a reclaim (``lru_add_drain_all``).
+        It runs in a thread, because pods determine how much memory there is and how much can be reclaimed, also while ``memory.max`` is
+        written. Small amounts are left, because the kernel may interrupt each CPU for a reclaim (``lru_add_drain_all``).
         """
         while True:
             left = [] if self.observed is None else [*self.observed.left_over(LEFT_BEHIND)]
             self._reclaimed = {pod_uid: at for pod_uid, at in self._reclaimed.items() if pod_uid in left}
             for pod_uid in left:
                 if self._reclaimed.get(pod_uid, -math.inf) <= (began := trio.current_time()):
-                    await trio.to_thread.run_sync(self.tree.domain(pod_uid).reclaim, abandon_on_cancel=True)
+                    reclaim = partial(self.tree.domain(pod_uid).reclaim, lower=pod_uid in self.latest().gone)
+                    await trio.to_thread.run_sync(reclaim, abandon_on_cancel=True)
                     now = trio.current_time()
                     self._reclaimed[pod_uid] = now + max(self.intervals.reclaimed, 5 * (now - began))
                     self.disturb()

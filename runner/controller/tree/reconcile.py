@@ -463,12 +463,7 @@ def _domains(
                 wanted[MEMORY_NODES] = _memory_nodes(pod_uid, mems[pod_uid], desired, observed)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
-        elif keeps_memory(pod_uid, desired, observed):
-            # The limit falls to the present use, also against sockets made in the domain, whose buffers are charged to it wherever their
-            # process is.
-            left = {MEMORY_MAX: str(observed.domains[pod_uid].charged_mebibytes)}
-            yield from _restrictions(instance_group(pod_uid), left, observed.domains[pod_uid].limits, observed)
-        else:
+        elif not keeps_memory(pod_uid, desired, observed):
             yield Remove(instance_group(pod_uid))
 
 
@@ -514,14 +509,15 @@ def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet])
 
 
 def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others: int) -> int:
-    """Return the ``memory.max`` of a domain: the bytes *wanted*, or its present ones, or the initial ones.
+    """Return the ``memory.max`` of a domain: the bytes *wanted*, or the initial ones, and no less than its present ones.
 
-    Never less than the charged bytes: the write would block until the kernel has reclaimed the difference, or has given up.
+    Never less than the charged bytes: the write would block until the kernel has reclaimed the difference, or has given up. A pod can
+    change these at any moment, by sockets that were made in the domain.
     """
     if wanted is None and found is not None and found.memory_max is not None:
         return found.memory_max
     most = memory_for(limits.instance_memory if wanted is None else wanted, limits, others)
-    return most if found is None else max(most, found.charged_mebibytes)
+    return most if found is None else max(most, found.memory_max or found.charged_mebibytes)
 
 
 def _memory_nodes(pod_uid: str, wanted: CpuSet, desired: Desired, observed: Observed) -> str:
