@@ -235,6 +235,7 @@ class ControllerEvent:
     EMPTY_INSTANCE_REMOVED = Event("empty instance gives way%s", "uuid=%s to=%s")
     STALE_INSTANCE_REMOVED = Event("stale instance removed", "uuid=%s")
     PODLESS_INSTANCE_EMPTIED = Event("instance without a pod", "uuid=%s rest=%s processes=%d one=%s")
+    POD_CROWDED = Event("pod with too many processes in float ended%s", "uuid=%s processes=%d")
     OUT_OF_MEMORY = Event("out of memory in float%s", "uuid=%s processes=%d most=%s")
     KERNEL_THREAD_MOVED = Event("kernel thread moved to float%s", "pid=%d")
     KERNEL_THREAD_NOT_MOVED = Event("kernel thread stays on the instance's CPUs%s", "pid=%d reason=%r")

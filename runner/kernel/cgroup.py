@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -448,6 +449,11 @@ class Cgroup:
     def oom_kills(self) -> int:
         """Return the number of processes that the kernel has killed because the group or a descendant was out of memory."""
         return flat_keyed(self.read_if_there(MEMORY_EVENTS) or "").get("oom_kill", 0)
+
+    def tasks(self) -> tuple[int, float]:
+        """Return how many processes and threads are in the group or below, and how many may be (``pids.current``, ``pids.max``)."""
+        most = self.read_if_there("pids.max") or "max"
+        return int(self.read_if_there("pids.current") or 0), int(most) if most.isdecimal() else math.inf
 
     def kill(self) -> None:
         """End every process of the group and its descendants, including those forked meanwhile ("cgroup.kill").

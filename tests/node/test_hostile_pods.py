@@ -207,6 +207,25 @@ def test_processes_in_float_are_limited_for_each_pod(machine: Machine) -> None:
         assert machine.instance(A).read("cpu.weight") == "1", "the share is float's"
 
 
+def test_a_pod_that_moves_processes_to_float_without_end_is_ended(machine: Machine) -> None:
+    """The kernel refuses no such move, and a process that has left counts no more in the pod's own cgroup."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--pod-pids-max=40", "--pids-max=400"):
+        registered(machine, b)
+        registered(machine, a)
+        assert a.execute("write", 2, 0) == 2, "back to its own cgroup"
+
+        def push() -> None:
+            for _ in range(1000):
+                a.execute("write", 0, a.execute("anchor"))
+                time.sleep(0.02)
+
+        with pytest.raises((AssertionError, BrokenPipeError)):
+            push()
+        until(lambda: int(machine.domain(A).read("pids.current")) == 0)
+        assert int(str(b.execute("fork", 20))) == 20
+
+
 @pytest.mark.parametrize(
     ("kind", "mebibytes", "processes"),
     [

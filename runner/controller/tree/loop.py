@@ -52,7 +52,7 @@ from runner.controller.tree.tree import Tree
 from runner.controller.tree.watches import Watches
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
-from runner.kernel.cgroup import CgroupError
+from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.hardware_reader import read_online_cpus
 from runner.kernel.kubelet_files import Frozen, attempt
 from runner.kubelet.state import CpuState
@@ -85,6 +85,8 @@ class Intervals:
     """The same after a pass that has repaired changes of others: each seal costs all CPUs of the node a moment."""
     reclaimed: float = 5.0
     """From one attempt to reclaim memory of a left-over domain to the next; five times the duration of the attempt, if that is longer."""
+    processes: float = 0.1
+    """From one look at the number of processes to the next: a pod can make and move some ten thousand in this time."""
     seen: float = 0.1
     """Age up to which an observation answers questions: each reads 20 files of each instance, and any process may ask."""
 
@@ -377,6 +379,21 @@ class ReconcileLoop:
                     self.disturb()
             await self.next_pass()
 
+    async def limit_processes(self) -> None:
+        """End the pods that :meth:`Tree.crowded` yields; never return.
+
+        The kernel counts a process that is moved into a cgroup, but refuses no move because of ``pids.max`` ("PID"). So a pod could fork
+        in its own cgroup and move the processes to float, again and again, until no other instance could start a thread. The pod's own
+        cgroup is ended, too: a process counts until its parent has waited for it.
+        """
+        while True:
+            await trio.sleep(self.intervals.processes)
+            for pod_uid, number in self.tree.crowded():
+                self.log_limit.log(log.error, ControllerEvent.POD_CROWDED, pod_uid, number, peer=pod_uid)
+                for group in (*map(Cgroup, self.pods.existing(pod_uid)), self.tree.domain(pod_uid)):
+                    with contextlib.suppress(CgroupError):  # removed meanwhile
+                        group.kill()
+
     async def once(self, watches: Watches) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
         await trio.lowlevel.checkpoint()
@@ -410,6 +427,7 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 ("reconcile", partial(loop.follow, watches)),
                 ("leases", partial(loop.held.outwait_leases, loop.disturb)),
                 ("reclaim", loop.reclaim),
+                ("processes", loop.limit_processes),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)
             try:

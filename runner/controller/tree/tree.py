@@ -84,6 +84,14 @@ class Tree:
             if (pod_uid := instance_uid(name)) is not None:
                 yield pod_uid, self.root.child(name)
 
+    def crowded(self) -> Iterator[tuple[str, int]]:
+        """Yield the pods that have more processes than they may, and how many, while all together have half of theirs or more."""
+        used, most = self.root.tasks()
+        for pod_uid, domain in self._domains() if 2 * used >= most else ():
+            used, most = domain.tasks()
+            if used > most:
+                yield pod_uid, used
+
     def reachable(self) -> Iterator[str]:
         """Yield the control files that pods can reach by their descriptors: all of floats and vCPUs' groups, and one of each domain."""
         for _, domain in self._domains():

@@ -82,6 +82,26 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
         assert not domain.exists()
 
 
+async def test_a_pod_with_too_many_processes_is_ended_before_others_have_too_few(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has moved them to float, which the kernel does not refuse."""
+    options = LimitOptions(pod_pids_max=40, pids_max=200)
+    async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
+        for pod in (A, B):
+            node.become(pod)
+            await client.result("registerCgroup", uuid=pod, cpuset=ENTRIES[pod]["instance"])
+            node.instance(pod).put_threads([1])
+        for number in (99, 100):
+            assert node.instance(B).threads(), "there is room for others"
+            for group, tasks in ((node.domain(A), 40), (node.domain(B), number - 40), (node.root, number)):
+                (group.path / "pids.current").write_text(f"{tasks}\n")
+            await trio.sleep(3 * controller.loop.intervals.processes)
+        await controller.until(lambda: not node.instance(B).threads())
+        assert node.instance(A).threads(), "it has no more than it may"
+        assert f"pod with too many processes in float ended uuid={B} processes=60" in caplog.messages
+
+
 def without_seccomp(controller: Controller) -> frozenset[str]:
     """Return the pods that may write their groups, as the metrics count them."""
     return controller.seccomp.without(controller.loop.seen().floats())
