@@ -11,13 +11,12 @@ import os
 import time
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
 
 from runner.base.errors import RefusedError, explain
 from runner.base.events import InstanceEvent
 from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
-from runner.instance.renewal.first_stage import FirstStage
+from runner.instance.renewal.first_stage import FirstStage, StateDocument
 from runner.instance.renewal.upgrade import state_of, taken_over
 from runner.instance.supervisor import Renewal
 from runner.kernel.execution import claim_inherited
@@ -57,7 +56,7 @@ def resume(stage: FirstStage) -> int:
         return outputs.reported(partial(resume_as_init, outputs.streams(held), renewal), renewal)
 
 
-def _log(renewal: Renewal, document: dict[str, Any]) -> None:
+def _log(renewal: Renewal, document: StateDocument) -> None:
     pause = time.monotonic() - document["left_at"]  # the time in which no runner was at work
     program, generation = renewal.digest or "the image's", renewal.generation
     match renewal.outcome:

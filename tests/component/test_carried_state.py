@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
@@ -17,7 +18,7 @@ from runner.base.errors import HostError, RefusedError, Status, explain
 from runner.instance.gate import Kind
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal import first_stage
-from runner.instance.renewal.first_stage import FirstStage
+from runner.instance.renewal.first_stage import FirstStage, StateDocument
 from runner.instance.renewal.names import NAMES
 from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program, state_of
 from runner.instance.supervisor import Supervisor
@@ -134,7 +135,8 @@ def test_the_bytecode_of_the_program_that_runs_is_where_it_was(monkeypatch: pyte
         monkeypatch.setattr(sys, "pycache_prefix", prefix)
         document = {"programs": [running_program("")], "entry": "runner.elsewhere"}
         monkeypatch.setattr(sys, "pycache_prefix", "/another")
-        assert FirstStage(0, document, 0, "").import_program() == ("runner.elsewhere", prefix)
+        stage = FirstStage(0, cast("StateDocument", document), 0, "")
+        assert stage.import_program() == ("runner.elsewhere", prefix)
 
 
 def test_the_state_is_sealed_and_descriptors_are_told_apart() -> None:

@@ -33,7 +33,7 @@ try:
     import json
     import signal
     from importlib import import_module
-    from typing import Any
+    from typing import Any, NotRequired, TypedDict
 except BaseException:
     try_again()
     raise
@@ -48,7 +48,56 @@ FLAGS = ("-I", "-S", "-B")
 """The interpreter's options: neither environment nor site-packages nor new bytecode files change what is executed."""
 
 
-def stage_argv(stage: dict[str, Any], mode: str, fd: int, index: int, reason: str) -> list[str]:
+class ProgramDocument(TypedDict):
+    """A program that may continue the instance."""
+
+    path: list[str]
+    """Its import path, beginning with the directory or archive of its own modules."""
+    bytecode: NotRequired[str | None]
+    """``sys.pycache_prefix``."""
+    digest: str
+    """Empty for the program that was started first."""
+    within: NotRequired[int]
+    """Seconds from exec until it must have taken everything over; by default :data:`COMMITTED_WITHIN`."""
+
+
+class StageDocument(TypedDict):
+    """The interpreter of the previous runner, and its copy of this file."""
+
+    interpreter: str
+    file: str
+    fd: int
+
+
+class StateDocument(TypedDict):
+    """The content of the sealed file with the state."""
+
+    format: int
+    cause: str
+    """``upgrade``, or ``fault`` of the previous runner."""
+    reason: str
+    """The fault."""
+    generation: int
+    own_faults: list[float]
+    """Times of ``CLOCK_MONOTONIC`` at which runners of this instance had faults."""
+    programs: list[ProgramDocument]
+    """The program to become, and the previous one."""
+    entry: str
+    """The name of the module whose ``resume`` or ``rehearse`` is called."""
+    left_at: float
+    """The time of ``CLOCK_MONOTONIC`` at which the previous runner stopped."""
+    descriptors: dict[str, list[int]]
+    """The number of each inherited descriptor → its file, by :func:`runner.kernel.execution.identity`."""
+    state: dict[str, Any]
+    """Name in the store → its document."""
+    stage: NotRequired[StageDocument]
+    directory: NotRequired[str]
+    """The directory of the program to become, for the child that makes its archive."""
+    archive: NotRequired[int]
+    """The descriptor of that archive."""
+
+
+def stage_argv(stage: StageDocument, mode: str, fd: int, index: int, reason: str) -> list[str]:
     """Return the command line by which *stage*, an interpreter and a copy of this file, becomes the program *index*."""
     words = [stage["interpreter"], *FLAGS, stage["file"], mode, str(fd), str(index), reason]
     return [word.replace("\0", "") for word in words]
@@ -60,7 +109,7 @@ class FirstStage:
     That program may be of another version: the attributes that are set here, :meth:`commit` and :meth:`fall_back` are its interface.
     """
 
-    def __init__(self, fd: int, document: dict[str, Any], index: int, reason: str) -> None:
+    def __init__(self, fd: int, document: StateDocument, index: int, reason: str) -> None:
         self.fd = fd
         self.document = document
         self.index = index
@@ -68,10 +117,9 @@ class FirstStage:
         self.committed = False
 
     @property
-    def program(self) -> dict[str, Any]:
+    def program(self) -> ProgramDocument:
         """The program that continues."""
-        program: dict[str, Any] = self.document["programs"][self.index]
-        return program
+        return self.document["programs"][self.index]
 
     def import_program(self) -> Any:
         """Return the entry module of the program that continues."""
@@ -105,7 +153,7 @@ class FirstStage:
 
     def resume(self) -> int:
         """Become the program and return the status with which this process is to end."""
-        within: int = self.program.get("within", COMMITTED_WITHIN)
+        within = self.program.get("within", COMMITTED_WITHIN)
 
         def too_late(_number: int, _frame: object) -> None:
             self.fall_back(TimeoutError(f"it has not taken everything over within {within} s"))

@@ -36,7 +36,7 @@ from runner.instance.gate import Kind, OvertakenError
 from runner.instance.held import Held
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.documents import from_document, to_document
-from runner.instance.renewal.first_stage import stage_argv
+from runner.instance.renewal.first_stage import ProgramDocument, StateDocument, stage_argv
 from runner.instance.renewal.names import FORMAT, OLDEST, name_of
 from runner.instance.supervisor import Renewal, Supervisor
 from runner.kernel.child_processes import Command
@@ -68,7 +68,7 @@ BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 """Signals that are kept for the program that continues."""
 
 
-def running_program(digest: str) -> dict[str, Any]:
+def running_program(digest: str) -> ProgramDocument:
     """Return the running program in the form that the first stage takes: its import path, its bytecode directory and *digest*."""
     own = str(Path(first_stage.__file__).parents[3])
     path = [own, *(each for each in sys.path if each.startswith("/") and each != own)]
@@ -81,12 +81,12 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
     Raises :exc:`~runner.base.errors.RunnerError`, in which case nothing has changed.
     """
     with memory("program") as archive:
-        programs = [
+        programs: list[ProgramDocument] = [
             {"path": [f"/proc/{os.getpid()}/fd/{archive}"], "digest": digest},
             running_program(supervisor.renewal.digest),
         ]
         document = _document(supervisor, programs, "upgrade")
-        made = {**document, "directory": str(directory), "archive": archive}
+        made: StateDocument = {**document, "directory": str(directory), "archive": archive}
         await _rehearse(supervisor, made, 1, "this program", (archive,))
         begun = trio.current_time()
         await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
@@ -126,7 +126,7 @@ def _is_survivable(renewal: Renewal) -> bool:
     return True
 
 
-def _again(renewal: Renewal) -> list[dict[str, Any]]:
+def _again(renewal: Renewal) -> list[ProgramDocument]:
     """Return this program twice: if the takeover fails, it is tried once more."""
     return [running_program(renewal.digest)] * 2
 
@@ -135,7 +135,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str = "") -> Any:
+def _document(supervisor: Supervisor, programs: list[ProgramDocument], cause: str, reason: str = "") -> StateDocument:
     renewal, descriptors = supervisor.renewal, list[int]()
     state = {name: to_document(read(), name_of(name).type, descriptors) for name, read in renewal.held.read.items()}
     return {
@@ -152,7 +152,9 @@ def _document(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause:
     }
 
 
-async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str, fds: Sequence[int] = ()) -> None:
+async def _rehearse(
+    supervisor: Supervisor, document: StateDocument, index: int, what: str, fds: Sequence[int] = ()
+) -> None:
     """Start a child that imports the program *index* and reads the state. Raises :exc:`~runner.base.errors.RunnerError`."""
     with _staged(document) as (argv, own):
         command = Command("rehearsal", (*argv("rehearse", index),), (*own, *fds), level=logging.DEBUG)
@@ -170,7 +172,7 @@ async def _rehearse(supervisor: Supervisor, document: Any, index: int, what: str
 
 
 @contextmanager
-def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tuple[int, int]]]:
+def _staged(document: StateDocument) -> Iterator[tuple[Callable[[str, int], list[str]], tuple[int, int]]]:
     """Hold the first stage and *document* in sealed memory.
 
     Yield the command line by its mode and the index of the program, and the two descriptors.
@@ -187,7 +189,7 @@ def _staged(document: Any) -> Iterator[tuple[Callable[[str, int], list[str]], tu
 
 
 async def _become(
-    supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, within: float, reason: str = ""
+    supervisor: Supervisor, programs: list[ProgramDocument], cause: str, within: float, reason: str = ""
 ) -> NoReturn:
     """Become the first of *programs* as soon as no change is in progress. Raises :exc:`~runner.base.errors.RunnerError`."""
     changes, deadline, unfinished = supervisor.changes, trio.current_time() + within, ""
@@ -230,7 +232,7 @@ async def _signals_handled() -> None:
         await trio.lowlevel.checkpoint()
 
 
-def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: str, reason: str) -> NoReturn:
+def _execute(supervisor: Supervisor, programs: list[ProgramDocument], cause: str, reason: str) -> NoReturn:
     """Carry the state over to the first of *programs*, and execute it.
 
     Raises :exc:`~runner.base.errors.HostError`, in which case nothing has changed.
@@ -244,7 +246,7 @@ def _execute(supervisor: Supervisor, programs: Sequence[dict[str, Any]], cause: 
         execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
 
 
-def state_of(document: Any) -> dict[str, Any]:
+def state_of(document: StateDocument) -> dict[str, Any]:
     """Return the previous runner's state, by name. Raises :exc:`~runner.base.errors.HostError` for names and formats not known here."""
     if not OLDEST <= document["format"] <= FORMAT:
         raise HostError(
@@ -253,7 +255,7 @@ def state_of(document: Any) -> dict[str, Any]:
     return {name: from_document(each, name_of(name).type, name) for name, each in document["state"].items()}
 
 
-def taken_over(document: Any, index: int, reason: str) -> Renewal:
+def taken_over(document: StateDocument, index: int, reason: str) -> Renewal:
     """Return the state that the program *index* of *document* takes over; *reason* says why it is not the first program."""
     resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
     outcome: RenewalOutcome = "resumed" if resumed else "renewed" if upgraded else "fell_back"
