@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from runner.base.cpuset import CpuSet
 
@@ -30,8 +31,19 @@ LEASABLE = KERNEL < (7, 0)
 CLEARABLE = KERNEL >= (7, 0)
 """Whether the cpuset of a populated cgroup can be cleared; it inherits its parent's then."""
 IN_DELETE = 0x200
+T = TypeVar("T")
 SECONDS = 180 * max(1, (os.cpu_count() or 1) // 16)
 """How long to wait for what must happen; emulated CPUs are slow, the more of them the slower, and others run beside the node."""
+
+
+def until(condition: Callable[[], T | None], what: str = "what is to happen", seconds: float = SECONDS) -> T:
+    """Wait until *condition* returns something true and return that; look less and less often, as each look takes CPU time."""
+    deadline, pause = time.monotonic() + seconds, 0.01
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+    return result
 
 
 class Cgroup:

@@ -7,18 +7,17 @@ import json
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import forked_controllers
-from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of
+from tests.node.cgroups import ROOT, SECONDS, Cgroup, cgroup_of, mask_of, until
 from tests.node.minimal_pods import BYSTANDER, Bystander, ask
 from tests.node.standin_kubelet import (
     MIB,
@@ -32,7 +31,6 @@ from tests.node.standin_kubelet import (
     capabilities,
 )
 
-T = TypeVar("T")
 ARRANGED = pytest.mark.parametrize("controller_options", [("--partitions", "off")], ids=["arranged"])
 """For a test of what others can do on the vCPUs' CPUs where the kernel does not keep them off."""
 ROM = Path(os.environ.get("RUNNER_NODE_ROM", ""))
@@ -58,15 +56,6 @@ line.settimeout(60)
 line.recv(1 << 16)
 """
 """Types its argument at the console of the instance in whose container it runs, and waits for an answer."""
-
-
-def until(condition: Callable[[], T | None], what: str, seconds: float = SECONDS) -> T:
-    """Wait until *condition* returns something true and return that."""
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
-    return result
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from runner.base.cpuset import CpuSet
 from runner.kernel.cgroup import Cgroup, CgroupError
 from tests.node import forked_controllers
-from tests.node.cgroups import SECONDS
+from tests.node.cgroups import SECONDS, until
 
 MOUNT = Cgroup(Path("/sys/fs/cgroup"))
 A, B, C = (
@@ -285,14 +284,6 @@ class Pod:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until *condition* holds."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {SECONDS} s"
-        time.sleep(0.01)
 
 
 def cgroup_of(pid: int, tid: int | None = None) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import ROOT, Cgroup
-from tests.node.instances import Instance, NodeFixture, until
+from tests.node.cgroups import ROOT, Cgroup, until
+from tests.node.instances import Instance, NodeFixture
 
 pytestmark = pytest.mark.usefixtures("rom")
 

@@ -18,19 +18,8 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError
-from tests.node.cgroups import SECONDS
-from tests.node.minimal_pods import (
-    MOUNT,
-    A,
-    B,
-    Machine,
-    allowed,
-    cgroup_of,
-    missing,
-    reason,
-    result,
-    until,
-)
+from tests.node.cgroups import SECONDS, until
+from tests.node.minimal_pods import MOUNT, A, B, Machine, allowed, cgroup_of, missing, reason, result
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 

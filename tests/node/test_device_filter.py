@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.node.instances import FLOAT, PROJECT_MANIFEST, TREE, Controller, gone, until
+from tests.node.cgroups import until
+from tests.node.instances import FLOAT, PROJECT_MANIFEST, TREE, Controller, gone
 from tests.node.standin_kubelet import PROJECT, Kubelet
 
 TRY = """

@@ -25,7 +25,7 @@ from runner.inspect.observe import observe_node
 from runner.inspect.render import report_lines
 from runner.inspect.rules import judge
 from runner.kernel.cgroup import Cgroup as KernelCgroup
-from tests.node.cgroups import SECONDS
+from tests.node.cgroups import SECONDS, until
 from tests.node.forked_controllers import Process
 from tests.node.host_settings import (
     DEFAULT,
@@ -39,7 +39,7 @@ from tests.node.host_settings import (
     settings,
 )
 from tests.node.instances import TREE, NodeFixture
-from tests.node.minimal_pods import A, B, Machine, Pod, missing, result, until
+from tests.node.minimal_pods import A, B, Machine, Pod, missing, result
 from tests.node.stopped_controller import SETTING_FILES, Stop, child_of, stopped
 from tests.support.soak import some, times
 

@@ -13,8 +13,7 @@ import pytest
 
 from runner.base.errors import HostError, explain
 from runner.kernel.character_devices import vhost_vsock
-from tests.node.cgroups import SECONDS
-from tests.node.instances import until
+from tests.node.cgroups import SECONDS, until
 from tests.node.test_runner import ROM, running
 
 SET_GUEST_CID = 0x4008AF60

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.instances import LINUX_CMDLINE, until
+from tests.node.cgroups import until
+from tests.node.instances import LINUX_CMDLINE
 from tests.node.test_runner import ROM, RUNNER, running
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.base.errors import Status
 from runner.kernel.cgroup_events import emptied
-from tests.node.cgroups import Cgroup, task
-from tests.node.instances import FLOAT, Instance, NodeFixture, until
+from tests.node.cgroups import Cgroup, task, until
+from tests.node.instances import FLOAT, Instance, NodeFixture
 from tests.node.test_instances import isolation_monitored
 
 pytestmark = pytest.mark.usefixtures("rom")

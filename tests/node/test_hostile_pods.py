@@ -23,20 +23,8 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.held_files import FILES
 from runner.protocol.controller_client import REPORT_SOCKET
-from tests.node.cgroups import SECONDS, pages_by_numa_node
-from tests.node.minimal_pods import (
-    BYSTANDER,
-    A,
-    B,
-    C,
-    Machine,
-    Pod,
-    cgroup_of,
-    missing,
-    reason,
-    result,
-    until,
-)
+from tests.node.cgroups import SECONDS, pages_by_numa_node, until
+from tests.node.minimal_pods import BYSTANDER, A, B, C, Machine, Pod, cgroup_of, missing, reason, result
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 

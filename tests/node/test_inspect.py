@@ -21,8 +21,8 @@ from runner.facts.roots import Roots
 from runner.inspect.observe import observe_node
 from runner.inspect.rules import judge
 from runner.kernel import cgroup
-from tests.node.cgroups import Cgroup
-from tests.node.instances import TREE, Controller, Instance, NodeFixture, spec_text, start_instance, until
+from tests.node.cgroups import Cgroup, until
+from tests.node.instances import TREE, Controller, Instance, NodeFixture, spec_text, start_instance
 from tests.node.recorded import kept_off
 from tests.node.standin_kubelet import MIB, PROJECT, Container, Kubelet, Pod
 

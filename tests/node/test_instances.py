@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import Cgroup
+from tests.node.cgroups import Cgroup, until
 from tests.node.forked_controllers import ForkedController
 from tests.node.instances import (
     FLOAT,
@@ -27,7 +27,6 @@ from tests.node.instances import (
     names,
     threads_of,
     uid_of,
-    until,
     untouched,
 )
 from tests.node.minimal_pods import BYSTANDER

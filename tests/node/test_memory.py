@@ -18,8 +18,8 @@ from urllib.request import urlopen
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import SECONDS, Cgroup
-from tests.node.instances import FLOAT, TREE, Controller, Instance, NodeFixture, pool, start_instance, until
+from tests.node.cgroups import SECONDS, Cgroup, until
+from tests.node.instances import FLOAT, TREE, Controller, Instance, NodeFixture, pool, start_instance
 from tests.node.minimal_pods import ask
 from tests.node.standin_kubelet import MIB, PROJECT
 

@@ -16,7 +16,8 @@ from runner.kernel import character_devices
 from runner.plan.argv.networks import passt_argv
 from runner.plan.memory import FORWARDED_PORT, PASST
 from runner.plan.network_plan import EVERY, PasstPlan
-from tests.node.instances import NodeFixture, members_of, uid_of, until
+from tests.node.cgroups import until
+from tests.node.instances import NodeFixture, members_of, uid_of
 from tests.node.test_runner import NAMESPACES, PROJECT, ROM, RUNNER
 
 UP_WITHIN = 120

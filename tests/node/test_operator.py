@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import task
-from tests.node.instances import ARRANGED, Controller, Instance, NodeFixture, until
+from tests.node.cgroups import task, until
+from tests.node.instances import ARRANGED, Controller, Instance, NodeFixture
 from tests.node.standin_kubelet import MIB, Kubelet
 from tests.node.test_inspect import node_of
 from tests.support.exposition import figures

@@ -20,9 +20,9 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from tests.node import minimal_pods
-from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task
+from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, cgroup_of, mask_of, refusal_of, task, until
 from tests.node.host_settings import changes
-from tests.node.instances import TREE, Instance, NodeFixture, controller_of, uid_of, until
+from tests.node.instances import TREE, Instance, NodeFixture, controller_of, uid_of
 from tests.node.minimal_pods import A, B, Machine, reason, result
 from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Container, Kubelet, Pod

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import ROOT, Cgroup, cgroup_of
+from tests.node.cgroups import ROOT, Cgroup, cgroup_of, until
 from tests.node.instances import (
     ARRANGED,
     FLOAT,
@@ -24,7 +24,6 @@ from tests.node.instances import (
     spec_text,
     start_instance,
     threads_of,
-    until,
 )
 from tests.node.standin_kubelet import MIB, Kubelet, Runtime
 

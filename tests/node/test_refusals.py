@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.instances import (
-    SOCKETS,
-    TREE,
-    Instance,
-    NodeFixture,
-    names,
-    uid_of,
-    until,
-    untouched,
-)
+from tests.node.cgroups import until
+from tests.node.instances import SOCKETS, TREE, Instance, NodeFixture, names, uid_of, untouched
 from tests.node.minimal_pods import BYSTANDER
 from tests.node.standin_kubelet import Container, Pod, Running, replace
 from tests.support.frames import STATUS

@@ -17,18 +17,8 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import PARTITIONED, ROOT, SECONDS, Cgroup
-from tests.node.instances import (
-    FLOAT,
-    TREE,
-    Instance,
-    NodeFixture,
-    members_of,
-    spec_text,
-    start_instance,
-    until,
-    untouched,
-)
+from tests.node.cgroups import PARTITIONED, ROOT, SECONDS, Cgroup, until
+from tests.node.instances import FLOAT, TREE, Instance, NodeFixture, members_of, spec_text, start_instance, untouched
 from tests.node.standin_kubelet import Kubelet
 from tests.support.renewals import ProgramDirectory, hook, make_program
 

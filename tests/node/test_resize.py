@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import PARTITIONED, ROOT, Cgroup
-from tests.node.instances import DEVICES, FLOAT, LINUX_CMDLINE, Instance, NodeFixture, spec_text, start_instance, until
+from tests.node.cgroups import PARTITIONED, ROOT, Cgroup, until
+from tests.node.instances import DEVICES, FLOAT, LINUX_CMDLINE, Instance, NodeFixture, spec_text, start_instance
 from tests.node.recorded import recorded
 from tests.node.standin_kubelet import Kubelet
 from tests.support.soak import some

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.node.minimal_pods import A, B, Machine, missing, reason, result, until
+from tests.node.cgroups import until
+from tests.node.minimal_pods import A, B, Machine, missing, reason, result
 from tests.support.fake_claims import FakeClaim, put_claims
 from tests.support.fake_pod_resources import FakePodResources, serving
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import SECONDS
-from tests.node.instances import until
+from tests.node.cgroups import SECONDS, until
 
 ROM = os.environ.get("RUNNER_NODE_ROM", "")
 PROJECT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from runner.inspect import trace as trace_module
 from runner.inspect.observe import ProcessTable, read_processes
 from runner.inspect.trace import switch_recorder
 from runner.kernel.tracefs import tracefs_reached
-from tests.node.cgroups import PARTITIONED, cgroup_of
-from tests.node.instances import Instance, NodeFixture, until
+from tests.node.cgroups import PARTITIONED, cgroup_of, until
+from tests.node.instances import Instance, NodeFixture
 from tests.node.recorded import kept_off, recorded
 from tests.node.standin_kubelet import PROJECT
 from tests.support.exposition import figures

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.node.cgroups import SECONDS
+from tests.node.cgroups import SECONDS, until
 from tests.node.containerd.cri import Cri
-from tests.node.instances import until
 
 UNITS = Path("/run/systemd/system")
 UNIT = "instance-runner-containerd.service"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import SECONDS, Cgroup, cgroup_of, mask_of
+from tests.node.cgroups import SECONDS, Cgroup, cgroup_of, mask_of, until
 from tests.node.containerd.daemon import Containerd
 from tests.node.containerd.pods import Contained, KubeletOfContainerd, inspect
 from tests.node.images.manifested import Cluster
-from tests.node.instances import TREE, Instance, members_of, until
+from tests.node.instances import TREE, Instance, members_of
 from tests.node.standin_kubelet import Mount
 
 CONTROLLER, INSTANCE = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.instances import until
+from tests.node.cgroups import until
 from tests.node.standin_kubelet import Mount
 
 BUS = Path("/sys/bus/pci")

@@ -28,8 +28,9 @@ from runner.plan.host_checks import VFIO_MEMLOCK_OVERHEAD
 from tests.emulated_node.cpio import archive
 from tests.emulated_node.spares import word_on
 from tests.machine.test_devices import seen
+from tests.node.cgroups import until
 from tests.node.devices.conftest import Spare, bound, claim_file
-from tests.node.instances import LINUX_CMDLINE, Instance, NodeFixture, pool, spec_text, start_instance, uid_of, until
+from tests.node.instances import LINUX_CMDLINE, Instance, NodeFixture, pool, spec_text, start_instance, uid_of
 from tests.node.standin_kubelet import PROJECT, Mount
 from tests.support.lstopo import LSTOPO, SHOW, pairs, ways, with_libraries
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import ROOT, SECONDS, cgroup_of, mask_of
-from tests.node.instances import ROM, TREE, members_of, threads_of, until
+from tests.node.cgroups import ROOT, SECONDS, cgroup_of, mask_of, until
+from tests.node.instances import ROM, TREE, members_of, threads_of
 from tests.node.podman.conftest import podman
 from tests.node.standin_kubelet import PROJECT
 from tests.support.program_runs import FIRST_SECOND

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import SECONDS, cgroup_of
-from tests.node.instances import ROM, SOCKETS, TREE, Thread, members_of, threads_of, until
+from tests.node.cgroups import SECONDS, cgroup_of, until
+from tests.node.instances import ROM, SOCKETS, TREE, Thread, members_of, threads_of
 from tests.node.standin_kubelet import PROJECT
 
 UNITS = PROJECT / "examples/host/systemd"

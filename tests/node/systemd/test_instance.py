@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from tests.node.cgroups import Cgroup
-from tests.node.instances import FLOAT, TREE, NodeFixture, until, untouched
+from tests.node.cgroups import Cgroup, until
+from tests.node.instances import FLOAT, TREE, NodeFixture, untouched
 from tests.node.standin_kubelet import Runtime, unit_state
 
 pytestmark = pytest.mark.usefixtures("rom")

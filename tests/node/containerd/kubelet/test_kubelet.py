@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from runner.base.cpuset import CpuSet
-from tests.node.cgroups import ROOT, SECONDS, Cgroup
+from tests.node.cgroups import ROOT, SECONDS, Cgroup, until
 from tests.node.containerd.daemon import Containerd, run_unit
 from tests.node.containerd.kubelet.configuration import example_on_a_small_machine
 from tests.node.containerd.pods import Contained, inspect
 from tests.node.images.manifested import Cluster, Manifests, Object, disk
-from tests.node.instances import FLOAT, TREE, Instance, members_of, until
+from tests.node.instances import FLOAT, TREE, Instance, members_of
 from tests.node.standin_kubelet import Mount
 
 pytestmark = [pytest.mark.usefixtures("reserved"), pytest.mark.timeout(1200)]

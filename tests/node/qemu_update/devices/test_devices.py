@@ -17,9 +17,10 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from tests.emulated_node.spares import word_on
+from tests.node.cgroups import until
 from tests.node.devices.conftest import Spare, bound
 from tests.node.devices.test_passthrough import BOOTS_WITHIN, ENDS_WITHIN, MIB, linux_spec, nodes_of, started
-from tests.node.instances import Instance, NodeFixture, uid_of, until
+from tests.node.instances import Instance, NodeFixture, uid_of
 from tests.node.standin_kubelet import Mount
 from tests.support.soak import times
 
