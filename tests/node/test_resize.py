@@ -79,6 +79,7 @@ class Observer:
             while not self.over.is_set() and "the guest cannot continue" not in self.instance.running.output:
                 before = list(self.found)
                 self.look()
+                self.over.wait(0.05)  # on an emulated CPU a look takes as long, and the instance is to go on
             if "the guest cannot continue" in self.instance.running.output:
                 self.found = before  # it was unsealed while this was looking
 
