@@ -132,7 +132,7 @@ def controller_listens() -> bool:
     return False
 
 
-def test_an_instance_is_a_service() -> None:
+def test_an_instance_is_a_service_and_a_guest_that_dies_is_started_again() -> None:
     systemctl("start", INSTANCE)
     wait_for_the_service()
     assert receipt(STATE)["backend"] == "delegated"
@@ -145,21 +145,16 @@ def test_an_instance_is_a_service() -> None:
     assert all(len(cpus) == 1 and cpus <= CpuSet.parse("4-7") for cpus in pins)
     systemctl("daemon-reload")
     assert [thread.cpus for thread in vcpus(init)] == pins
+    [qemu] = {thread.pid for thread in vcpus(init)}
+    os.kill(qemu, signal.SIGKILL)
+    until(lambda: int(show(INSTANCE, "NRestarts")) == 1, "the restart", 4 * SECONDS)
+    until(lambda: int(show(INSTANCE, "MainPID")) not in {0, init}, "another main process")
+    wait_for_the_service()
+    init = int(show(INSTANCE, "MainPID"))
     systemctl("stop", INSTANCE)
     assert (show(INSTANCE, "Result"), show(INSTANCE, "ExecMainStatus")) == ("success", "0")
     assert not Path(f"/proc/{init}").exists()
     assert not STATE.exists()
-
-
-def test_a_guest_that_dies_is_started_again() -> None:
-    systemctl("start", INSTANCE)
-    wait_for_the_service()
-    main = int(show(INSTANCE, "MainPID"))
-    [qemu] = {thread.pid for thread in vcpus(main)}
-    os.kill(qemu, signal.SIGKILL)
-    until(lambda: int(show(INSTANCE, "NRestarts")) == 1, "the restart", 4 * SECONDS)
-    until(lambda: int(show(INSTANCE, "MainPID")) not in {0, main}, "another main process")
-    wait_for_the_service()
 
 
 def test_the_controller_serves_containers_and_is_restarted_beside_them(tmp_path: Path) -> None:
