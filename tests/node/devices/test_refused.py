@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
+from tests.emulated_node.spares import word_on
 from tests.node.devices.conftest import Spare, bound
 from tests.node.devices.test_passthrough import started
 from tests.node.instances import NodeFixture, spec_text
@@ -46,6 +47,21 @@ def test_a_device_of_another_driver(disks: dict[int, Spare], rom: Path, tmp_path
     assert checked.returncode == 3
     found = json.loads(checked.stdout)["judgements"]
     assert [each["level"] for each in found if expected in each["found"]] == ["error"]
+
+
+def test_a_device_without_power(disks: dict[int, Spare], rom: Path, tmp_path: Path) -> None:
+    """No QEMU has opened it: the kernel waits a minute for a device that one closes."""
+    disk = disks[1]
+    with bound(disk):
+        disk.switch_power(on=False)
+        try:
+            found = planned(spec_of(tmp_path, rom, disk))
+        finally:
+            disk.switch_power(on=True)
+            disk.plug_in_anew()
+    silent = "does not answer: its configuration space reads as nothing but ones"
+    assert f"{disk.address} (1b36:0010) cannot be used: it {silent}" in found
+    assert disk.sector(0) == word_on(1)
 
 
 def test_half_of_an_iommu_group(pair: tuple[Spare, Spare], rom: Path, tmp_path: Path) -> None:
