@@ -16,7 +16,7 @@ from runner.base.errors import RefusedError, explain
 from runner.base.events import InstanceEvent
 from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
-from runner.instance.renewal.first_stage import FirstStage, StateDocument
+from runner.instance.renewal.first_stage import FirstStage, RenewalDocument
 from runner.instance.renewal.upgrade import state_of, taken_over
 from runner.instance.supervisor import Renewal
 from runner.kernel.execution import claim_inherited
@@ -56,7 +56,7 @@ def resume(stage: FirstStage) -> int:
         return outputs.reported(partial(resume_as_init, outputs.streams(held), renewal), renewal)
 
 
-def _log(renewal: Renewal, document: StateDocument) -> None:
+def _log(renewal: Renewal, document: RenewalDocument) -> None:
     pause = time.monotonic() - document["left_at"]  # the time in which no runner was at work
     program, generation = renewal.digest or "the image's", renewal.generation
     match renewal.outcome:

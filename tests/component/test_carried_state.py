@@ -18,7 +18,7 @@ from runner.base.errors import HostError, RefusedError, Status, explain
 from runner.instance.gate import Kind
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal import first_stage
-from runner.instance.renewal.first_stage import FirstStage, StateDocument
+from runner.instance.renewal.first_stage import FirstStage, RenewalDocument
 from runner.instance.renewal.names import NAMES
 from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program, state_of
 from runner.instance.supervisor import Supervisor
@@ -135,7 +135,7 @@ def test_the_bytecode_of_the_program_that_runs_is_where_it_was(monkeypatch: pyte
         monkeypatch.setattr(sys, "pycache_prefix", prefix)
         document = {"programs": [running_program("")], "entry": "runner.elsewhere"}
         monkeypatch.setattr(sys, "pycache_prefix", "/another")
-        stage = FirstStage(0, cast("StateDocument", document), 0, "")
+        stage = FirstStage(0, cast("RenewalDocument", document), 0, "")
         assert stage.import_program() == ("runner.elsewhere", prefix)
 
 

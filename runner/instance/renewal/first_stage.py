@@ -69,7 +69,7 @@ class StageDocument(TypedDict):
     fd: int
 
 
-class StateDocument(TypedDict):
+class RenewalDocument(TypedDict):
     """The content of the sealed file with the state."""
 
     format: int
@@ -109,7 +109,7 @@ class FirstStage:
     That program may be of another version: the attributes that are set here, :meth:`commit` and :meth:`fall_back` are its interface.
     """
 
-    def __init__(self, fd: int, document: StateDocument, index: int, reason: str) -> None:
+    def __init__(self, fd: int, document: RenewalDocument, index: int, reason: str) -> None:
         self.fd = fd
         self.document = document
         self.index = index

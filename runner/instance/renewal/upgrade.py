@@ -36,7 +36,7 @@ from runner.instance.gate import Kind, OvertakenError
 from runner.instance.held import Held
 from runner.instance.renewal import first_stage
 from runner.instance.renewal.documents import from_document, to_document
-from runner.instance.renewal.first_stage import ProgramDocument, StateDocument, stage_argv
+from runner.instance.renewal.first_stage import ProgramDocument, RenewalDocument, stage_argv
 from runner.instance.renewal.names import FORMAT, OLDEST, name_of
 from runner.instance.supervisor import Renewal, Supervisor
 from runner.kernel.child_processes import Command
@@ -86,7 +86,7 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
             running_program(supervisor.renewal.digest),
         ]
         document = _document(supervisor, programs, "upgrade")
-        made: StateDocument = {**document, "directory": str(directory), "archive": archive}
+        made: RenewalDocument = {**document, "directory": str(directory), "archive": archive}
         await _rehearse(supervisor, made, 1, "this program", (archive,))
         begun = trio.current_time()
         await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
@@ -135,7 +135,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _document(supervisor: Supervisor, programs: list[ProgramDocument], cause: str, reason: str = "") -> StateDocument:
+def _document(supervisor: Supervisor, programs: list[ProgramDocument], cause: str, reason: str = "") -> RenewalDocument:
     renewal, descriptors = supervisor.renewal, list[int]()
     state = {name: to_document(read(), name_of(name).type, descriptors) for name, read in renewal.held.read.items()}
     return {
@@ -153,7 +153,7 @@ def _document(supervisor: Supervisor, programs: list[ProgramDocument], cause: st
 
 
 async def _rehearse(
-    supervisor: Supervisor, document: StateDocument, index: int, what: str, fds: Sequence[int] = ()
+    supervisor: Supervisor, document: RenewalDocument, index: int, what: str, fds: Sequence[int] = ()
 ) -> None:
     """Start a child that imports the program *index* and reads the state. Raises :exc:`~runner.base.errors.RunnerError`."""
     with _staged(document) as (argv, own):
@@ -172,7 +172,7 @@ async def _rehearse(
 
 
 @contextmanager
-def _staged(document: StateDocument) -> Iterator[tuple[Callable[[str, int], list[str]], tuple[int, int]]]:
+def _staged(document: RenewalDocument) -> Iterator[tuple[Callable[[str, int], list[str]], tuple[int, int]]]:
     """Hold the first stage and *document* in sealed memory.
 
     Yield the command line by its mode and the index of the program, and the two descriptors.
@@ -246,7 +246,7 @@ def _execute(supervisor: Supervisor, programs: list[ProgramDocument], cause: str
         execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
 
 
-def state_of(document: StateDocument) -> dict[str, Any]:
+def state_of(document: RenewalDocument) -> dict[str, Any]:
     """Return the previous runner's state, by name. Raises :exc:`~runner.base.errors.HostError` for names and formats not known here."""
     if not OLDEST <= document["format"] <= FORMAT:
         raise HostError(
@@ -255,7 +255,7 @@ def state_of(document: StateDocument) -> dict[str, Any]:
     return {name: from_document(each, name_of(name).type, name) for name, each in document["state"].items()}
 
 
-def taken_over(document: StateDocument, index: int, reason: str) -> Renewal:
+def taken_over(document: RenewalDocument, index: int, reason: str) -> Renewal:
     """Return the state that the program *index* of *document* takes over; *reason* says why it is not the first program."""
     resumed, upgraded = document["cause"] == "fault", document["cause"] == "upgrade" and index == 0
     outcome: RenewalOutcome = "resumed" if resumed else "renewed" if upgraded else "fell_back"
