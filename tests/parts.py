@@ -117,6 +117,7 @@ PARTS = (
         "RUNNER_SOAK=${RUNNER_SOAK:-10} pytest -m soak --timeout 7200 tests/component tests/machine",
     ),
     Part("the emulated node", "node", "tests/node/run -- -m node_only", "node"),
+    Part("the emulated node with another QEMU", "node", "tests/node/run --qemu -- -m node_only", "node"),
     Part("the images in the emulated node", "node", "tests/images/run --only node -- -m node_only", "node"),
     Part("the emulated node with systemd", "node", "tests/images/run --only systemd -- -m node_only", "node"),
     Part("the emulated node with devices", "node", "tests/node/run --devices --cpus 8 -- -m node_only", "node"),

@@ -179,7 +179,7 @@ def capabilities_of_the_daemon_set() -> list[str]:
     return [f"+{name.strip().lower()}" for name in added.split(",")]
 
 
-@pytest.mark.parametrize("lacking", ["", "+sys_admin"])
+@pytest.mark.parametrize("lacking", ["", pytest.param("+sys_admin", marks=pytest.mark.node_only)])
 def test_the_capabilities_of_the_daemon_set_suffice_and_are_given_away(
     kubelet: Kubelet, tmp_path: Path, disk: str, lacking: str
 ) -> None:

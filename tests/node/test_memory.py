@@ -117,10 +117,11 @@ def test_ordinary_pages_follow_the_limit_too_and_can_be_locked(start: Start) -> 
 @pytest.mark.parametrize(
     ("memory", "options", "sentence"),
     [
-        (
+        pytest.param(
             'size = "128MiB"\nhugepages = "2MiB"',
             {"hugepages": {"2MB": 128 * MIB}},
             "memory.hugepages: 32 pages of 2MiB (64MiB) are to come from NUMA node 1, where 31 (62MiB) are free",
+            marks=pytest.mark.node_only,
         ),
         pytest.param(
             'size = "128MiB"\nhugepages = "2MiB"',
@@ -176,7 +177,8 @@ def test_limits_that_cannot_be_read_are_a_failed_start(
     assert free() == [40, 40]
 
 
-@pytest.mark.parametrize("ending", [pytest.param("asked to stop", marks=pytest.mark.node_only), "killed"])
+@pytest.mark.parametrize("ending", ["asked to stop", "killed"])
+@pytest.mark.node_only
 def test_an_end_while_memory_is_preallocated(start: Start, ending: str) -> None:
     instance = start('size = "192MiB"', memory=512 * MIB)
 

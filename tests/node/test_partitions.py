@@ -190,7 +190,7 @@ def test_a_partition_that_others_invalidate_is_repaired(start: Start) -> None:
 
 
 @PARTITIONS
-@pytest.mark.parametrize("victim", ["qemu", "runner"])
+@pytest.mark.parametrize("victim", [pytest.param("qemu", marks=pytest.mark.node_only), "runner"])
 @pytest.mark.gate
 def test_nothing_stays_of_a_partition_when_its_owner_is_killed(start: Start, victim: str) -> None:
     instance = start(1, "2-3")

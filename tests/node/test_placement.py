@@ -29,7 +29,7 @@ from tests.node.standin_kubelet import MIB, Kubelet, Runtime
 
 pytestmark = [pytest.mark.many_cpus, pytest.mark.usefixtures("rom")]
 Start = Callable[..., Instance]
-BOTH = pytest.mark.parametrize("runtime", ["crun", "runc"])
+BOTH = pytest.mark.parametrize("runtime", [pytest.param("crun", marks=pytest.mark.node_only), "runc"])
 
 
 @pytest.fixture

@@ -167,6 +167,7 @@ def test_a_runner_killed_during_an_upgrade_leaves_nothing(node_fixture: NodeFixt
     gone(instance)
 
 
+@pytest.mark.node_only
 def test_an_upgrade_in_the_containers_own_cgroup(kubelet: Kubelet, program: ProgramDirectory, tmp_path: Path) -> None:
     """Placement ``delegated``: the tree in the container's cgroup is taken over, and removed at the end."""
     does(program, 0, "")

@@ -116,7 +116,7 @@ def started(
 
 
 @pytest.mark.usefixtures("rom")
-@pytest.mark.parametrize("backend", VFIO_BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("legacy", marks=pytest.mark.node_only), "iommufd"])
 def test_a_device_goes_to_qemu_and_comes_back(
     backend: str, node_fixture: NodeFixture, disks: dict[int, Spare], cpus: dict[int, CpuSet]
 ) -> None:
@@ -220,7 +220,10 @@ def test_the_example_of_a_gpu_instance(
             instance.up()
             instance.is_placed()
             [qemu] = instance.processes()["qemu"]
-            pinned = re.search(r"^VmPin:\s+(\d+) kB", Path(f"/proc/{qemu}/status").read_text(), re.MULTILINE)
+            status = Path(f"/proc/{qemu}/status").read_text()
+            [user] = map(int, re.findall(r"^Uid:\t([0-9]+)\t", status, re.MULTILINE))
+            assert user in PODS_USERS, "each pod's QEMU is a user of its own"
+            pinned = re.search(r"^VmPin:\s+(\d+) kB", status, re.MULTILINE)
             assert pinned is not None
             assert int(pinned[1]) << 10 > RAM - MIB, "all of it but holes below 1 MiB is pinned for the device"
             assert int(instance.running.scope.read("hugetlb.2MB.current")) == RAM

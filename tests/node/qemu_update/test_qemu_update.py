@@ -75,6 +75,7 @@ def test_another_qemu_has_the_guest_of_a_sealed_instance(node_fixture: NodeFixtu
     assert "ended outcome=stopped status=0 faults=0" in instance.running.output
 
 
+@pytest.mark.node_only
 def test_an_update_that_fails_leaves_a_sealed_instance_as_it_was(node_fixture: NodeFixture, newest: Path) -> None:
     """The node's own QEMU is too old for it; a program that is none fails later, once it is started."""
     instance = start(node_fixture, newest)
