@@ -71,7 +71,7 @@ class FileFact:
     error_number: int = attrs.field(default=0, kw_only=True)
     """The ``errno`` of ``error``; 0 without one."""
     mounted_read_only: bool = attrs.field(default=False, kw_only=True)
-    """Whether the file system of a directory is mounted read-only."""
+    """Whether the file system of a directory, or of a file that is a disk, is mounted read-only."""
 
     @property
     def words(self) -> str:

@@ -98,6 +98,7 @@ def _probe_image(
         sparse=fact.kind == "file" and status.st_blocks * 512 < status.st_size,
         sectors=_sectors(fd) if is_block else (512, 512),
         held=is_block and _is_held(path),
+        mounted_read_only=not is_block and _mounted_read_only(path),  # a device on such a mount can be written
         error="the device is read-only" if write and is_block and _is_read_only(fd) else None,
     )
 

@@ -46,6 +46,8 @@ class Layer:
     format: DiskFormat
     block: bool = False
     """A block device."""
+    lockless: bool = False
+    """QEMU neither locks it nor heeds its locks: whoever may read a base image could keep all others from starting with it."""
 
 
 @frozen
@@ -323,7 +325,7 @@ def _layers(
     path, format_, at = disk.file, disk.format, f"{where}.path"
     seen: list[PurePosixPath] = []
     while True:
-        yield Layer(path, format_, fact.kind == "block")
+        yield Layer(path, format_, fact.kind == "block", fact.mounted_read_only)
         error = next(_errors(path, format_, fact, writes=disk.writes and not seen), None)
         if error is not None:
             message, remedy = error
@@ -391,7 +393,7 @@ def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes:
         yield f'is "{format_}", but {name} holds a {image.format} image', _format_remedy(image.format, fact)
     if image.error is not None:
         yield f"{name} {image.error}", ""
-    if image.locked:
+    if image.locked and not fact.mounted_read_only:
         yield f"{name} is in use by another process (QEMU's image lock)", "stop it first"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
 from runner.kernel import file_prober
 from runner.kernel.disk_images import overlay
+from runner.plan.argv.block_nodes import block_nodes
 from runner.plan.disks import DiskPlan, content_of, plan_disk
 from runner.plan.problems import Problems
 from runner.protocol.qmp import QmpEvent
@@ -33,6 +35,7 @@ from runner.spec.instance import DiskSpec
 from tests.support.sweep import FAULT_INJECTOR
 
 MIB = 1 << 20
+F_OFD_SETLK = 37
 NAME = -1
 """The offset of the name of the backing file."""
 
@@ -541,6 +544,36 @@ def test_without_locks_a_disk_is_used_and_remarked(tmp_path: Path, number: int) 
         f"nothing keeps another QEMU from using '{path}' at the same time, which destroys it: its file system takes "
         f"no locks ({os.strerror(number)}); see that no other instance has it, or keep it on a file system with locks"
     )
+
+
+@pytest.mark.parametrize("mounted_read_only", [False, True])
+def test_locks_of_other_readers_keep_no_one_from_a_read_only_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, mounted_read_only: bool
+) -> None:
+    """Whoever may read an image may lock it: a QEMU under its guest's control could keep all others from starting with it."""
+    path = tmp_path / "base"
+    path.write_bytes(bytes(MIB))
+    monkeypatch.setattr(file_prober, "_mounted_read_only", lambda _: mounted_read_only)
+    base = DiskSpec(path=PurePosixPath(path), read_only=True)
+    nodes = list(block_nodes(planned(base), lambda _: str(path)))
+    with path.open("rb") as hostile:
+        every_permission = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 100, 200, 0)
+        fcntl.fcntl(hostile, F_OFD_SETLK, every_permission)
+        words = [word for node in nodes for word in ("-blockdev", json.dumps(node))]
+        machine = ("-M", "q35", "-accel", "tcg", "-nodefaults", "-display", "none", "-S", "-monitor", "stdio")
+        qemu = subprocess.run(
+            ["qemu-system-x86_64", *machine, *words, "-device", "virtio-blk-pci,drive=disk0"],
+            input="quit\n",
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if mounted_read_only:
+            assert (qemu.returncode, planned(base).layers[0].lockless) == (0, True), qemu.stderr
+        else:
+            assert 'Failed to get "consistent read" lock' in qemu.stderr
+            assert "is in use by another process (QEMU's image lock)" in refused(base)
 
 
 @pytest.mark.parametrize("size", [MIB, 3 << 30, 2 << 40])

@@ -42,8 +42,10 @@ def block_nodes(disk: DiskPlan, file_name: FileName) -> Iterator[Options]:
 
 def _file(name: str, layer: Layer, filename: str, more: Options) -> Options:
     driver = "host_device" if layer.block else "file"
+    locking: Options = {"locking": "off"} if layer.lockless else {}
     # auto-read-only would reopen the file, which an inherited descriptor cannot be.
-    return {"driver": driver, "node-name": f"{name}-file", "filename": filename, "auto-read-only": False, **more}
+    node: Options = {"driver": driver, "node-name": f"{name}-file", "filename": filename, "auto-read-only": False}
+    return {**node, **locking, **more}
 
 
 def _image(name: str, format_: str, below: str | None, more: Options) -> Options:
