@@ -79,7 +79,7 @@ def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterato
     for file, value in withheld(desired, observed):
         yield Fault(
             ROOT,
-            f"cannot lower {root / file} to {value}: more than that is in use",
+            f"cannot lower {root / file} to {value}: more than that is in use, or given to instances",
             f"end instances, or give --{file.replace('.', '-')} a larger value",
             unlimited=True,
         )

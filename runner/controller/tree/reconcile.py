@@ -654,13 +654,15 @@ def _root_limits(desired: Desired, observed: Observed) -> Iterator[Restrict]:
 
 
 def withheld(desired: Desired, observed: Observed) -> tuple[tuple[str, str], ...]:
-    """Return the root's limits, file and value, that are not written because the use exceeds them.
+    """Return the root's limits, file and value, that are not written because the use exceeds them, or may do so.
 
-    Lowering ``memory.max`` below the memory in use ends processes ("Memory Interface Files").
+    Lowering ``memory.max`` below the memory in use ends processes ("Memory Interface Files"), and so does a use that grows afterwards, in
+    whichever domain the largest process is. No domain uses more than its own limit.
     """
     wanted = desired.limits.of_root()[MEMORY_MAX]
     lower = wanted.isdecimal() and observed.limits.get(MEMORY_MAX) != wanted
-    return ((MEMORY_MAX, wanted),) if lower and observed.memory_used > int(wanted) else ()
+    most = max(observed.memory_used, sum(domain.memory_max or 0 for domain in observed.domains.values()))
+    return ((MEMORY_MAX, wanted),) if lower and most > int(wanted) else ()
 
 
 def _parent_actions(desired: Desired, observed: Observed) -> Iterator[Action]:

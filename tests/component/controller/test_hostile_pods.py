@@ -356,7 +356,10 @@ async def test_memory_in_use_is_not_killed_by_a_new_limit(node: Node, caplog: py
     current.write_text(f"{9 << 30}\n")
     async with controlled(node, limit_options=LimitOptions(memory_max=8 << 30)) as controller:
         assert limits(node)["memory.max"] == "max"
-        assert "memory.max to 8589934592: more than that is in use; end instances, or give --memory-max" in caplog.text
+        assert (
+            "memory.max to 8589934592: more than that is in use, or given to instances; end instances, or give --memory-max"
+            in caplog.text
+        )
         assert controller.loop.error == "", "the node is ready"
         warnings = len(caplog.records)
         current.write_text(f"{7 << 30}\n")

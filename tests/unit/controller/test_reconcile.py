@@ -760,16 +760,25 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("used", "held_back"),
-    [(10 * MIB, []), (64 * MIB, []), (65 * MIB, ["memory.max"])],
+    ("used", "given", "held_back"),
+    [
+        (10, 8, []),
+        (64, 64, []),
+        (65, 8, ["memory.max"]),
+        (10, 65, ["memory.max"]),
+    ],
 )
-def test_no_memory_limit_is_lowered_below_what_is_in_use(used: int, held_back: list[str]) -> None:
+def test_no_memory_limit_is_lowered_below_what_is_or_may_be_used(used: int, given: int, held_back: list[str]) -> None:
+    """Otherwise a pod that uses what it was given could have the kernel end a process of another one."""
     found = attrs.evolve(
         LIMITED,
         limits={**LIMITED.limits, "memory.max": "max"},
-        memory_used=used,
+        memory_used=used * MIB,
     )
     observed = tree(found, {FLOAT: threaded(ALL)})
+    [(uid, domain)] = observed.domains.items()
+    domain = attrs.evolve(domain, limits={**domain.limits, "memory.max": str(given * MIB)})
+    observed = attrs.evolve(observed, domains={uid: domain})
     assert [file for file, _ in withheld(NO_POD, observed)] == held_back
     written = [action.file for action in reconcile(NO_POD, observed, {}) if isinstance(action, Restrict)]
     assert written + held_back == ["memory.max"]
