@@ -28,6 +28,7 @@ from runner.controller.tree.cpu_source import CpuSource  # noqa: E402
 from runner.controller.tree.limits import Limits  # noqa: E402
 from runner.controller.tree.loop import Intervals, ReconcileLoop  # noqa: E402
 from runner.controller.tree.pods import PodCgroups  # noqa: E402
+from runner.controller.tree.reconcile import Requested  # noqa: E402
 from runner.controller.tree.tree import Tree  # noqa: E402
 from runner.kernel.procfs import Procfs  # noqa: E402
 from runner.kubelet.state_files import KubeletFiles  # noqa: E402
@@ -54,7 +55,7 @@ def reconcile_pass(count: int, repeat: int) -> Figures:
         source = CpuSource(KubeletFiles(kubelet, path / "cdi"), sys_, CpuSet())
         loop = ReconcileLoop(Tree(root), source, sys_, Intervals(), Limits(), pods)
         trio.run(loop.settle, source)
-        loop.pass_over({uid: CpuSet.parse(entry["instance"]) for uid, entry in entries.items()})
+        loop.pass_over({uid: Requested(CpuSet.parse(entry["instance"])) for uid, entry in entries.items()})
         times = []
         for _ in range(repeat):
             started = time.perf_counter()

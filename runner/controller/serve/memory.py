@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
@@ -27,8 +27,8 @@ class MemoryRequest:
 
 def memory_granted(
     pod_uid: str, request: MemoryRequest, read_most: Callable[[], int], limits: Limits, observed: Observed
-) -> Mapping[str, int]:
-    """Return the memory of the domain of *pod_uid*, or nothing if it keeps its limit. Raises :class:`RequestRefusedError`.
+) -> int | None:
+    """Return the memory of the domain of *pod_uid*, or ``None`` if it keeps its limit. Raises :class:`RequestRefusedError`.
 
     At first each gets the same amount. Once the guest's memory is charged, it gets the result of *read_most* (:func:`most_memory`), if that
     is more: the guest's page tables are allocated later, and charged to the domain. The client's figure is only compared with that, and
@@ -37,12 +37,12 @@ def memory_granted(
     runs = pod_uid in observed.domains and not observed.is_left_over(pod_uid)
     has = observed.domains[pod_uid].memory_max if runs else None
     if "memory" not in observed.offered or (has is not None and not request.charged):
-        return {}
+        return None
     most = max(read_most(), limits.instance_memory)
     others = sum(each.memory_max or 0 for uid, each in observed.domains.items() if uid != pod_uid)
     found = memory_for(most, limits, others)
     if has is not None:
-        return {pod_uid: max(found, has)}
+        return max(found, has)
     if limits.memory_max is not None and found < (least := request.overhead or LEAST_INSTANCE_MEMORY):
         reason = (
             f"{max(limits.memory_max - others, 0) >> 20} of the {limits.memory_max >> 20} MiB of --memory-max are left"
@@ -57,7 +57,7 @@ def memory_granted(
             lasting=most < least,
             remedy=remedy,
         )
-    return {pod_uid: found if request.charged else min(found, max(limits.instance_memory, request.overhead))}
+    return found if request.charged else min(found, max(limits.instance_memory, request.overhead))
 
 
 def most_memory(

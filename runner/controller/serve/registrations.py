@@ -26,7 +26,7 @@ from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import floats_on
+from runner.controller.tree.reconcile import Requested, floats_on
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
 from runner.protocol.controller_client import PROTOCOL
 from runner.protocol.jsonrpc import RpcResult
@@ -143,13 +143,13 @@ class Registrations:
         observed = check_holders(self.loop, pod_uid, asked, self.timeouts.handover)
         container, limits = None if caller is None else caller.container, self.loop.limits
         most = partial(most_memory, container, asked, memory.overhead, pods, limits, self.loop.machine().online)
-        bytes_of = memory_granted(pod_uid, memory, most, limits, observed)
-        mems = {} if caller is None else {pod_uid: pods.mount.at(caller.cgroup).effective_mems()}
+        memory_max = memory_granted(pod_uid, memory, most, limits, observed)
+        mems = None if caller is None else pods.mount.at(caller.cgroup).effective_mems()
         group, float_cgroup = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
         existed = group.exists()
         faults = [
             (fault.reason, fault.remedy)
-            for fault in self.loop.pass_over({pod_uid: asked}, memory=bytes_of, seen=observed, mems=mems)
+            for fault in self.loop.pass_over({pod_uid: Requested(asked, memory_max, mems)}, observed)
             if fault.pod_uid in (pod_uid, None) and not fault.unlimited
         ]
         others = floats_on(asked, self.loop.latest(), but=pod_uid)

@@ -17,7 +17,7 @@ from runner.controller.serve.identity import ContainerIdentity, RequestRefusedEr
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import ISOLATED, Group
+from runner.controller.tree.reconcile import ISOLATED, Group, Requested
 from runner.kernel.cgroup import CgroupError
 from runner.kubelet.pod_cgroups import NOT_SEALED, vcpus_group
 from runner.protocol.jsonrpc import RpcResult
@@ -98,7 +98,7 @@ class Seals:
     def _make(self, pod_uid: str) -> str:
         if reason := self.impossible():
             return reason
-        faults = self.loop.pass_over({}, {pod_uid: True})
+        faults = self.loop.pass_over({pod_uid: Requested(sealed=True)})
         group = self.loop.latest().instances().get(pod_uid)
         if group is not None and group.partition == ISOLATED:
             return ""
@@ -132,5 +132,5 @@ def unsealed(loop: ReconcileLoop, pod_uid: str) -> bool:
     group = loop.seen().instances().get(pod_uid)
     if group is None or not group.was_sealed:
         return False
-    loop.pass_over({}, {pod_uid: False})
+    loop.pass_over({pod_uid: Requested(sealed=False)})
     return True

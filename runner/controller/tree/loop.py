@@ -38,12 +38,14 @@ from runner.controller.tree.reconcile import (
     Evict,
     Kill,
     Observed,
+    Requested,
     Restrict,
     Seal,
     desire,
     desire_without_kubelet,
     evictions,
     float_cpus,
+    granted,
     reconcile,
     stale,
     unseals,
@@ -197,22 +199,14 @@ class ReconcileLoop:
             return CpuSet()
         return float_cpus(desired, self.observed) & self.machine().online
 
-    def pass_over(
-        self,
-        grants: Mapping[str, CpuSet],
-        seals: Mapping[str, bool] | None = None,
-        memory: Mapping[str, int] | None = None,
-        seen: Observed | None = None,
-        mems: Mapping[str, CpuSet] | None = None,
-    ) -> tuple[Fault, ...]:
-        """Bring the tree to the desired one, with an instance for each of *grants*; return the faults.
+    def pass_over(self, requests: Mapping[str, Requested], observed: Observed | None = None) -> tuple[Fault, ...]:
+        """Bring the tree to the desired one, with the instances of *requests*, by pod UID, as requested; return the faults.
 
-        *seals* are instances to be sealed or unsealed, *memory* and *mems* the memory that domains get, and its nodes
-        (:func:`~runner.controller.tree.reconcile.reconcile`). *seen* is the tree if it was observed in this step of the event loop. While
-        decisions are frozen, only requested unseals are carried out. Raises :class:`HostError` if there is no cgroup v2 to work with.
+        *observed* is the tree if it was observed in this step of the event loop. While decisions are frozen, only requested unseals are
+        carried out. Raises :class:`HostError` if there is no cgroup v2 to work with.
         """
         try:
-            return self._pass(grants, seals, memory, seen, mems)
+            return self._pass(requests, observed)
         finally:
             if self._changed or self.held.leased or self.held.error:
                 self._hold()  # before any pod gets a descriptor of a new group
@@ -226,41 +220,34 @@ class ReconcileLoop:
         if self.held.error:
             self.log_limit.log(log.warning, ControllerEvent.CGROUP_FILES_NOT_HELD, self.held.error)
 
-    def _pass(
-        self,
-        grants: Mapping[str, CpuSet],
-        seals: Mapping[str, bool] | None,
-        memory: Mapping[str, int] | None,
-        seen: Observed | None,
-        mems: Mapping[str, CpuSet] | None,
-    ) -> tuple[Fault, ...]:
+    def _pass(self, requests: Mapping[str, Requested], observed: Observed | None) -> tuple[Fault, ...]:
         started = time.perf_counter()
         machine = self.machine()
         desired = self.desired(machine)
         if isinstance(desired, Frozen):
             observed = self.observe()
             faults: tuple[Fault, ...] = ()
-            if actions := unseals(observed, seals or {}):
-                faults = self._apply(actions, observed, grants, machine)
+            if actions := unseals(observed, requests):
+                faults = self._apply(actions, observed, requests, machine)
                 self.observe()
                 self.pass_log.add_faults(faults)
             self.pass_log.count("frozen", time.perf_counter() - started)
             return faults
-        observed, faults = self._without_strangers(desired, machine, grants, seen or self.observe())
-        actions = reconcile(desired, observed, grants, seals, memory, mems)
-        faults += self._apply(actions, observed, grants, machine)
+        observed, faults = self._without_strangers(desired, machine, requests, observed or self.observe())
+        actions = reconcile(desired, observed, requests)
+        faults += self._apply(actions, observed, requests, machine)
         failed = {fault.group for fault in faults if not fault.unlimited}
         after = self.observe() if actions else observed
         self.pass_log.left = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(standing_faults(self.tree.root.path, desired, after, machine.online, failed))
         self.pass_log.add_faults(faults)
-        self._evicting = _evicted(evictions(desired, after, grants))
+        self._evicting = _evicted(evictions(desired, after, requests))
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
         self.pass_log.count(outcome, time.perf_counter() - started)
         return faults
 
     def _apply(
-        self, actions: tuple[Action, ...], observed: Observed, grants: Mapping[str, CpuSet], machine: OnlineCpus
+        self, actions: tuple[Action, ...], observed: Observed, requests: Mapping[str, Requested], machine: OnlineCpus
     ) -> tuple[Fault, ...]:
         """Apply *actions*, log those that succeeded, and return the faults."""
         self._changed |= bool(actions)
@@ -271,14 +258,14 @@ class ReconcileLoop:
             for action in actions
             if failed.isdisjoint([(action.group, False), (action.group, isinstance(action, Restrict | Seal))])
         ]
-        self.pass_log.add_actions(done, observed, grants)
+        self.pass_log.add_actions(done, observed, granted(requests))
         return faults
 
     def _without_strangers(
-        self, desired: Desired, machine: OnlineCpus, grants: Mapping[str, CpuSet], observed: Observed
+        self, desired: Desired, machine: OnlineCpus, requests: Mapping[str, Requested], observed: Observed
     ) -> tuple[Observed, tuple[Fault, ...]]:
         """End the remains, in *observed*, of pods that are gone; return the tree afterwards, and the faults."""
-        actions = evictions(desired, observed, grants)
+        actions = evictions(desired, observed, requests)
         if not actions:
             return observed, ()
         for pod_uid in _evicted(actions) - self._evicting:

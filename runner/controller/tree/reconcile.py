@@ -195,6 +195,25 @@ class Desired:
 
 
 @frozen
+class Requested:
+    """The properties of an instance that a request sets in a pass; those that are ``None`` stay as they are."""
+
+    cpus: CpuSet | None = None
+    """The CPUs granted to it. The caller has made sure that none is another instance's (:func:`holders`)."""
+    memory: int | None = None
+    """Bytes for its domain."""
+    memory_nodes: CpuSet | None = None
+    """The memory nodes of its pod's own cgroup."""
+    sealed: bool | None = None
+    """Whether it is an isolated partition, as long as a thread is in its group."""
+
+
+def granted(requests: Mapping[str, Requested]) -> Mapping[str, CpuSet]:
+    """Return the CPUs granted in *requests*, by the pods' UIDs."""
+    return {pod_uid: each.cpus for pod_uid, each in requests.items() if each.cpus is not None}
+
+
+@frozen
 class Make:
     """Create a group."""
 
@@ -302,36 +321,25 @@ def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
     )
 
 
-def reconcile(
-    desired: Desired,
-    observed: Observed,
-    grants: Mapping[str, CpuSet],
-    seals: Mapping[str, bool] | None = None,
-    memory: Mapping[str, int] | None = None,
-    mems: Mapping[str, CpuSet] | None = None,
-) -> tuple[Action, ...]:
-    """Return the actions that turn *observed* into *desired*, with an instance for each of *grants* as well.
-
-    The caller has made sure that no granted CPU is another instance's (:func:`holders`). *seals* are the instances that are to be sealed or
-    unsealed; all others stay as they are, as long as a thread is in their groups. *memory* is pod UID → bytes for its domain, *mems* the
-    memory nodes of its own cgroup; all others keep what they have.
+def reconcile(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> tuple[Action, ...]:
+    """Return the actions that turn *observed* into *desired*, with the instances of *requests* as requested.
 
     While a tree of the earlier shape is in use there are no actions: a domain beside its threaded groups could hold no process.
     """
     if observed.populated_outdated():
         return ()
-    return tuple(_actions(desired, observed, grants, seals or {}, memory or {}, mems or {}))
+    return tuple(_actions(desired, observed, requests))
 
 
-def unseals(observed: Observed, seals: Mapping[str, bool]) -> tuple[Action, ...]:
-    """Return the actions that end the partitions of instances without a thread, and of those that *seals* names with ``False``.
+def unseals(observed: Observed, requests: Mapping[str, Requested]) -> tuple[Action, ...]:
+    """Return the actions that end the partitions of instances without a thread, and of those that *requests* unseal.
 
     This needs no knowledge of the kubelet's state: the CPUs return to the cpusets that name them.
     """
     return tuple(
         Unseal(vcpus_group(pod_uid))
         for pod_uid, group in observed.instances().items()
-        if group.was_sealed and not (group.populated and seals.get(pod_uid, True))
+        if group.was_sealed and not (group.populated and requests.get(pod_uid, Requested()).sealed is not False)
     )
 
 
@@ -357,9 +365,9 @@ def floats_on(cpus: CpuSet, observed: Observed, *, but: str) -> tuple[str, ...]:
     )
 
 
-def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[str, ...]:
+def stale(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> tuple[str, ...]:
     """Return the pods whose vCPUs' groups are not populated, and that are not in the kubelet's state."""
-    known = {*desired.choices, *grants}
+    known = {*desired.choices, *granted(requests)}
     return tuple(
         pod_uid
         for pod_uid, group in observed.instances().items()
@@ -367,7 +375,7 @@ def stale(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) ->
     )
 
 
-def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> tuple[Action, ...]:
+def evictions(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> tuple[Action, ...]:
     """Return the actions that end the remains of pods that are gone: foreign processes, or ones that a runtime has left.
 
     An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
@@ -375,11 +383,11 @@ def evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]
     """
     if observed.populated_outdated():
         return ()
-    return tuple(_evictions(desired, observed, grants))
+    return tuple(_evictions(desired, observed, requests))
 
 
-def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[Action]:
-    for pod_uid in sorted(_without_pod(desired, observed, grants)):
+def _evictions(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[Action]:
+    for pod_uid in sorted(_without_pod(desired, observed, requests)):
         vcpus, floating = observed.groups.get(vcpus_group(pod_uid)), observed.groups.get(float_group(pod_uid))
         of_vcpus, of_float = (group is not None and group.populated for group in (vcpus, floating))
         if not of_vcpus and not (of_float and desired.kills):
@@ -397,34 +405,27 @@ def _evictions(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet
             yield Evict(pod_uid)
 
 
-def _without_pod(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> frozenset[str]:
+def _without_pod(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> frozenset[str]:
     """Return the pods that are gone and that neither the kubelet nor a grant names."""
-    return observed.gone.intersection(observed.domains) - {*desired.choices, *grants}
+    return observed.gone.intersection(observed.domains) - {*desired.choices, *granted(requests)}
 
 
-def _actions(
-    desired: Desired,
-    observed: Observed,
-    grants: Mapping[str, CpuSet],
-    seals: Mapping[str, bool],
-    memory: Mapping[str, int],
-    mems: Mapping[str, CpuSet],
-) -> Iterator[Action]:
+def _actions(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[Action]:
     for path in observed.outdated:
         yield Remove(path)
     yield from _parent_actions(desired, observed)
     yield from _root_actions(desired, observed)
     yield from _root_limits(desired, observed)
-    removed = frozenset(_removed(desired, observed, grants))
+    removed = frozenset(_removed(desired, observed, requests))
     groups = {path: group for path, group in observed.groups.items() if path not in removed}
-    without_pod = _without_pod(desired, observed, grants)
-    targets = _targets(desired, observed, groups, grants, without_pod)
-    sealed = _sealed(desired, observed, targets, seals, without_pod)
+    without_pod = _without_pod(desired, observed, requests)
+    targets = _targets(desired, observed, groups, requests, without_pod)
+    sealed = _sealed(desired, observed, targets, requests, without_pod)
     yield from _unseal_actions(sealed, observed)
     for path in observed.groups:
         if path in removed:
             yield Remove(path)
-    yield from _domains(desired, observed, groups, grants, memory, mems)
+    yield from _domains(desired, observed, groups, requests, without_pod)
     for path in targets:
         if path not in groups:
             yield Make(path)
@@ -444,23 +445,22 @@ def _domains(
     desired: Desired,
     observed: Observed,
     groups: Mapping[str, Group],
-    grants: Mapping[str, CpuSet],
-    memory: Mapping[str, int],
-    mems: Mapping[str, CpuSet],
+    requests: Mapping[str, Requested],
+    without_pod: frozenset[str],
 ) -> Iterator[Action]:
-    """Yield the actions that make and limit the domains of *groups* and *grants*, and remove the others."""
-    without_pod = _without_pod(desired, observed, grants)
+    """Yield the actions that make and limit the domains of *groups* and of granted CPUs, and remove the others."""
+    grants = granted(requests)
     promised = {pod_uid: domain.memory_max or 0 for pod_uid, domain in observed.domains.items()}
     for pod_uid in sorted({*observed.domains, *grants}):
         if pod_uid in grants or any(path in groups for path in (float_group(pod_uid), vcpus_group(pod_uid))):
-            found = observed.domains.get(pod_uid)
+            found, request = observed.domains.get(pod_uid), requests.get(pod_uid, Requested())
             if found is None:
                 yield Make(instance_group(pod_uid))
             others = sum(promised.values()) - promised.get(pod_uid, 0)
-            promised[pod_uid] = _memory_of(found, memory.get(pod_uid), desired.limits, others)
+            promised[pod_uid] = _memory_of(found, request.memory, desired.limits, others)
             wanted = {**desired.limits.of_domain(promised[pod_uid], gone=pod_uid in without_pod)}
-            if pod_uid in mems:
-                wanted[MEMORY_NODES] = _memory_nodes(pod_uid, mems[pod_uid], desired, observed)
+            if request.memory_nodes is not None:
+                wanted[MEMORY_NODES] = _memory_nodes(pod_uid, request.memory_nodes, desired, observed)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
         elif not keeps_memory(pod_uid, desired, observed):
@@ -498,11 +498,11 @@ def _has_gone(pod_uid: str, desired: Desired, observed: Observed) -> bool:
 _OF_VCPUS = vcpus_group("").removeprefix(instance_group(""))
 
 
-def _removed(desired: Desired, observed: Observed, grants: Mapping[str, CpuSet]) -> Iterator[str]:
+def _removed(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[str]:
     """Yield the groups to remove: stale ones, and floats without an instance."""
-    leaving = stale(desired, observed, grants)
+    leaving = stale(desired, observed, requests)
     yield from map(vcpus_group, leaving)
-    staying = {*observed.instances(), *grants} - {*leaving}
+    staying = {*observed.instances(), *granted(requests)} - {*leaving}
     yield from (
         float_group(uid) for uid, group in observed.floats().items() if not group.populated and uid not in staying
     )
@@ -547,7 +547,7 @@ def _sealed(
     desired: Desired,
     observed: Observed,
     targets: Mapping[str, CpuSet],
-    seals: Mapping[str, bool],
+    requests: Mapping[str, Requested],
     without_pod: frozenset[str],
 ) -> Mapping[str, CpuSet]:
     """Return the groups that are to be isolated partitions, with their CPUs.
@@ -557,10 +557,11 @@ def _sealed(
     """
     if observed.exclusive is None or not desired.partitions:
         return {}
+    asked = {pod_uid: each.sealed for pod_uid, each in requests.items() if each.sealed is not None}
     return {
         vcpus_group(pod_uid): targets.get(vcpus_group(pod_uid), group.cpus)
         for pod_uid, group in observed.instances().items()
-        if group.populated and seals.get(pod_uid, group.was_sealed) and pod_uid not in without_pod
+        if group.populated and asked.get(pod_uid, group.was_sealed) and pod_uid not in without_pod
     }
 
 
@@ -705,7 +706,7 @@ def _targets(
     desired: Desired,
     observed: Observed,
     groups: Mapping[str, Group],
-    grants: Mapping[str, CpuSet],
+    requests: Mapping[str, Requested],
     without_pod: frozenset[str],
 ) -> Mapping[str, CpuSet]:
     """Return the CPUs for each of our groups; the floats come first, then the vCPUs' groups in order.
@@ -713,10 +714,11 @@ def _targets(
     Without any CPU for float, floats are left unchanged, and none is made. The vCPUs' groups of the pods *without_pod* have float's CPUs,
     and follow float until their processes have ended.
     """
-    targets, owned, orphaned = _owned(desired, observed, groups, grants, without_pod)
+    targets, owned, orphaned = _owned(desired, observed, groups, requests, without_pod)
     floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
     if not floating:
         return targets
+    grants = granted(requests)
     uids = sorted({*observed.domains, *grants})
     floats = [float_group(uid) for uid in uids if uid in grants or float_group(uid) in groups]
     following = [
@@ -733,7 +735,7 @@ def _owned(
     desired: Desired,
     observed: Observed,
     groups: Mapping[str, Group],
-    grants: Mapping[str, CpuSet],
+    requests: Mapping[str, Requested],
     without_pod: frozenset[str],
 ) -> tuple[Mapping[str, CpuSet], CpuSet, CpuSet]:
     """Return the CPUs for each group of vCPUs, those of all together, and those of instances whose pod is gone.
@@ -741,7 +743,7 @@ def _owned(
     An instance whose pod the kubelet no longer names still has live threads, or it would be stale: it is left alone
     until they end, and no other instance gets its CPUs meanwhile.
     """
-    targets: dict[str, CpuSet] = {}
+    grants, targets = granted(requests), dict[str, CpuSet]()
     orphaned, owned, contested = CpuSet(), CpuSet(), _contested(desired)
     instances = [(uid, groups[vcpus_group(uid)]) for uid in sorted(observed.domains) if vcpus_group(uid) in groups]
     for pod_uid, group in instances:

@@ -26,7 +26,7 @@ from runner.controller.serve.registrations import REST
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals, ReconcileLoop
-from runner.controller.tree.reconcile import Evict, Observed
+from runner.controller.tree.reconcile import Evict, Observed, Requested
 from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.procfs import Procfs
@@ -219,11 +219,11 @@ async def test_a_pod_that_registers_without_end_leaves_others_their_turn(
     node.become(B)
     passes, pass_over = list[float](), ReconcileLoop.pass_over
 
-    def slow(loop: ReconcileLoop, grants: Mapping[str, CpuSet], *others: object, **more: object) -> object:
-        if grants:
+    def slow(loop: ReconcileLoop, requests: Mapping[str, Requested], observed: Observed | None = None) -> object:
+        if requests:
             passes.append(time.monotonic())
             time.sleep(0.02)
-        return pass_over(loop, grants, *others, **more)  # type: ignore[arg-type]
+        return pass_over(loop, requests, observed)
 
     monkeypatch.setattr(ReconcileLoop, "pass_over", slow)
 

@@ -9,7 +9,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve.handover import Handover, HandoverPendingError, handovers, pending_handovers
-from runner.controller.tree.reconcile import Observed, desire, holders, reconcile
+from runner.controller.tree.reconcile import Observed, Requested, desire, holders, reconcile
 from runner.kubelet.pod_cgroups import FLOAT, float_group, vcpus_group
 from runner.kubelet.state import CpuState
 from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded, tree
@@ -38,11 +38,11 @@ class NodeState:
         groups = {name: (str(group.cpus), group.populated) for name, group in self.observed.groups.items()}
         return tuple(sorted(self.entries)), tuple(sorted(self.given)), tuple(sorted(groups.items()))
 
-    def passed(self, grants: Mapping[str, CpuSet]) -> NodeState:
+    def passed(self, requests: Mapping[str, Requested]) -> NodeState:
         """Make a pass, and check after each of its actions what must always hold."""
         observed = self.observed
         running = {pod: group.cpus for pod, group in observed.instances().items() if group.populated}
-        for action in reconcile(desire(self.state, MACHINE, LIMITS), observed, grants):
+        for action in reconcile(desire(self.state, MACHINE, LIMITS), observed, requests):
             observed = perform(observed, action)
             assert not overlaps(observed)
             assert {pod: observed.instances()[pod].cpus for pod in running} == running
@@ -68,7 +68,7 @@ class NodeState:
         if pending:
             return None
         assert not holders(WANTED[pod], cleared.observed, but=pod)
-        after = cleared.passed({pod: WANTED[pod]})
+        after = cleared.passed({pod: Requested(WANTED[pod])})
         assert after.observed.instances()[pod].cpus == WANTED[pod]
         return after
 

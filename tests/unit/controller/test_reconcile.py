@@ -23,6 +23,7 @@ from runner.controller.tree.reconcile import (
     Make,
     Observed,
     Remove,
+    Requested,
     Restrict,
     Seal,
     Unseal,
@@ -343,9 +344,9 @@ def test_a_crash_after_any_action_does_not_change_the_final_state() -> None:
 def test_no_action_brings_two_groups_onto_one_cpu() -> None:
     """From any tree that this program leaves to any other state, sets that shrink are written first."""
     for before, after in itertools.product(states(), states()):
-        grown = run(BUILT, reconcile(before, BUILT, {uid: cpus[0] for uid, cpus in before.choices.items()}))
+        grown = run(BUILT, reconcile(before, BUILT, {uid: Requested(cpus[0]) for uid, cpus in before.choices.items()}))
         assert not overlaps(grown)
-        for action in reconcile(after, grown, {uid: cpus[0] for uid, cpus in after.choices.items()}):
+        for action in reconcile(after, grown, {uid: Requested(cpus[0]) for uid, cpus in after.choices.items()}):
             crossing = {FLOAT, *map(instance_group, "ab")} if not _touching(grown, after) else set()
             grown = perform(grown, action)
             assert not {pair for pair in overlaps(grown) if not set(pair) & crossing}
@@ -380,7 +381,7 @@ def test_the_root_is_finished_from_any_state(*, delegated: bool, exists: bool, e
 
 def test_builds_in_the_order_the_kernel_demands() -> None:
     desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
-    assert reconcile(desired, Observed(CPUSET, frozenset(), exists=False), {"a": CpuSet([1, 2])}) == (
+    assert reconcile(desired, Observed(CPUSET, frozenset(), exists=False), {"a": Requested(CpuSet([1, 2]))}) == (
         Write("..", "cgroup.subtree_control", "+cpuset"),
         Make(ROOT),
         Write(ROOT, "cpuset.mems", "0-1"),
@@ -429,7 +430,7 @@ def test_a_domain_has_the_memory_nodes_of_its_pod_and_no_page_of_a_guest_moves(
     found: str, wanted: str | None, if_empty: str, if_populated: str
 ) -> None:
     """A process that moves between its pod's own cgroup and its float keeps its pages where they are."""
-    grants, mems = ({}, {}) if wanted is None else ({"a": CpuSet([1])}, {"a": CpuSet.parse(wanted)})
+    requests = {} if wanted is None else {"a": Requested(CpuSet([1]), memory_nodes=CpuSet.parse(wanted))}
     limits = {"cgroup.max.descendants": "2", "cpuset.mems": found}
     for floating, vcpus in ((False, False), (True, False), (False, True)):
         groups = {
@@ -437,20 +438,20 @@ def test_a_domain_has_the_memory_nodes_of_its_pod_and_no_page_of_a_guest_moves(
             vcpus_group("a"): threaded(CpuSet([1]), populated=vcpus),
         }
         observed = attrs.evolve(BUILT, domains={"a": Domain(CPUSET, limits=limits)}, groups=groups)
-        after = run(observed, reconcile(POD, observed, grants, mems=mems))
+        after = run(observed, reconcile(POD, observed, requests))
         assert after.domains["a"].limits["cpuset.mems"] == (if_populated if floating or vcpus else if_empty)
         assert {group.mems for group in after.groups.values()} == {MEMS}, "all that the domain has"
-        assert reconcile(POD, after, grants, mems=mems) == reconcile(POD, after, {}) == ()
+        assert reconcile(POD, after, requests) == reconcile(POD, after, {}) == ()
 
 
 def test_a_domain_gets_its_memory_nodes_before_anything_can_enter_it() -> None:
-    actions = reconcile(POD, BUILT, {"a": CpuSet([1])}, mems={"a": CpuSet([1])})
+    actions = reconcile(POD, BUILT, {"a": Requested(CpuSet([1]), memory_nodes=CpuSet([1]))})
     written = actions.index(Restrict("instance-a", "cpuset.mems", "1"))
     assert actions.index(Make("instance-a")) < written < actions.index(Make("instance-a/float"))
     end = run(BUILT, actions)
     for count in range(len(actions)):
         stopped = run(BUILT, actions[:count])
-        again = reconcile(POD, stopped, {"a": CpuSet([1])}, mems={"a": CpuSet([1])})
+        again = reconcile(POD, stopped, {"a": Requested(CpuSet([1]), memory_nodes=CpuSet([1]))})
         assert run(stopped, again) == end, "a registration that was cut off is made again"
 
 
@@ -470,7 +471,7 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
     named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, LIMITS)
     unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, LIMITS)
     assert stale(named, observed, {}) == ("a",)
-    assert stale(named, observed, {"a": CpuSet([1])}) == ()
+    assert stale(named, observed, {"a": Requested(CpuSet([1]))}) == ()
     assert stale(unnamed, observed, {}) == ()
     assert stale(desire_without_kubelet(MACHINE, LIMITS), observed, {}) == ()
 
@@ -503,7 +504,7 @@ def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
 def test_without_a_kubelet_float_has_the_cpus_that_no_instance_holds() -> None:
     desired = desire_without_kubelet(MACHINE, LIMITS)
     observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]))})
-    after = run(observed, reconcile(desired, observed, {"b": CpuSet([2])}))
+    after = run(observed, reconcile(desired, observed, {"b": Requested(CpuSet([2]))}))
     assert str(floating(after)) == "0"
     assert str(after.groups["instance-a/vcpus"].cpus) == "1"
 
@@ -535,12 +536,12 @@ LIMITED = attrs.evolve(
 )
 
 
-def one_pass(observed: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> Iterator[Observed]:
+def one_pass(observed: Observed, desired: Desired, requests: Mapping[str, Requested]) -> Iterator[Observed]:
     """Yield the tree after each action of a pass, the eviction first."""
-    for action in evictions(desired, observed, grants):
+    for action in evictions(desired, observed, requests):
         observed = perform(observed, action)
         yield observed
-    for action in reconcile(desired, observed, grants):
+    for action in reconcile(desired, observed, requests):
         observed = perform(observed, action)
         yield observed
 
@@ -575,28 +576,30 @@ UNNAMED = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), M
 
 
 @pytest.mark.parametrize("desired", [POD, NO_POD, UNNAMED, desire_without_kubelet(MACHINE, LIMITS)])
-@pytest.mark.parametrize("grants", [{}, {"a": CpuSet([1])}])
-def test_a_crash_at_any_point_of_a_pass_ends_in_the_same_tree(desired: Desired, grants: Mapping[str, CpuSet]) -> None:
+@pytest.mark.parametrize("requests", [{}, {"a": Requested(CpuSet([1]))}])
+def test_a_crash_at_any_point_of_a_pass_ends_in_the_same_tree(
+    desired: Desired, requests: Mapping[str, Requested]
+) -> None:
     cases = 0
     for observed in limited_trees():
-        steps = [observed, *one_pass(observed, desired, grants)]
+        steps = [observed, *one_pass(observed, desired, requests)]
         # What could not be seen while a controller was off is seen, and a pod's empty group removed, in the next pass.
-        end = [steps[-1], *one_pass(steps[-1], desired, grants)][-1]
-        assert list(one_pass(end, desired, grants)) == []
+        end = [steps[-1], *one_pass(steps[-1], desired, requests)][-1]
+        assert list(one_pass(end, desired, requests)) == []
         for stopped in steps:
-            first = [stopped, *one_pass(stopped, desired, grants)][-1]
-            assert [first, *one_pass(first, desired, grants)][-1] == end
-        check_pod(observed, end, desired, grants)
+            first = [stopped, *one_pass(stopped, desired, requests)][-1]
+            assert [first, *one_pass(first, desired, requests)][-1] == end
+        check_pod(observed, end, desired, requests)
         cases += 1
     assert cases == 576
 
 
-def check_pod(observed: Observed, end: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> None:
+def check_pod(observed: Observed, end: Observed, desired: Desired, requests: Mapping[str, Requested]) -> None:
     """Check what became of pod ``a``."""
     before = observed.instances().get("a")
     instance, floating, domain = end.instances().get("a"), end.floats().get("a"), end.domains.get("a")
-    live = "a" in desired.choices or "a" in grants
-    if "a" in grants:
+    live = "a" in desired.choices or "a" in requests
+    if "a" in requests:
         assert instance is not None
         assert floating is not None
     if observed.gone and not live:
@@ -624,8 +627,8 @@ def test_what_is_left_of_a_pod_cannot_fork_before_it_is_ended() -> None:
     )
     assert evictions(NO_POD, observed, {}) == (*actions, Kill("a"))
     assert evictions(desire_without_kubelet(MACHINE, LIMITS), observed, {}) == (*actions, Evict("a"))
-    for desired, grants in ((POD, {}), (NO_POD, {"a": CpuSet([1])})):
-        assert evictions(desired, observed, grants) == ()
+    for desired, requests in ((POD, {}), (NO_POD, {"a": Requested(CpuSet([1]))})):
+        assert evictions(desired, observed, requests) == ()
     assert evictions(NO_POD, attrs.evolve(observed, gone=frozenset()), {}) == ()
 
 
@@ -639,24 +642,26 @@ def test_what_hides_in_the_float_of_a_pod_that_has_gone_is_ended() -> None:
 def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
     """They have float's CPUs from the first action on, also while float grows and shrinks; their old ones are free."""
 
-    def refilled(observed: Observed, desired: Desired, grants: Mapping[str, CpuSet]) -> Observed:
-        actions = evictions(desired, observed, grants)
+    def refilled(observed: Observed, desired: Desired, requests: Mapping[str, Requested]) -> Observed:
+        actions = evictions(desired, observed, requests)
         assert isinstance(actions[0], Write) or observed.shares_float("a")
         observed = run(observed, (action for action in actions if not isinstance(action, Evict | Kill)))
         assert "a" not in holders(CpuSet([1]), observed, but="b")
-        for action in reconcile(desired, observed, grants):
+        for action in reconcile(desired, observed, requests):
             observed = perform(observed, action)
             crossing = overlaps(observed) - {(FLOAT, "instance-a")}
             assert not crossing, "nobody else shares a CPU with them"
         return observed
 
     c = desire(CpuState("static", CpuSet([0]), {"b": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
-    for cpus, desired, grants in itertools.product(
-        (CpuSet([1]), NONE), (NO_POD, c, desire_without_kubelet(MACHINE, LIMITS)), ({}, {"b": CpuSet([1, 2])})
+    for cpus, desired, requests in itertools.product(
+        (CpuSet([1]), NONE),
+        (NO_POD, c, desire_without_kubelet(MACHINE, LIMITS)),
+        ({}, {"b": Requested(CpuSet([1, 2]))}),
     ):
         groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(cpus, populated=True)}
         observed = attrs.evolve(tree(LIMITED, groups), gone=frozenset("a"))
-        for state, granted in ((desired, grants), (NO_POD, {}), (c, {})):
+        for state, granted in ((desired, requests), (NO_POD, {}), (c, {})):
             observed = refilled(observed, state, granted)
             assert observed.groups["instance-a/vcpus"].cpus == floating(observed)
             assert observed.domains["a"].limits["pids.max"] == "0"
@@ -676,7 +681,7 @@ def test_what_could_not_be_moved_keeps_its_cpus() -> None:
 def test_limits_are_written_where_the_kernel_offers_them() -> None:
     for offered in (EVERY, CPUSET, CPUSET | {"memory"}, CPUSET | {"pids"}):
         observed = Observed(offered, frozenset(), exists=False)
-        *_, end = one_pass(observed, POD, {"a": CpuSet([1])})
+        *_, end = one_pass(observed, POD, {"a": Requested(CpuSet([1]))})
         assert end.delegated == end.enabled == offered - {"hugetlb"}
         assert end.domains["a"].enabled == end.enabled - {"memory"}
         assert set(end.limits) == {file for file in LIMITS.of_root() if file.partition(".")[0] in offered}
@@ -690,20 +695,20 @@ def test_limits_are_written_where_the_kernel_offers_them() -> None:
 
 
 def test_all_domains_together_never_get_more_memory_than_the_tree_has() -> None:
-    grants = {uid: CpuSet([1]) for uid in "abcdefghij"}  # ten, and there is memory for eight
-    after = run(LIMITED, reconcile(NO_POD, LIMITED, grants))
-    found = [after.domains[uid].memory_max for uid in grants]
+    requests = {uid: Requested(CpuSet([1])) for uid in "abcdefghij"}  # ten, and there is memory for eight
+    after = run(LIMITED, reconcile(NO_POD, LIMITED, requests))
+    found = [after.domains[uid].memory_max for uid in requests]
     assert found == [8 << 20] * 8 + [0, 0]
     assert LIMITS.memory_max == 64 << 20
 
 
 def test_a_domain_gets_more_when_its_pod_leaves_more_and_keeps_that() -> None:
     observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]), populated=True)})
-    actions = reconcile(POD, observed, {"a": CpuSet([1])}, memory={"a": 20 << 20})
+    actions = reconcile(POD, observed, {"a": Requested(CpuSet([1]), memory=20 << 20)})
     assert actions == (Restrict("instance-a", "memory.max", str(20 << 20)),)
     after = run(observed, actions)
-    assert reconcile(POD, after, {"a": CpuSet([1])}) == ()
-    cut = run(observed, reconcile(POD, observed, {"a": CpuSet([1])}, memory={"a": 100 << 20}))
+    assert reconcile(POD, after, {"a": Requested(CpuSet([1]))}) == ()
+    cut = run(observed, reconcile(POD, observed, {"a": Requested(CpuSet([1]), memory=100 << 20)}))
     assert cut.domains["a"].memory_max == (64 - 8) << 20, "the bystander has the rest"
 
 
@@ -732,8 +737,9 @@ def test_no_domain_gets_less_than_may_be_charged_to_it(most: str, kept: int) -> 
     """The writer would wait while the kernel looks for what it can take back; the pod can change what is charged."""
     left = Domain(limits={"memory.max": most}, charged=(15 << 20) + 1)
     observed = attrs.evolve(LIMITED, domains={"a": left})
-    for desired, grants, memory in ((POD, {}, {}), (NO_POD, {}, {}), (POD, {"a": CpuSet([1])}, {"a": 8 << 20})):
-        after = run(observed, reconcile(desired, observed, grants, memory=memory)).domains.get("a")
+    request = Requested(CpuSet([1]), memory=8 << 20)
+    for desired, requests in ((POD, {}), (NO_POD, {}), (POD, {"a": request})):
+        after = run(observed, reconcile(desired, observed, requests)).domains.get("a")
         assert after is None or after.memory_max in (None, kept << 20)
 
 
@@ -746,8 +752,8 @@ def test_an_empty_tree_of_the_earlier_shape_is_removed_and_one_in_use_is_left_al
     assert reconcile(NO_POD, observed, {})[:3] == (Remove("float/a"), Remove("float"), Remove("instance-a"))
     used = attrs.evolve(observed, outdated={**outdated, "instance-a": True}, gone=frozenset("a"))
     assert used.populated_outdated() == ("instance-a",)
-    for grants in ({}, {"b": CpuSet([1])}):
-        assert reconcile(NO_POD, used, grants) == evictions(NO_POD, used, grants) == ()
+    for requests in ({}, {"b": Requested(CpuSet([1]))}):
+        assert reconcile(NO_POD, used, requests) == evictions(NO_POD, used, requests) == ()
 
 
 def test_floats_that_could_not_be_shrunk_are_named() -> None:
@@ -854,13 +860,13 @@ def resizable() -> Iterator[Desired]:
 
 def running(desired: Desired, sealed: Iterable[str]) -> Observed:
     """Return the tree of *desired* with both instances running, of which some are *sealed*."""
-    grants = {uid: cpus for uid, (cpus,) in desired.choices.items()}
+    requests = {uid: Requested(cpus) for uid, (cpus,) in desired.choices.items()}
     found = run(
-        attrs.evolve(BUILT, cpus=FIVE, exclusive=NONE), reconcile(desired, attrs.evolve(BUILT, cpus=FIVE), grants)
+        attrs.evolve(BUILT, cpus=FIVE, exclusive=NONE), reconcile(desired, attrs.evolve(BUILT, cpus=FIVE), requests)
     )
     groups = {name: attrs.evolve(group, populated=True) for name, group in found.groups.items()}
     found = attrs.evolve(found, groups=groups, exclusive=NONE)
-    return run(found, reconcile(desired, found, {}, dict.fromkeys(sealed, True)))
+    return run(found, reconcile(desired, found, dict.fromkeys(sealed, Requested(sealed=True))))
 
 
 @pytest.mark.parametrize("sealed", ["", "a", "ab"])
@@ -970,10 +976,10 @@ def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
     )
     observed = attrs.evolve(tree(BUILT, groups), exclusive=CpuSet([2]))
     observed = run(observed, reconcile(desired, observed, {}))
-    actions = reconcile(desired, observed, {}, {"a": True})
+    actions = reconcile(desired, observed, {"a": Requested(sealed=True)})
     assert actions == (Seal("instance-a/vcpus", CpuSet([1]), CpuSet([1, 2])),)
     both = run(observed, actions)
-    assert reconcile(desired, both, {}, {"b": False}) == (
+    assert reconcile(desired, both, {"b": Requested(sealed=False)}) == (
         Unseal("instance-b/vcpus"),
         Restrict(ROOT, "cpuset.cpus.exclusive", "1"),
     )
@@ -988,7 +994,9 @@ def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> 
     assert [action for action in ending if isinstance(action, Unseal | Seal)] == [Unseal("instance-a/vcpus")]
     assert Restrict(ROOT, "cpuset.cpus.exclusive", "") in ending
     before = tree(BUILT, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]), populated=True)})
-    assert not [action for action in reconcile(desired, before, {}, {"a": True}) if isinstance(action, Seal)]
+    assert not [
+        action for action in reconcile(desired, before, {"a": Requested(sealed=True)}) if isinstance(action, Seal)
+    ]
 
 
 def test_an_instance_without_a_pod_is_unsealed_before_it_gets_floats_cpus() -> None:
