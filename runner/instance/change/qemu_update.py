@@ -40,7 +40,7 @@ from runner.instance.change.running_instance import RunningInstance
 from runner.instance.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
-from runner.instance.parts.shares import ShareDaemon, started_virtiofsd
+from runner.instance.parts.shares import HeldShare, started_virtiofsd
 from runner.instance.parts.thread_placement import QemuThreads, enter_places
 from runner.kernel.character_devices import vhost_net
 from runner.kernel.child_processes import Process, stop_bound
@@ -431,7 +431,7 @@ class _Move:
             return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
 
     @contextmanager
-    def _start_virtiofsd(self, share: ShareDaemon) -> Iterator[Socket]:
+    def _start_virtiofsd(self, share: HeldShare) -> Iterator[Socket]:
         """Start another virtiofsd for *share*; hold the connection that the successor gets."""
         with started_virtiofsd(self.running.supervisor, share.plan, share.directory) as (daemon, connection):
             self.daemons.append(daemon)
@@ -473,7 +473,7 @@ class _Move:
             pause = 0.0 if self.stopped is None else trio.current_time() - self.stopped
             process, monitor = self.source.replace(successor.process, successor.monitor)
             shares = zip(self.source.shares, self.daemons, strict=True)
-            daemons = [share.replace(daemon) for share, daemon in shares]
+            daemons = [share.daemon.replace(daemon) for share, daemon in shares]
             supervisor = self.running.supervisor
             supervisor.counters.qemu_updates["updated"] += 1
             monitor.close()

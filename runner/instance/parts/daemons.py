@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from runner.base.values import define
 from runner.instance.gate import Kind
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.kernel.child_processes import Command, Process, ProcessRecord, stop_bound
+from runner.kernel.sockets import Socket
 from runner.placement.children import RESTARTS, Restart
 
 log = logging.getLogger(__name__)
@@ -86,11 +87,49 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
             yield child
     finally:
-        with (
-            supervisor.faults.recorded(f"stop {command.role}"),
-            trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True),
-        ):
-            await supervisor.processes.stop(child.process, STOPPED_WITHIN)
+        await _stop(supervisor, child.process)
+
+
+async def _stop(supervisor: Supervisor, process: Process) -> None:
+    bound = stop_bound(STOPPED_WITHIN)
+    with supervisor.faults.recorded(f"stop {process.role}"), trio.move_on_after(bound, shield=True):
+        await supervisor.processes.stop(process, STOPPED_WITHIN)
+
+
+@define
+class ConnectedDaemon:
+    """The daemon of a NIC or share, which serves one connection and ends with it; another one may replace it when QEMU is updated."""
+
+    process: Process
+    connection: Socket | None
+    """QEMU's end; ``None`` if QEMU had it before this program began."""
+
+    def replace(self, process: Process) -> Process:
+        """Let another daemon serve the NIC or share; return the previous one, whose end then has no meaning."""
+        before, self.process = self.process, process
+        return before
+
+
+@asynccontextmanager
+async def connected_daemon(
+    supervisor: Supervisor, name: str, started: Callable[[], AbstractContextManager[tuple[Process, Socket]]]
+) -> AsyncIterator[ConnectedDaemon]:
+    """Hold the daemon that *started* starts, and its connection; *name* is its name in the store."""
+    with ExitStack() as held:
+        connection: Socket | None = None
+
+        def start() -> Process:
+            nonlocal connection
+            process, connection = held.enter_context(started())
+            return process
+
+        process = supervisor.held.child(name, supervisor.processes, start, lambda: daemon.process)
+        daemon = ConnectedDaemon(process, connection)
+        try:
+            yield daemon
+        finally:
+            held.close()  # the daemon ends by itself when its client disconnects
+            await _stop(supervisor, daemon.process)
 
 
 async def _wait_until_it_serves(process: Process) -> None:

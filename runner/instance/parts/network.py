@@ -6,13 +6,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
-import trio
-
 from runner.base.values import frozen
-from runner.instance.parts.daemons import STOPPED_WITHIN
+from runner.instance.parts.daemons import connected_daemon
 from runner.instance.supervisor import Supervisor
 from runner.kernel import character_devices, files
-from runner.kernel.child_processes import Command, Process, stop_bound
+from runner.kernel.child_processes import Command, Process
 from runner.kernel.sockets import Socket, connected_pair
 from runner.plan.argv.networks import passt_argv
 from runner.plan.argv.wires import WireNumbers
@@ -61,7 +59,9 @@ async def networked(
         nic_backends: list[NicBackend] = []
         for number, plan in enumerate(plans):
             if isinstance(plan, PasstPlan):
-                nic_backends.append(await held.enter_async_context(_passt(supervisor, plan, f"nic:{number}")))
+                started = partial(_started_passt, supervisor, plan)
+                passt = await held.enter_async_context(connected_daemon(supervisor, f"passt:nic:{number}", started))
+                nic_backends.append(NicBackend(stream=passt.connection, daemon=passt.process))
             else:
                 opened = partial(_opened, supervisor, plan, in_pod_cgroup, macvtaps.get(number, 0))
                 nic_backends.append(held.enter_context(supervisor.held.passed_on(opened, NicBackend())))
@@ -94,23 +94,10 @@ def _opened(
         yield NicBackend(taps, vhosts)
 
 
-@asynccontextmanager
-async def _passt(supervisor: Supervisor, plan: PasstPlan, name: str) -> AsyncIterator[NicBackend]:
-    with ExitStack() as held:
-        stream: Socket | None = None
-
-        def start() -> Process:
-            nonlocal stream
-            stream, theirs = held.enter_context(connected_pair("passt"))
-            command = Command("passt", tuple(passt_argv(plan, f"--fd={theirs.fileno()}")), (theirs.fileno(),))
-            process = supervisor.processes.spawn(command)
-            theirs.close()
-            return process
-
-        daemon = supervisor.held.child(f"passt:{name}", supervisor.processes, start, lambda: daemon)
-        try:
-            yield NicBackend(stream=stream, daemon=daemon)
-        finally:
-            held.close()  # passt ends by itself when its client disconnects
-            with supervisor.faults.recorded("stop passt"), trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
-                await supervisor.processes.stop(daemon, STOPPED_WITHIN)
+@contextmanager
+def _started_passt(supervisor: Supervisor, plan: PasstPlan) -> Iterator[tuple[Process, Socket]]:
+    with connected_pair("passt") as (stream, theirs):
+        command = Command("passt", tuple(passt_argv(plan, f"--fd={theirs.fileno()}")), (theirs.fileno(),))
+        process = supervisor.processes.spawn(command)
+        theirs.close()
+        yield process, stream

@@ -115,8 +115,8 @@ class QemuEndpoints(NamedTuple):
         for nic_backend in self.nic_backends:
             nic_backend.close_our_copies()
         for share in self.shares:
-            if share.client is not None:
-                share.client.close()
+            if share.daemon.connection is not None:
+                share.daemon.connection.close()
 
 
 @asynccontextmanager
@@ -159,7 +159,7 @@ async def paused_qemu(
         machine.go_on(held)
         stack.enter_context(monitor.observed_by(machine.observe))
         stack.enter_context(monitor.observed_by(observe))
-        machine.shares = tuple(share.daemon for share in endpoints.shares)
+        machine.shares = tuple(endpoints.shares)
         machine.fds = stack.enter_context(optional_parts.KEPT_FDS.held(plan, held, descriptors))
 
         async def greeted() -> None:
@@ -185,13 +185,14 @@ async def paused_qemu(
 
 def _descriptors(qmp: Socket, endpoints: QemuEndpoints) -> QemuFds:
     assert endpoints.console is not None  # noqa: S101 - a QEMU that is started has not got it yet
+    connections = (share.daemon.connection for share in endpoints.shares)
     return QemuFds(
         qmp=qmp.fileno(),
         console=endpoints.console.fileno(),
         ram=tuple(each.number for each in endpoints.ram),
         files=dict(endpoints.opened.files),
         wires=tuple(nic_backend.numbers() for nic_backend in endpoints.nic_backends),
-        shares=tuple(share.client.fileno() for share in endpoints.shares if share.client is not None),
+        shares=tuple(each.fileno() for each in connections if each is not None),
         devices=dict(endpoints.opened.devices),
         guest_agent_channel=None if endpoints.agent.theirs is None else endpoints.agent.theirs.fileno(),
         vhost_vsock=endpoints.opened.vhost_vsock,

@@ -30,7 +30,7 @@ from runner.plan.machine import MachinePlan
 from runner.protocol.qmp import BadReplyError, Monitor, QmpError, QmpEvent, VcpuThread
 
 if TYPE_CHECKING:
-    from runner.instance.parts.shares import ShareDaemon
+    from runner.instance.parts.shares import HeldShare
     from runner.protocol.guest_agent import GuestAgent
 
 log = logging.getLogger(__name__)
@@ -130,8 +130,7 @@ class Qemu:
         """Copies of its descriptors, which the next QEMU gets as well; ``None`` if it cannot be updated."""
         self.updates = 0
         """Number of times that another QEMU has taken over the guest."""
-        self.shares: tuple[ShareDaemon, ...] = ()
-        """The virtiofsd of each share."""
+        self.shares: tuple[HeldShare, ...] = ()
         self._replaced = Announcements()
         """Announces that another QEMU has taken over the guest."""
 
