@@ -43,7 +43,7 @@ def check_cpus(loop: ReconcileLoop, pod_uid: str, asked: CpuSet, scope: CpuSet |
                 allowed=str(allowed),
             )
         return
-    state = loop.current()
+    state = loop.confirmed_state()
     if isinstance(state, Frozen):
         raise RequestRefusedError(
             identity.FROZEN, f"cannot register instance {pod_uid!r} now: {state.reason}", lasting=False

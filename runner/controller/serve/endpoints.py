@@ -72,9 +72,9 @@ class HttpEndpoints:
 
     async def _metrics_text(self) -> str:
         """Return all metrics, made in steps between which the requests of instances have their turn."""
-        registered = self.loop.seen().instances().keys()
+        registered = self.loop.recently_observed().instances().keys()
         await self.reports.fetch(registered)
-        observed = self.loop.latest()
+        observed = self.loop.recently_observed()
         status = LoopStatus(
             self.loop.counters,
             observed,

@@ -41,7 +41,7 @@ class NodeStatus:
     async def list_instances(self, request: RpcRequest) -> RpcResult:
         """List every instance to the node's own processes, to a container only its own, and none to a process in float."""
         await trio.lowlevel.checkpoint()
-        mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
+        mine, observed = self.callers.pod_of(request.identify), self.loop.recently_observed()
         without_seccomp = self.seccomp.without(observed.floats())
         pending = tuple(handovers(self.loop.state, observed))
         instances: list[ListedInstanceDocument] = [
@@ -72,7 +72,7 @@ class NodeStatus:
     async def get_status(self, request: RpcRequest) -> RpcResult:
         """Show the controller's state; a container learns only the number of the other pods' instances."""
         await trio.lowlevel.checkpoint()
-        mine, observed = self.callers.pod_of(request.identify), self.loop.seen()
+        mine, observed = self.callers.pod_of(request.identify), self.loop.recently_observed()
         state, source = self.loop.state, self.loop.source
         lost = [self.device_filter.missing, *(each.ended_error() for each in self.processes if each.lost)]
         faults = [explained(error) for error in lost if error is not None]

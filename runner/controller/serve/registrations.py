@@ -152,7 +152,7 @@ class Registrations:
             for fault in self.loop.pass_over({pod_uid: Requested(asked, memory_max, mems)}, observed)
             if fault.pod_uid in (pod_uid, None) and not fault.unlimited
         ]
-        others = floats_on(asked, self.loop.latest(), but=pod_uid)
+        others = floats_on(asked, self.loop.recently_observed(), but=pod_uid)
         faults += [(f"the float of pod {other!r} could not be shrunk, and runs on them still", "") for other in others]
         if not faults and not float_cgroup.exists():
             faults.append(("no CPU is left for its float", ""))

@@ -60,6 +60,5 @@ class _ReportMethod:
         self._proved[request.identify] = request.pod_uid, caller
         with checked("report"):
             report = parse_report(request.arguments["report"])
-        # A registration makes a pass, which reads the tree.
-        await self.reports.take(request.pod_uid, report, lambda: self.loop.latest().instances().keys())
+        await self.reports.take(request.pod_uid, report, lambda: self.loop.recently_observed().instances().keys())
         return RpcResult({})

@@ -99,7 +99,7 @@ class Seals:
         if reason := self.impossible():
             return reason
         faults = self.loop.pass_over({pod_uid: Requested(sealed=True)})
-        group = self.loop.latest().instances().get(pod_uid)
+        group = self.loop.recently_observed().instances().get(pod_uid)
         if group is not None and group.partition == ISOLATED:
             return ""
         if group is None or not group.populated:
@@ -112,7 +112,7 @@ class Seals:
         writer = self.loop.tree.partition_writer
         if writer is None:
             return "the controller's option --partitions is off"
-        if not writer.missing and self.loop.latest().exclusive is None:
+        if not writer.missing and self.loop.recently_observed().exclusive is None:
             return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
         return writer.missing
 
@@ -129,7 +129,7 @@ class Seals:
 def unsealed(loop: ReconcileLoop, pod_uid: str) -> bool:
     """Unseal the instance and return whether it was sealed."""
     # Each pass that seals ends by reading the tree.
-    group = loop.seen().instances().get(pod_uid)
+    group = loop.recently_observed().instances().get(pod_uid)
     if group is None or not group.was_sealed:
         return False
     loop.pass_over({pod_uid: Requested(sealed=False)})

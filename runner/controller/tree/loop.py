@@ -89,7 +89,7 @@ class Intervals:
     """From one attempt to reclaim memory of a left-over domain to the next; five times the duration of the attempt, if that is longer."""
     processes: float = 0.1
     """From one look at the number of processes to the next: a pod can make and move some ten thousand in this time."""
-    seen: float = 0.1
+    recent: float = 0.1
     """Age up to which an observation answers questions: each reads 20 files of each instance, and any process may ask."""
 
 
@@ -113,7 +113,7 @@ class ReconcileLoop:
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
-    """The tree after the last pass."""
+    """The tree as last observed, by a pass at the latest; ``None`` until the first has."""
     error: str = ""
     """The errors of the last pass made by :meth:`once`, empty if there were none; with an error the node is not ready."""
     _disturbed: trio.Event = attrs.field(factory=trio.Event)
@@ -142,7 +142,7 @@ class ReconcileLoop:
         """Return the reason why decisions are frozen, empty if they are not."""
         return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
 
-    def current(self) -> CpuState | Frozen:
+    def confirmed_state(self) -> CpuState | Frozen:
         """Return the state on which a decision may be based now: the settled one, if the file still holds it."""
         if self.source is None or isinstance(self.state, Frozen):
             return self.state
@@ -172,13 +172,9 @@ class ReconcileLoop:
         self._observed_at = time.monotonic()
         return self.observed
 
-    def latest(self) -> Observed:
-        """Return the tree after the last pass."""
-        return self.observed or self.observe()
-
-    def seen(self) -> Observed:
-        """Return the tree as observed at most :attr:`Intervals.seen` seconds ago: for reports, not for decisions."""
-        fresh = time.monotonic() - self._observed_at < self.intervals.seen
+    def recently_observed(self) -> Observed:
+        """Return the tree as observed at most :attr:`Intervals.recent` seconds ago: for reports, and for the result of a pass just made."""
+        fresh = time.monotonic() - self._observed_at < self.intervals.recent
         return self.observed if fresh and self.observed is not None else self.observe()
 
     def evict(self) -> Observed:
@@ -359,7 +355,7 @@ class ReconcileLoop:
             self._reclaimed = {pod_uid: at for pod_uid, at in self._reclaimed.items() if pod_uid in left}
             for pod_uid in left:
                 if self._reclaimed.get(pod_uid, -math.inf) <= (began := trio.current_time()):
-                    reclaim = partial(self.tree.domain(pod_uid).reclaim, lower=pod_uid in self.latest().gone)
+                    reclaim = partial(self.tree.domain(pod_uid).reclaim, lower=pod_uid in self.recently_observed().gone)
                     await trio.to_thread.run_sync(reclaim, abandon_on_cancel=True)
                     now = trio.current_time()
                     self._reclaimed[pod_uid] = now + max(self.intervals.reclaimed, 5 * (now - began))

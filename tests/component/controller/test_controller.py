@@ -520,14 +520,14 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
 
 async def test_a_state_that_was_read_once_is_not_acted_upon(node: Node) -> None:
     async with controlled(node) as controller:
-        settled = controller.loop.current()
+        settled = controller.loop.confirmed_state()
         assert settled == controller.loop.state
         node.put_state("2-11,16-17", {**ENTRIES, B: {"instance": "14-15"}})
-        unsettled = controller.loop.current()  # before any pass could read the file again
+        unsettled = controller.loop.confirmed_state()  # before any pass could read the file again
         assert isinstance(unsettled, Frozen)
         assert "is changing" in unsettled.reason
         await controller.until(lambda: str(node.float_cgroup.cpus()) == "2-11,16-17")
-        assert controller.loop.current() == controller.loop.state != settled
+        assert controller.loop.confirmed_state() == controller.loop.state != settled
 
 
 async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:

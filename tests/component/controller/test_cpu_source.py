@@ -187,7 +187,7 @@ async def test_a_decision_rests_on_what_the_files_hold_now(claims: ClaimsNode) -
     claims.put(OF_B)
     async with claims.controlled() as (controller, client):
         claims.put(OF_B, OF_C)
-        now = controller.loop.current()
+        now = controller.loop.confirmed_state()
         assert isinstance(now, Frozen)
         assert now.reason == f"{claims.node.kubelet / 'dra_manager_state'} is changing"
         await controller.until(lambda: claims.float() == "0-13")

@@ -104,7 +104,7 @@ async def test_a_pod_with_too_many_processes_is_ended_before_others_have_too_few
 
 def without_seccomp(controller: Controller) -> frozenset[str]:
     """Return the pods that may write their groups, as the metrics count them."""
-    return controller.seccomp.without(controller.loop.seen().floats())
+    return controller.seccomp.without(controller.loop.recently_observed().floats())
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
 
     original = Tree.observe
     async with (
-        controlled(node, intervals=attrs.evolve(OFTEN, seen=math.inf)) as controller,
+        controlled(node, intervals=attrs.evolve(OFTEN, recent=math.inf)) as controller,
         connected(node.socket) as client,
     ):
         await trio.testing.wait_all_tasks_blocked(0.05)
@@ -190,7 +190,7 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
         node.become(B)
         assert await client.result("unsealCgroup", uuid=B) == {"unsealed": False}
         assert not looks
-        controller.loop.intervals = attrs.evolve(OFTEN, seen=0)
+        controller.loop.intervals = attrs.evolve(OFTEN, recent=0)
         await client.result("getStatus")
         assert len(looks) == 1
 
