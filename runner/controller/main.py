@@ -139,9 +139,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 for each in (listener, report_listener):
                     os.dup(each.fileno())
                 hang_up = HangUps().hang_up
-                server = UnixServer(
-                    controller_methods(registrations, seals, status), SocketLimits(), hang_up, loop.held.sent.open
-                )
+                server = UnixServer(controller_methods(registrations, seals, status), SocketLimits(), hang_up)
                 report_server = UnixServer(report_methods(callers, loop, reports), LIMITS, hang_up)
                 tasks: dict[str, Callable[[], Awaitable[None]]] = {
                     "log": output.drain,

@@ -7,13 +7,13 @@ or ``[`` opens it, the matching bracket alone at the beginning of a line closes 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import trio
 
 from runner.base.strict_json import parse_json
 from runner.base.values import frozen
-from runner.kernel.cgroup import Cgroup
 from runner.kernel.line_reader import LineFramer, OverlongError
 
 PARSE_ERROR = -32700
@@ -29,9 +29,14 @@ LONGEST_BATCH = 64
 
 _BRACKETS = {b"{": b"}", b"[": b"]"}
 
+Attached = Callable[[ExitStack], Sequence[int]]
+"""Opens the descriptors that are sent with an answer; the stack closes them, and nothing else may, because sending may take long.
+
+Raises :exc:`~runner.base.errors.HostError`, or :class:`RpcError` for another answer."""
+
 
 class RpcError(Exception):
-    """The error that answers a request, with *control_files* whose descriptors are sent along.
+    """The error that answers a request, with the descriptors of *attached*.
 
     The client receives *message* and *remedy* as one sentence, and the remedy also in the *data*.
     """
@@ -41,7 +46,7 @@ class RpcError(Exception):
         code: int,
         message: str,
         data: Mapping[str, object] | None = None,
-        control_files: tuple[tuple[Cgroup, str], ...] = (),
+        attached: Attached | None = None,
         *,
         remedy: str = "",
     ) -> None:
@@ -50,28 +55,23 @@ class RpcError(Exception):
         self.message = message
         self.remedy = remedy
         self.data = {**(data or {}), "remedy": remedy} if remedy else data
-        self.control_files = control_files
+        self.attached = attached
 
 
 @frozen
 class RpcResult:
-    """The result of a method: a JSON value, and control files whose open descriptors are sent with it, in order."""
+    """The result of a method: a JSON value, and the descriptors that are sent with it."""
 
     value: object
-    control_files: tuple[tuple[Cgroup, str], ...] = ()
+    attached: Attached | None = None
 
 
 @frozen
 class Reply:
-    """An encoded response: a line, and the control files to open and send with its first byte."""
+    """An encoded response: a line, and the descriptors to open and send with its first byte."""
 
     line: bytes
-    control_files: tuple[tuple[Cgroup, str], ...] = ()
-
-    @property
-    def refuses(self) -> bool:
-        """Return whether it is an error with control files."""
-        return bool(self.control_files) and "error" in json.loads(self.line)
+    attached: Attached | None = None
 
     def replaced(self, error: RpcError) -> bytes:
         """Return the line that answers the same request with *error*; a batch has no descriptors, so there is one request."""
@@ -82,7 +82,7 @@ Call = Callable[[str, "Mapping[str, object] | list[object]"], Awaitable[RpcResul
 """Calls a method by name; raises :class:`RpcError`."""
 
 
-_Response = tuple[dict[str, object], tuple[tuple[Cgroup, str], ...]]
+_Response = tuple[dict[str, object], Attached | None]
 
 
 class MessageFramer:
@@ -188,14 +188,14 @@ async def _respond(request: object, call: Call) -> _Response | None:
     try:
         method, params = _checked(request)
     except RpcError as error:  # answered even without an id: an invalid request is no notification either
-        return _failure(identifier, error), ()
+        return _failure(identifier, error), None
     response: _Response
     try:
         result = await call(method, params)
     except RpcError as error:
-        response = _failure(identifier, error), error.control_files
+        response = _failure(identifier, error), error.attached
     else:
-        response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.control_files
+        response = {"jsonrpc": "2.0", "result": result.value, "id": identifier}, result.attached
     return response if isinstance(request, dict) and "id" in request else None
 
 

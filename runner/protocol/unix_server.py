@@ -13,7 +13,7 @@ import logging
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -24,15 +24,12 @@ from runner.base.errors import HostError, explain
 from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
-from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.connections import HangUp, close, serve_connections
 from runner.kernel.fd_passing import FdsSentError, receive_without_fds, send_with_fds
-from runner.kernel.files import owned
 from runner.kernel.line_reader import OverlongError
 from runner.kernel.peers import Peer, Peers
 from runner.kernel.sockets import Socket
 from runner.kernel.waiting import SHORT, shortages
-from runner.protocol.controller_client import BUSY
 from runner.protocol.jsonrpc import (
     INTERNAL_ERROR,
     INVALID_REQUEST,
@@ -51,11 +48,6 @@ _CHUNK = 16 * 1024
 
 UNSENT = "host"
 """The reason in the error for a request that was carried out, but whose descriptors could not be sent."""
-
-
-def opened(files: Sequence[tuple[Cgroup, str]], held: contextlib.ExitStack) -> Sequence[int]:
-    """Return a descriptor of each control file of *files*; *held* closes it. Raises :exc:`~runner.kernel.cgroup.CgroupError`."""
-    return [held.enter_context(owned(group.open(file))).number for group, file in files]
 
 
 Identify = Callable[[], Peer]
@@ -125,8 +117,6 @@ class UnixServer:
     service: RpcService
     limits: SocketLimits
     hang_up: HangUp = close
-    open_files: Callable[[Sequence[tuple[Cgroup, str]], contextlib.ExitStack], Sequence[int]] = opened
-    """Opens the control files of an answer; the stack closes them. Sending may take long, so nothing else may."""
     _clients: dict[int, list[_Client]] = attrs.field(factory=dict)
     """Admitted clients by peer, the oldest first."""
     _in_flight: Counter[int] = attrs.field(factory=Counter)
@@ -259,21 +249,20 @@ class UnixServer:
             return
         try:
             await self._send(client.connection, reply)
+        except RpcError as instead:  # nothing was sent yet
+            await self._send(client.connection, Reply(reply.replaced(instead)))
         except HostError as error:  # an error of a descriptor: nothing was sent yet
             self._log_limit.log(log.warning, SharedEvent.DESCRIPTORS_UNSENT, explain(error), peer=client.key)
             refusal = RpcError(SERVER_ERROR, explain(error), {"reason": UNSENT})
-            if reply.refuses and isinstance(error, CgroupError) and error.errno in (errno.ENOENT, errno.ENODEV):
-                # The reply asks the client to wait for the processes of a group, which have already ended.
-                refusal = RpcError(BUSY, f"cannot answer: {explain(error)}", {"reason": "busy"}, remedy="ask again")
             await self._send(client.connection, Reply(reply.replaced(refusal)))
 
     async def _send(self, connection: trio.socket.SocketType, reply: Reply) -> None:
         """Send *reply*, its descriptors with the first byte.
 
-        Raises ``OSError`` also if the client does not read, and :exc:`HostError` if no descriptors are available.
+        Raises ``OSError`` also if the client does not read, and :exc:`HostError` or :exc:`RpcError` if no descriptors are available.
         """
         with contextlib.ExitStack() as stack:
-            fds = self.open_files(reply.control_files, stack)
+            fds = () if reply.attached is None else reply.attached(stack)
             with trio.move_on_after(self.limits.idle) as timeout:
                 await send_with_fds(connection, reply.line, fds)
         if timeout.cancelled_caught:

@@ -24,7 +24,9 @@ import trio
 import trio.testing
 
 import runner.protocol.unix_server
+from runner.controller.serve.methods import reported_end
 from runner.controller.serve.server import listening
+from runner.controller.tree.held_files import SentFiles
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.connections import WaitingConnections, accepted
 from runner.kernel.peers import Peers
@@ -80,7 +82,8 @@ class GrantingService(Service):
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         result = await super().call(identify, method, params)
-        return RpcResult(result.value, ((Cgroup(Path("/dev")), "null"), (Cgroup(Path("/dev")), method)))
+        files = [(Cgroup(Path("/dev")), "null"), (Cgroup(Path("/dev")), method)]
+        return RpcResult(result.value, partial(SentFiles().open, files))
 
 
 async def answered_without_rights(path: Path) -> None:
@@ -129,11 +132,11 @@ async def test_an_answer_whose_control_files_cannot_be_opened_is_an_error(tmp_pa
 
 
 class WaitingService(Service):
-    """A service that refuses with a descriptor of a file, at whose change the client is to ask again."""
+    """A service that refuses with a descriptor of the events of a cgroup, at whose change the client is to ask again."""
 
     async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
         await super().call(identify, method, params)
-        raise RpcError(-32004, "wait", {"reason": "conflict"}, ((Cgroup(Path("/dev")), method),))
+        raise RpcError(-32004, "wait", {"reason": "conflict"}, partial(reported_end, Cgroup(Path(method))))
 
 
 @pytest.mark.parametrize("left", [1, 2])  # for the connection; and for a look at its process, which takes two
@@ -166,9 +169,10 @@ def _all_descriptors() -> Iterator[int]:
 
 async def test_who_is_to_wait_for_a_group_that_has_gone_is_to_ask_again(tmp_path: Path) -> None:
     path = tmp_path / "socket"
+    (tmp_path / "cgroup.events").touch()
     async with served(path, SocketLimits(), WaitingService()), connected(path) as client:
-        assert json.loads(await ask(client, "null"))["error"]["data"] == {"reason": "conflict"}
-        answer = json.loads(await ask(client, "nothing"))
+        assert json.loads(await ask(client, str(tmp_path)))["error"]["data"] == {"reason": "conflict"}
+        answer = json.loads(await ask(client, str(tmp_path / "gone")))
         assert (answer["id"], answer["error"]["code"], answer["error"]["data"]) == (
             "mine",
             BUSY,

@@ -457,7 +457,7 @@ async def controlled(
             processes += (partition_writer,)
         status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning_passes)
         methods = controller_methods(registrations, seals, status)
-        server = UnixServer(methods, limits or SocketLimits(), hang_up, loop.held.sent.open)
+        server = UnixServer(methods, limits or SocketLimits(), hang_up)
         async with running_loop(loop):
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
                 if passes_fds:

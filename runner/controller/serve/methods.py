@@ -33,12 +33,13 @@ wait of minutes takes no connection of the controller's, and goes on while the c
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from runner.base.errors import HostError, explained
+from runner.base.errors import HostError, explain, explained
 from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import frozen
@@ -54,10 +55,11 @@ from runner.controller.serve.seals import Seals
 from runner.controller.serve.tuning_passes import TUNING, TuningPasses
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tune.tuner_messages import Tuning
-from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.files import owned
 from runner.kernel.peers import PeerError, Peers
 from runner.protocol.controller_client import BUSY
-from runner.protocol.jsonrpc import METHOD_NOT_FOUND, SERVER_ERROR, RpcError, RpcResult
+from runner.protocol.jsonrpc import METHOD_NOT_FOUND, SERVER_ERROR, Attached, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
 
 log = logging.getLogger(__name__)
@@ -150,8 +152,7 @@ class RpcMethods:
                 each.holder,
                 peer=each.pod_uid,
             )
-        events = (self.callers.tree.vcpus_of(refusal.holder), "cgroup.events")
-        return _answer(refusal, (events,))
+        return _answer(refusal, partial(reported_end, self.callers.tree.vcpus_of(refusal.holder)))
 
     def _refused(self, identify: Identify, method: str, refusal: RequestRefusedError) -> RpcError:
         self.counters.refusals[refusal.reason] += 1
@@ -171,9 +172,20 @@ class RpcMethods:
         return _answer(refusal)
 
 
-def _answer(refusal: RequestRefusedError, control_files: tuple[tuple[Cgroup, str], ...] = ()) -> RpcError:
+def _answer(refusal: RequestRefusedError, attached: Attached | None = None) -> RpcError:
     data = {"reason": refusal.reason, **refusal.values}
-    return RpcError(CODES[refusal.reason], refusal.message, data, control_files, remedy=refusal.remedy)
+    return RpcError(CODES[refusal.reason], refusal.message, data, attached, remedy=refusal.remedy)
+
+
+def reported_end(group: Cgroup, held: ExitStack) -> Sequence[int]:
+    """Open the file through which the kernel reports the end of the last process in *group*, for a client that is to wait for it."""
+    try:
+        return [held.enter_context(owned(group.open("cgroup.events"))).number]
+    except CgroupError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            raise
+        reason = f"cannot answer: {explain(error)}"  # they have already ended
+        raise RpcError(BUSY, reason, {"reason": identity.BUSY}, remedy="ask again") from error
 
 
 def controller_methods(registrations: Registrations, seals: Seals, status: NodeStatus) -> RpcMethods:
