@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -408,6 +409,7 @@ async def controlled(
     partitions_required: bool = False,
     tuning: TuningOptions | None = None,
     tuned_every: float = 0,
+    counted_every: float = math.inf,
     require_seccomp: bool = False,
     most_waiting: int = MOST_WAITING,
     cpu_source: Callable[[KubeletFiles, Path, CpuSet], CpuSource] = CpuSource,
@@ -428,7 +430,7 @@ async def controlled(
         if own_cpus
         else cpu_source(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
-        intervals=intervals or Intervals(pause=0.005, readings=10, least=0.01),
+        intervals=attrs.evolve(intervals or Intervals(pause=0.005, readings=10, least=0.01), processes=counted_every),
         limits=choose_limits(limit_options or LimitOptions(), pods, read_promised_pages(node.path)),
         pods=pods,
     )

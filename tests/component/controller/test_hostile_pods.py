@@ -87,7 +87,10 @@ async def test_a_pod_with_too_many_processes_is_ended_before_others_have_too_few
 ) -> None:
     """It has moved them to float, which the kernel does not refuse."""
     options = LimitOptions(pod_pids_max=40, pids_max=200)
-    async with controlled(node, limit_options=options) as controller, connected(node.socket) as client:
+    async with (
+        controlled(node, limit_options=options, counted_every=0.02) as controller,
+        connected(node.socket) as client,
+    ):
         for pod in (A, B):
             node.become(pod)
             await client.result("registerCgroup", uuid=pod, cpuset=ENTRIES[pod]["instance"])
