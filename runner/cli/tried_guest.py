@@ -39,8 +39,7 @@ from runner.kernel.small_files import read_os_release
 from runner.kernel.terminal_processes import TerminalProcess
 from runner.plan.disks import plan_disk, within
 from runner.plan.problems import Problems
-from runner.plan.shares import our_paths
-from runner.spec.instance import InstanceSpec, parse_instance
+from runner.spec.instance import InstanceSpec, opened_paths, parse_instance
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that end the guest; closing the terminal sends the last one."""
@@ -204,7 +203,7 @@ def run_spec(path: Path) -> int:
 def _refuse_hidden(spec: InstanceSpec, *more: tuple[str, PurePosixPath]) -> None:
     """Refuse files that the guest's programs would not see; *more* are files that the spec does not name."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
-    for where, path in (*more, *our_paths(spec, None), *shares):
+    for where, path in (*more, *opened_paths(spec, None), *shares):
         if within(path, [HIDDEN]) and not within(path, [OURS]):
             raise RefusedError(
                 f"cannot use {str(path)!r} ({where}): a guest that is tried has a {HIDDEN} of its own",

@@ -51,9 +51,8 @@ from runner.plan.firmware import candidates
 from runner.plan.host_checks import too_old
 from runner.plan.machine import DHCP_USERS, EVERY_QEMUS_MODELS, QEMU_USERS, model_name
 from runner.plan.qemu_limits import ASKED_FROM
-from runner.plan.shares import our_paths
 from runner.spec.document_parser import LARGEST_DOCUMENT
-from runner.spec.instance import DiskSpec, InstanceSpec
+from runner.spec.instance import DiskSpec, InstanceSpec, opened_paths
 
 if TYPE_CHECKING:
     from runner.kernel.inherited_fds import InheritedFd
@@ -366,7 +365,7 @@ def _files(spec: InstanceSpec) -> Iterator[tuple[PurePosixPath, FileFact]]:
 
 def _links(spec: InstanceSpec, state_directory: PurePosixPath) -> Iterator[tuple[PurePosixPath, frozenset[int]]]:
     """Yield each path of *spec* that leads through symbolic links, and the owners of these links."""
-    for path in (*(path for _, path in our_paths(spec, state_directory)), *(share.path for share in spec.share)):
+    for path in (*(path for _, path in opened_paths(spec, state_directory)), *(share.path for share in spec.share)):
         if os.path.realpath(path) != str(path):
             from runner.kernel.shared_directories import followed  # here, because few paths have links
 

@@ -13,8 +13,7 @@ from runner.facts.host import VIRTIOFSD_DIRECTORIES, HostFacts
 from runner.facts.roots import Roots
 from runner.kernel.files import find_program
 from runner.kernel.shared_directories import SharedDirectories, shared_directories
-from runner.plan.shares import our_paths
-from runner.spec.instance import InstanceSpec
+from runner.spec.instance import InstanceSpec, opened_paths
 
 
 def with_shares(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts:
@@ -39,7 +38,7 @@ def with_shares(facts: HostFacts, spec: InstanceSpec, roots: Roots) -> HostFacts
 def _in_shares(
     directories: SharedDirectories, spec: InstanceSpec, state_directory: PurePosixPath
 ) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
-    for _, path in our_paths(spec, state_directory):
+    for _, path in opened_paths(spec, state_directory):
         if (share := directories.holding(path)) is not None:
             yield path, share
     for each in spec.share:

@@ -13,7 +13,7 @@ from runner.facts.host import HostFacts, User, Virtiofsd, format_version
 from runner.facts.packages import install
 from runner.plan.disks import within
 from runner.plan.problems import Problems
-from runner.spec.instance import InstanceSpec, ShareSpec
+from runner.spec.instance import InstanceSpec, ShareSpec, opened_paths
 
 
 @frozen
@@ -81,7 +81,7 @@ def refuse_our_files_inside(
     if share.read_only:
         return
     state_directory, in_shares = (None, {}) if facts is None else (facts.state_directory, facts.in_shares)
-    for where, path in our_paths(spec, state_directory):
+    for where, path in opened_paths(spec, state_directory):
         if within(path, [share.path]) or in_shares.get(path) == share.path:
             problems.refuse(
                 where,
@@ -102,7 +102,7 @@ def refuse_our_files_inside(
 def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems: Problems) -> None:
     """Refuse paths through links of QEMU's *user*, which an attacker who broke out of an earlier guest may have made."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
-    for where, path in (*our_paths(spec, facts.state_directory), *shares):
+    for where, path in (*opened_paths(spec, facts.state_directory), *shares):
         if user.may_control(facts.links.get(path, ())):
             problems.refuse(
                 where,
@@ -110,26 +110,3 @@ def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems:
                 "taken over may have it lead to any file",
                 "name the file itself, or make the link anew as root",
             )
-
-
-def our_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iterator[tuple[str, PurePosixPath]]:
-    """Yield the path of each file of *spec* that this process opens, or that QEMU executes as firmware, by its key.
-
-    A share is not included: virtiofsd opens it, and the guest may change its content.
-    """
-    named: list[tuple[str, object]] = [
-        ("console.log", spec.console.log),
-        ("boot.firmware_vars", spec.boot.firmware_vars),
-        ("--state-dir", state_directory),
-        ("boot.kernel", spec.boot.kernel),
-        ("boot.initrd", spec.boot.initrd),
-        ("boot.firmware", spec.boot.firmware),
-        ("descriptors.socket", spec.descriptors.socket),
-    ]
-    for index, disk in enumerate(spec.disk):
-        if disk.fd is None:
-            named.append((f"disk[{index}].path", disk.file))
-        named += ((f"disk[{index}].backing", each) for each in disk.backing)
-    if spec.cloud_init is not None:
-        named += (("cloud_init", each) for each in spec.cloud_init.files)
-    yield from ((where, path) for where, path in named if isinstance(path, PurePosixPath))

@@ -1009,3 +1009,26 @@ def parse_elsewhere(
         if left:
             raise SpecError(source, left) from None
         return None, unset
+
+
+def opened_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> Iterator[tuple[str, PurePosixPath]]:
+    """Yield the path of each file of *spec* that this process opens, or that QEMU executes as firmware, by its key.
+
+    A share is not included: virtiofsd opens it, and the guest may change its content.
+    """
+    named: list[tuple[str, object]] = [
+        ("console.log", spec.console.log),
+        ("boot.firmware_vars", spec.boot.firmware_vars),
+        ("--state-dir", state_directory),
+        ("boot.kernel", spec.boot.kernel),
+        ("boot.initrd", spec.boot.initrd),
+        ("boot.firmware", spec.boot.firmware),
+        ("descriptors.socket", spec.descriptors.socket),
+    ]
+    for index, disk in enumerate(spec.disk):
+        if disk.fd is None:
+            named.append((f"disk[{index}].path", disk.file))
+        named += ((f"disk[{index}].backing", each) for each in disk.backing)
+    if spec.cloud_init is not None:
+        named += (("cloud_init", each) for each in spec.cloud_init.files)
+    yield from ((where, path) for where, path in named if isinstance(path, PurePosixPath))
