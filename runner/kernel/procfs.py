@@ -275,7 +275,7 @@ class Procfs:
     def links(self) -> dict[str, tuple[LinkTraffic, LinkTraffic]]:
         """Return, by name, the traffic received and sent by each link of this process's network namespace (proc_pid_net(5), ``dev``)."""
         found = {}
-        for line in _lines(self._read("self/net/dev", "the traffic of the links"))[2:]:  # two lines of a head
+        for line in _lines(self._read("self/net/dev"))[2:]:  # two lines of a head
             name, _, numbers = line.partition(":")
             fields = [int(number) for number in numbers.split()]
             received, sent = (LinkTraffic(fields[at], fields[at + 1], fields[at + 3]) for at in (0, 8))
@@ -284,7 +284,7 @@ class Procfs:
 
     def _cpu_seconds(self, *fields: int) -> dict[int, float]:
         ticks = os.sysconf("SC_CLK_TCK")
-        rows = (line.split() for line in _lines(self._read("stat", "the times of the CPUs")))
+        rows = (line.split() for line in _lines(self._read("stat")))
         return {
             int(row[0][3:]): sum(int(row[field]) for field in fields) / ticks
             for row in rows
@@ -346,7 +346,8 @@ class Procfs:
         return "nonstop_tsc" in self._first_cpu().get("flags", "").split()
 
     def _first_cpu(self) -> Mapping[str, str]:
-        with doing("read the kind of the CPUs"), (self.root / "cpuinfo").open(errors="replace") as cpus:
+        path = self.root / "cpuinfo"
+        with doing(f"read {str(path)!r}"), path.open(errors="replace") as cpus:
             return _fields("".join(itertools.takewhile(str.strip, cpus)))  # one is enough: each takes a while
 
     def may_make_root(self, pid: int | str = "self") -> bool:
@@ -412,7 +413,7 @@ class Procfs:
 
     def oom_score_adj(self) -> int:
         """Return this process's ``oom_score_adj``, from -1000 to 1000."""
-        return int(self._read("self/oom_score_adj", "the oom_score_adj of this process"))
+        return int(self._read("self/oom_score_adj"))
 
     def mounted_roots(self) -> list[str]:
         """Return, for each mount point of this process, the directory of the file system that is mounted there.
@@ -426,10 +427,11 @@ class Procfs:
         fields = _fields(self._read("meminfo", f"the machine's memory in {self.root}"))
         return int(fields["MemTotal"].split()[0]) << 10
 
-    def _read(self, file: str, content: str) -> str:
-        """Return a file that must be there, with *content* in it."""
-        with doing(f"read {content}"):
-            return _read(self.root / file)
+    def _read(self, file: str, content: str = "") -> str:
+        """Return a file that must be there; an error names its *content*, or else its path."""
+        path = self.root / file
+        with doing(f"read {content or repr(str(path))}"):
+            return _read(path)
 
 
 def _read(path: Path | str) -> str:

@@ -177,7 +177,7 @@ def test_what_cannot_be_read_is_no_output_that_cannot_be_written(tmp_path: Path)
     done = subprocess.run(plan, check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (
         Status.FAILED,
-        "instance-runner: cannot use '/proc/cpuinfo': No such file or directory\n",
+        "instance-runner: cannot read '/proc/cpuinfo': No such file or directory\n",
     )
 
 

@@ -207,5 +207,5 @@ def test_the_name_of_a_process_cannot_hold_a_line() -> None:
 def test_a_file_that_must_be_there_and_cannot_be_read_is_an_error_of_the_host(
     tmp_path: Path, read: Callable[[Procfs], object]
 ) -> None:
-    with pytest.raises(HostError, match=r"^cannot read the "):
+    with pytest.raises(HostError, match=r"^cannot read "):
         read(Procfs(tmp_path))
