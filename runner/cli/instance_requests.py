@@ -30,4 +30,4 @@ async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapp
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 error.remedy = START_INSTANCE
             raise
-    raise unanswered(within, "; the change may still be made: see `ctl status`" if changes else "")
+    raise unanswered(within, "the change may still be made: see `ctl status`" if changes else "")

@@ -105,8 +105,7 @@ class StopRequest:
         self.signals: set[int] = set()
         """The signals that were received and not acted upon yet: the event loop has to deliver them, and may end before it does."""
         self.log_limit = LogRateLimit()
-        self.overtake: Callable[[], None] = lambda: None
-        """Called by the first request."""
+        self._acts: list[Callable[[], None]] = []
 
     def ask(self, reason: str) -> None:
         """Ask to stop."""
@@ -116,7 +115,14 @@ class StopRequest:
         log.info(InstanceEvent.STOP_REQUESTED, reason)
         self.reason = reason
         self._event.set()
-        self.overtake()
+        for act in self._acts:
+            act()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call *act* at the first request; call it now if there was one."""
+        self._acts.append(act)
+        if self._event.is_set():
+            act()
 
     async def asked(self) -> None:
         """Wait for the first request."""
@@ -157,9 +163,7 @@ class Changes:
         self._moved = Announcements()
         """Announces that a change was requested or has ended."""
         self._clients = 0
-        stop.overtake = self._stop_is_asked_for
-        if stop.reason:
-            self._stop_is_asked_for()
+        stop.then(self._stop_is_asked_for)
 
     @property
     def current(self) -> LiveChange | None:
