@@ -11,6 +11,8 @@ class InstanceTimeouts:
 
     vcpu_released: float = 15.0
     """For the guest to release a vCPU; Linux 6.1 took 0.8 s, emulated (measured)."""
+    disk_released: float = 15.0
+    """For the guest to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
     vcpu_looked: float = 0.5
     """Between two checks whether a vCPU is gone, in case its event came before the wait began."""
     guest_runs: float = 5.0

@@ -347,10 +347,10 @@ def held(fake_host: FakeHost) -> dict[str, list[object]]:
 @pytest.mark.parametrize("unplugs", [True, False])
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 async def test_a_full_state_directory_refuses_a_disk_with_the_reason_and_nothing_stays(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, when: str, *, unplugs: bool
+    fake_host: FakeHost, when: str, *, unplugs: bool
 ) -> None:
     """A disk that the guest does not release stays only if the directory became full when the guest had it."""
-    monkeypatch.setattr("runner.instance.change.disk_hotplug.RELEASED_WITHIN", 0.2)
+    fake_host.timeouts = InstanceTimeouts(disk_released=0.2)
     fills = str(fake_host.root / "state") if when == "meanwhile" else None
     plan = fake_host.plan("[hotplug]\ndisks = 2\n", qemu={"unplugs": unplugs, "fills": fills}, grace=2)
     (fake_host.root / "disk").write_bytes(bytes(1 << 20))

@@ -45,10 +45,9 @@ async def test_an_answer_larger_than_the_window_of_http_2_comes_whole(path: Path
     assert list(parse_allocatable_cpus(received)) == [7]
 
 
-async def test_an_answer_that_is_too_large_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc, "LARGEST_RESPONSE", 100_000)
-    reason = await refusal(path, FakePodResources(answer=bytes(200_000)))
-    assert reason == f"cannot call {LIST}: its answer is longer than 100000 bytes"
+async def test_an_answer_that_is_too_large_is_refused(path: Path) -> None:
+    reason = await refusal(path, FakePodResources(answer=bytes(grpc.LARGEST_RESPONSE + 1)))
+    assert reason == f"cannot call {LIST}: its answer is longer than 4194304 bytes"
 
 
 @pytest.mark.parametrize(

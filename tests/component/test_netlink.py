@@ -337,8 +337,7 @@ def test_an_answer_that_lacks_something_is_an_error_like_others(
     assert "the answer is malformed" in sentence
 
 
-def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ANSWERED_WITHIN", 1)
+def test_an_endless_answer_is_given_up(rtnetlink: Rtnetlink) -> None:
     with Rtnetlink() as opened, pytest.raises(TimeoutError):
         list(opened._receive(module._LinkMessage))
     del rtnetlink

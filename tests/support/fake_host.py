@@ -220,7 +220,9 @@ def hotplug_of(
     """Return the disks of a QEMU that has no process, and whose monitor is at the other end of *ours*."""
     changes, monitor = Changes(StopRequest()), Monitor(ours)
     machine = Qemu(cast("Process", None), monitor, None, changes, LogRateLimit())
-    return DiskHotplug(plan, machine, changes, trio.lowlevel.checkpoint, in_pod_cgroup)
+    return DiskHotplug(
+        plan, machine, changes, trio.lowlevel.checkpoint, in_pod_cgroup, InstanceTimeouts().disk_released
+    )
 
 
 def link_names() -> Iterator[str]:

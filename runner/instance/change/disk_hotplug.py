@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RELEASED_WITHIN = 15.0
-"""Seconds the guest may take to release a disk; Linux takes up to 5 s by PCI Express, and no time by ACPI."""
-
 UNDONE_WITHIN = 5.0
 """Seconds in which QEMU must remove the objects created for a disk; it takes milliseconds, unless a file system hangs."""
 
@@ -82,6 +79,8 @@ class DiskHotplug:
     _changes: Changes
     _verify: Callable[[], Awaitable[None]]
     _in_pod_cgroup: Callable[[], AbstractContextManager[None]]
+    _released_within: float
+    """Seconds in which the guest must release a disk."""
     _attached: dict[str, AttachedDisk] = attrs.field(factory=dict)
     """The disks that were attached while the guest runs, by name."""
 
@@ -272,11 +271,11 @@ class DiskHotplug:
                 unplugged.set()
             elif "unplug" not in str(error):  # "… is already in the process of unplug"
                 raise
-        with trio.move_on_after(RELEASED_WITHIN):
+        with trio.move_on_after(self._released_within):
             await unplugged.wait()
         if not unplugged.is_set():
             raise RefusedError(
-                f"cannot detach {name!r}: the guest has not released it within {RELEASED_WITHIN:g} s, and it stays attached",
+                f"cannot detach {name!r}: the guest has not released it within {self._released_within:g} s, and it stays attached",
                 remedy="unmount it there and detach it again",
             )
         await self._undo(attached.undo)

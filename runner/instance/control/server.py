@@ -66,7 +66,8 @@ def control_server(
     plan, machine, supervisor = receipts.plan, receipts.machine, receipts.supervisor
     in_pod_cgroup = receipts.active.in_pod_cgroup
     known = {each.plan.name: each for each in attached}
-    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, known)
+    within = supervisor.timeouts.disk_released
+    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, within, known)
     return disks, partial(_accept, RunningInstance(supervisor, plan, machine, receipts, disks, Vcpus(receipts)))
 
 

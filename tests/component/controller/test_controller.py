@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from runner.base.errors import HostError
 from runner.base.rate_limit import LogRateLimit
 from runner.controller.metrics import ControllerCounters
 from runner.controller.privileged_start import DeviceFilter
-from runner.controller.serve import registrations
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.loop import Intervals
@@ -744,23 +744,22 @@ async def test_a_stranger_is_refused_before_its_list_is_parsed(node: Node) -> No
 
 
 async def test_a_pod_can_neither_flood_the_log_nor_keep_another_out_of_it(
-    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(registrations, "REST", 0)  # a pod that takes its time may do the same
     caplog.set_level(logging.INFO)
     async with controlled(node), connected(node.socket) as client:
         for pod in (A, B):
             node.become(pod)
             for _ in range(50):
                 await client.refusal("registerCgroup", uuid=C, cpuset="18-19")
-        for _ in range(50):
+        for _ in range(5):  # after each there is a rest
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
             await client.result("deregisterCgroup", uuid=B)
     lines = [record.getMessage() for record in caplog.records]
     for words in ("request refused", "instance registered", "instance deregistered"):
         assert sum(line.startswith(words) for line in lines) == (2 if words == "request refused" else 1), words
     left = [record.args[2] for record in caplog.records if "left out of this log" in str(record.msg) and record.args]  # type: ignore[index] # a tuple
-    assert left == [49] * 4
+    assert Counter(left) == {4: 2, 49: 2}
 
 
 async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
