@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from runner.base.errors import HostError
 from runner.kernel.files import closing
-from runner.kernel.sockets import Socket, adopted_socket, connected_pair, refuse_fds
+from runner.kernel.sockets import Socket, adopted_socket, connected_pair, hung_up_on, refuse_fds
 
 if TYPE_CHECKING:
     from runner.kernel.child_processes import Process, Processes
@@ -147,9 +147,12 @@ class Held:
                 nonlocal theirs
                 ours, theirs = stack.enter_context(connected_pair(purpose))
                 refuse_fds(ours)
-                return nullcontext(ours)
+                return hung_up_on(nullcontext(ours))
 
-            with self.socket(name, make, now) as ours:
+            def adopt(number: int) -> AbstractContextManager[Socket]:
+                return hung_up_on(adopted_socket(number))
+
+            with self.block(name, make, adopt, lambda found: found.fileno() if now is None else now()) as ours:
                 yield ours, theirs
 
     def child(

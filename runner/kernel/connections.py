@@ -8,7 +8,6 @@ import math
 import select
 import socket
 from collections.abc import Awaitable, Callable, Hashable
-from functools import partial
 from itertools import chain, islice
 
 import attrs
@@ -18,7 +17,7 @@ from runner.base.errors import explain
 from runner.base.events import SharedEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.values import define
-from runner.kernel.fd_passing import send_with_fds
+from runner.kernel.fd_passing import FdsSentError, hang_up, receive_without_fds, send_with_fds
 from runner.kernel.peers import boot_time
 from runner.kernel.sockets import Socket
 from runner.kernel.waiting import SHORT, persistently, shortages
@@ -195,7 +194,7 @@ async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketTyp
     """Copy data between two connections in both directions, until both peers have sent everything, or one is lost."""
 
     async def copy(source: trio.socket.SocketType, target: trio.socket.SocketType) -> None:
-        while data := await persistently(partial(source.recv, _COPIED)):
+        while data := await receive_without_fds(source, _COPIED):
             await send_with_fds(target, data)
         target.shutdown(socket.SHUT_WR)
 
@@ -203,11 +202,11 @@ async def copy_between(one: trio.socket.SocketType, other: trio.socket.SocketTyp
         async with trio.open_nursery() as nursery:
             nursery.start_soon(copy, one, other)
             nursery.start_soon(copy, other, one)
-    except* OSError as lost:
+    except* (OSError, FdsSentError) as lost:
         log.debug(SharedEvent.CONNECTION_LOST, explain(lost.exceptions[0]))
     finally:
-        one.close()
-        other.close()
+        for each in (one, other):
+            hang_up(each)
 
 
 async def hung_up(connection: trio.socket.SocketType) -> None:

@@ -102,7 +102,22 @@ async def receive_without_fds(connection: trio.socket.SocketType, size: int) -> 
     return await connection.recv(len(data)) if data else b""  # exactly these: the next ones may have some
 
 
-def holds_fds(connection: trio.socket.SocketType) -> bool:
+def hang_up(connection: trio.socket.SocketType | socket.socket) -> None:
+    """Close *connection*, unless descriptors are in its queue: then it stays open for the life of this process, also through exec.
+
+    A process that ends waits for no last close (``inet_release``: ``PF_EXITING``).
+    """
+    if connection.fileno() < 0:
+        return
+    if holds_fds(connection):
+        if isinstance(connection, trio.socket.SocketType):
+            trio.lowlevel.notify_closing(connection)
+        os.set_inheritable(connection.detach(), True)
+    else:
+        connection.close()
+
+
+def holds_fds(connection: trio.socket.SocketType | socket.socket) -> bool:
     """Shut *connection* down, take what is left in its queue, and tell whether the peer has sent descriptors, which stay there."""
     plain = socket.socket(fileno=connection.fileno())
     try:

@@ -60,6 +60,18 @@ def adopted_socket(number: int) -> Iterator[socket.socket]:
 
 
 @contextmanager
+def hung_up_on(held: AbstractContextManager[Socket]) -> Iterator[Socket]:
+    """Hold the connection *held* to a program that may have sent descriptors."""
+    from runner.kernel.fd_passing import hang_up  # here, because this module is used before trio is imported
+
+    with held as connection:
+        try:
+            yield connection
+        finally:
+            hang_up(connection)
+
+
+@contextmanager
 def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Hold a listening socket and the one connection that waits in its queue.
 

@@ -79,14 +79,20 @@ async def persistently(act: Callable[[], Awaitable[T]]) -> T:
 async def receive(line: socket.socket, size: int) -> bytes:
     """Receive up to *size* bytes from the non-blocking *line*, none at its end, and return them in the same step of the event loop.
 
-    trio's own ``recv`` may read them one step earlier, and a renewal in between would lose them.
+    trio's own ``recv`` may read them one step earlier, and a renewal in between would lose them. Raises ``OSError``, also where descriptors
+    came, which stay in the queue: to close them could take days (:mod:`runner.kernel.fd_passing`).
     """
 
     async def attempt() -> bytes:
+        # Else the kernel drops urgent data, and closes its descriptors.
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
         await trio.lowlevel.checkpoint()
         while True:
             with suppress(BlockingIOError):
-                return line.recv(size)
+                data, _, flags, _ = line.recvmsg(size, 0, socket.MSG_PEEK)
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EPROTO, "the peer has sent descriptors")
+                return line.recv(len(data)) if data else b""
             await trio.lowlevel.wait_readable(line)
 
     return await persistently(attempt)

@@ -10,7 +10,6 @@ import itertools
 import json
 import socket
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import trio
@@ -18,7 +17,7 @@ import trio
 from runner.base.errors import HostError
 from runner.kernel.fd_passing import send_with_fds
 from runner.kernel.line_reader import LineFramer, OverlongError, receive_line
-from runner.kernel.waiting import persistently
+from runner.kernel.waiting import receive
 
 LONGEST_LINE = 1 << 16
 _DELIMITER = b"\xff"
@@ -37,6 +36,7 @@ class GuestAgent:
 
     def __init__(self, ours: socket.socket) -> None:
         ours.setblocking(False)
+        self._ours = ours
         self._socket = trio.socket.from_stdlib_socket(ours)
         self._lines = LineFramer(LONGEST_LINE)
 
@@ -95,4 +95,4 @@ class GuestAgent:
         return line
 
     async def _receive(self, size: int) -> bytes:
-        return await persistently(partial(self._socket.recv, size))
+        return await receive(self._ours, size)

@@ -34,7 +34,7 @@ import trio
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
-from runner.kernel.fd_passing import TooManyFdsInFlightError, send_with_fds
+from runner.kernel.fd_passing import TooManyFdsInFlightError, hang_up, send_with_fds
 from runner.kernel.line_reader import LineFramer, OverlongError
 from runner.kernel.packages import without_init
 from runner.kernel.waiting import receive
@@ -388,7 +388,7 @@ class Monitor:
     def close(self) -> None:
         """Hang up; every waiting task gets :exc:`ExecInterruptedError`."""
         self._fail(ExecInterruptedError("cannot talk to QEMU: the conversation was ended"))
-        self._socket.close()
+        hang_up(self._socket)
 
     async def iothreads(self) -> dict[int, str]:
         """Return the iothreads' ids by thread (``query-iothreads``)."""

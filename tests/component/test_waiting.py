@@ -8,7 +8,8 @@ import logging
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ import trio.testing
 
 from runner.controller.metrics import ControllerCounters
 from runner.controller.restarted_task import BEGUN_AGAIN, restarted
+from runner.instance import held
+from runner.instance.held import Held
 from runner.kernel import inotify
-from runner.kernel.connections import hung_up
+from runner.kernel.connections import copy_between, hung_up
 from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.waiting import SHORT, Shortages, persistently, receive, shortages
-from runner.protocol.guest_agent import GuestAgent
-from runner.protocol.qmp import Monitor, QmpEvent
+from runner.protocol.guest_agent import AgentError, GuestAgent
+from runner.protocol.qmp import Monitor, QmpError, QmpEvent
 
 
 class ShortEpoll:
@@ -201,3 +204,63 @@ async def test_what_is_received_is_returned_in_the_same_step(early: bool) -> Non
                 assert ours.recv(100, socket.MSG_PEEK) == b"some"
                 await trio.lowlevel.checkpoint()
     assert found == [b"some"]
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[int]:
+    """Hold a socket of which the last close takes 4 s: its peer does not take what was sent."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as ours,
+    ):
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(1 << 16))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 4))
+        yield ours.detach()
+
+
+async def converse(ours: socket.socket) -> None:
+    """Receive as the monitor of a QEMU does, until the conversation has failed."""
+    monitor = Monitor(ours)
+    with pytest.raises(QmpError, match="hung up"):
+        await monitor.until(lambda: False)
+    monitor.close()
+
+
+async def ask_agent(ours: socket.socket) -> None:
+    with pytest.raises(AgentError, match="hung up"):
+        await GuestAgent(ours).ping()
+
+
+async def leave_unread(_: socket.socket) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+async def copy(ours: socket.socket) -> None:
+    """Pass on what one QEMU sends to the next one."""
+    one, other = socket.socketpair()
+    with one, other:
+        ours.setblocking(False)
+        one.setblocking(False)
+        await copy_between(*map(trio.socket.from_stdlib_socket, (ours, one)))
+
+
+@pytest.mark.parametrize("flags", [0, socket.MSG_OOB])
+@pytest.mark.parametrize("act", [converse, ask_agent, leave_unread, copy])
+async def test_descriptors_that_take_long_to_be_closed_do_not_hold_this_process(
+    act: Callable[[socket.socket], Awaitable[None]], flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A QEMU under its guest's control may send them, and before Linux 6.16 the kernel does not refuse them."""
+    monkeypatch.setattr(held, "refuse_fds", lambda _: False)
+    began = trio.current_time()
+    with Held().pair("QMP", "a test") as (ours, theirs):
+        assert theirs is not None
+        ours.setblocking(False)
+        with theirs, lingering() as fd:
+            theirs.sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))], flags)
+            os.close(fd)
+            await act(ours)
+    assert trio.current_time() - began < 2
