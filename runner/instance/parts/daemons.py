@@ -87,12 +87,12 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
         async with supervisor.background_task(lambda: _restart(supervisor, policy, child)):
             yield child
     finally:
-        await _stop(supervisor, child.process)
+        with trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
+            await _stop(supervisor, child.process)
 
 
 async def _stop(supervisor: Supervisor, process: Process) -> None:
-    bound = stop_bound(STOPPED_WITHIN)
-    with supervisor.faults.recorded(f"stop {process.role}"), trio.move_on_after(bound, shield=True):
+    with supervisor.faults.recorded(f"stop {process.role}"):
         await supervisor.processes.stop(process, STOPPED_WITHIN)
 
 
@@ -129,7 +129,8 @@ async def connected_daemon(
             yield daemon
         finally:
             held.close()  # the daemon ends by itself when its client disconnects
-            await _stop(supervisor, daemon.process)
+            with trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
+                await _stop(supervisor, daemon.process)
 
 
 async def _wait_until_it_serves(process: Process) -> None:
