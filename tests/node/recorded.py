@@ -61,15 +61,19 @@ def kept_off(cpus: CpuSet) -> Iterator[None]:
     """Keep everything that can be moved off *cpus*, as the operator of a node does (``CPUAffinity=``, work queues)."""
     before: dict[int, set[int]] = {}
     others = os.sched_getaffinity(0) - set(cpus)
-    for path in Path("/proc").glob("[0-9]*/task/[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or it is a vCPU thread, which has no other CPUs
-            name, _, rest = (path / "stat").read_text().rpartition(")")
-            mask = os.sched_getaffinity(int(path.name))
-            fixed = int(rest.split()[6]) & PF_NO_SETAFFINITY
-            if not fixed and not name.endswith("(pause") and mask & set(cpus):
-                # A kernel thread of a NUMA node, such as kcompactd1, may have none but these.
-                os.sched_setaffinity(int(path.name), mask - set(cpus) or others)
-                before[int(path.name)] = mask
+    moving = True
+    while moving:  # a process may have forked between the list and its own turn
+        moving = False
+        for path in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or it is a vCPU thread, which has no other CPUs
+                name, _, rest = (path / "stat").read_text().rpartition(")")
+                mask = os.sched_getaffinity(int(path.name))
+                fixed = int(rest.split()[6]) & PF_NO_SETAFFINITY
+                if not fixed and not name.endswith("(pause") and mask & set(cpus):
+                    # A kernel thread of a NUMA node, such as kcompactd1, may have none but these.
+                    os.sched_setaffinity(int(path.name), mask - set(cpus) or others)
+                    before[int(path.name)] = mask
+                    moving = True
     queues = WORK_QUEUES.read_text()
     WORK_QUEUES.write_text(f"{int(queues.replace(',', ''), 16) & ~sum(1 << cpu for cpu in cpus):x}")
     try:
