@@ -378,7 +378,7 @@ def test_a_pod_with_many_processes_does_not_delay_others(machine: Machine) -> No
 CONVOY = """
 import errno, os, sys, threading, time
 flag, *fds = sys.argv[1:]
-threading.stack_size(32768)
+threading.stack_size(1 << 18)
 reading, writing = os.pipe()
 moved = os.fork()
 if moved == 0:
@@ -386,7 +386,8 @@ if moved == 0:
         threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
     os.write(writing, b"x")
     time.sleep(3600)
-os.read(reading, 1)
+os.close(writing)
+assert os.read(reading, 1), "the process to be moved has ended"
 for each in set(fds):  # opened again they are this container's, whose namespace has no float
     try:
         os.write(os.open(f"/proc/self/fd/{each}", os.O_WRONLY), b"%d" % moved)
