@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -40,8 +41,16 @@ FILES = {
 """The files of each controller, as the kernel makes them."""
 
 
+_STEP = threading.Lock()
+"""Held while a file is read or written: the kernel does each of them in one step, whatever thread asks, ordinary files do not."""
+
+
 class FakeCgroup(Cgroup):
     """A cgroup in a hierarchy made of ordinary files."""
+
+    def read(self, file: str) -> str:
+        with _STEP:
+            return super().read(file)
 
     def create(self) -> None:
         if self.exists():
@@ -105,7 +114,8 @@ class FakeCgroup(Cgroup):
 
     def put_threads(self, tids: Collection[int]) -> None:
         """Set the threads of the cgroup."""
-        (self.path / "cgroup.threads").write_text("".join(f"{tid}\n" for tid in sorted(tids)))
+        with _STEP:
+            (self.path / "cgroup.threads").write_text("".join(f"{tid}\n" for tid in sorted(tids)))
         self.populate(bool(tids))
 
     def populate(self, populated: bool) -> None:  # noqa: FBT001
@@ -202,7 +212,8 @@ class FakeCgroup(Cgroup):
         return CpuSet.parse(self.read(file))
 
     def _put(self, file: str, value: str) -> None:
-        (self.path / file).write_text(f"{value}\n")
+        with _STEP:
+            (self.path / file).write_text(f"{value}\n")
 
     def _error(self, file: str, value: str, number: int) -> CgroupError:
         return CgroupError(f"cannot write {value!r} to {self.path / file}", number)
