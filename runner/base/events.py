@@ -217,6 +217,7 @@ class ControllerEvent:
     CGROUP_FILES_NOT_HELD = Event("cgroup files can be leased by other processes%s", "reason=%r")
     LIMIT_MISSING = Event("limit missing%s", "group=%r reason=%r")
     LIMIT_WRITTEN = Event("limit written", "file=%s value=%s")
+    MOUNT_OPTIONS_ADDED = Event("mount options removed by others, added again%s", "mount=%s options=%s")
     CPUSET_CHANGED_BY_OTHERS = Event("cpuset changed by others%s", "group=%s found=%s")
     CPUSET_WRITTEN = Event("cpuset written%s", "group=%s cpus=%s")
     ACTION_DONE = Event("action %r")

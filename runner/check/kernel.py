@@ -10,12 +10,11 @@ from runner.base.judgement import Judgement
 from runner.base.table import some
 from runner.check.checks import CheckContext, Place, check, for_each
 from runner.facts.hardware import Hardware
+from runner.kernel.cgroup_mounts import CgroupMounts, read_cgroup_mounts
 from runner.kernel.kernel_facts import (
-    CgroupMounts,
     PciDevice,
     QuietCpus,
     Swap,
-    read_cgroup_mounts,
     read_choice,
     read_cpus,
     read_line,

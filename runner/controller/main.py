@@ -82,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options, output: NonBlockingWriter) -> int:
     try:
         rules = None if options.no_device_filter else options.allow_device
-        macvtaps, partitions = options.allow_macvtap, options.partitions != "off"
         privileged = start_privileged(
-            options.root, options.procfs, rules, _host_tuner(options), macvtaps=macvtaps, partitions=partitions
+            options.root, options.procfs, rules, _host_tuner(options), macvtaps=options.allow_macvtap
         )
         raise_limits()  # files: some 20 for each instance (runner/controller/tree/held_files.py)
         trio.run(control, options, privileged, output)
@@ -109,12 +108,13 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
     pods = PodCgroups(Cgroup(options.cgroupfs), Procfs(options.procfs), kubelet=kubelet, trusting=trusting)
     files = KubeletFiles(options.kubelet_dir, options.cdi_dir)
     loop = ReconcileLoop(
-        tree=Tree(Cgroup(options.root), privileged.partition_writer),
+        tree=Tree(Cgroup(options.root), None if options.partitions == "off" else privileged.cgroup_writer),
         source=CpuSource(files, options.sysfs, options.reserved_cpus) if kubelet else None,
         sys=options.sysfs,
         intervals=Intervals(),
         limits=choose_limits(options, pods, read_promised_pages(options.sysfs.parent)),
         pods=pods,
+        cgroup_writer=privileged.cgroup_writer,
     )
     timeouts = Timeouts(handover=options.handover)
     callers = Callers(Peers(options.procfs, look_up=privileged.namespace_reader.look_up), pods, loop.tree)

@@ -28,7 +28,7 @@ class ControllerCounters:
     """Reconcile passes by outcome, each present from the start: Prometheus sees no increase in a series that begins with 1."""
     pass_seconds: float = 0.0
     repairs: int = 0
-    """Cpusets of this program's cgroups that had been changed by others."""
+    """Cpusets and partitions of this program's cgroups, and mount options, that had been changed by others."""
     removed: int = 0
     """Stale instances removed."""
     requests: Counter[str] = attrs.field(factory=Counter)
@@ -100,7 +100,11 @@ def controller_metrics(status: LoopStatus) -> Iterator[Metric]:
     )
     yield _counter("reconcile_passes_total", "Passes by outcome.", counters.passes, "outcome")
     yield _counter("reconcile_seconds_total", "Time spent in passes.", counters.pass_seconds)
-    yield _counter("drift_repaired_total", "Cpusets found changed by others and put right.", counters.repairs)
+    yield _counter(
+        "drift_repaired_total",
+        "Cpusets, partitions and mount options found changed by others and put right.",
+        counters.repairs,
+    )
     yield _counter("stale_removed_total", "Stale instances removed.", counters.removed)
     yield _counter("requests_total", "Requests by method.", counters.requests, "method")
     yield _counter(

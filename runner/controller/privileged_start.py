@@ -14,7 +14,7 @@ from runner.base.events import ControllerEvent
 from runner.base.values import frozen
 from runner.controller.privileged_process import PrivilegedProcess
 from runner.controller.serve.namespaces import NamespaceReader, start_namespace_reader
-from runner.controller.tree.partition_writer import PartitionWriter, start_partition_writer
+from runner.controller.tree.cgroup_writer import CgroupWriter, start_cgroup_writer
 from runner.controller.tune.host_tuner import HostTuner
 from runner.controller.tune.tuner_process import TunerProcess, start_tuner
 from runner.kernel.cgroup import Cgroup
@@ -66,30 +66,29 @@ class PrivilegedParts:
     device_filter: DeviceFilter
     namespace_reader: NamespaceReader
     tuner: TunerProcess
-    partition_writer: PartitionWriter | None
+    cgroup_writer: CgroupWriter
 
     @property
     def processes(self) -> tuple[PrivilegedProcess, ...]:
         """Return the processes that keep a capability."""
-        writer = () if self.partition_writer is None else (self.partition_writer,)
-        return (self.namespace_reader, self.tuner, *writer)
+        return (self.namespace_reader, self.tuner, self.cgroup_writer)
 
 
 def start_privileged(
-    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, tuner: HostTuner, *, macvtaps: bool, partitions: bool
+    root: Path, procfs: Path, rules: Sequence[DeviceRule] | None, tuner: HostTuner, *, macvtaps: bool
 ) -> PrivilegedParts:
     """Enter the node's cgroup namespace, attach the device filter to *root*, and give up the capabilities for both.
 
     *rules* are added to the default ones; ``None`` means no filter. With *macvtaps*, a rule allows all macvtaps of the node, of any pod: a
     device filter cannot tell whose they are (``tap_open`` of ``drivers/net/tap.c`` does not check the network namespace). An error in
     attaching the filter is part of the result, because running instances are served in any case. Processes are started that keep a
-    capability: to read namespaces, for *tuner* to change the machine's settings, and with *partitions* to make them. Raises
+    capability: to read namespaces, for *tuner* to change the machine's settings, and to write what only CAP_SYS_ADMIN may. Raises
     :class:`~runner.base.errors.HostError`, also if another controller has the tree *root*, which is then unchanged.
     """
     enter_cgroup_namespace(procfs / "1")
     # Before the lock: a process forked later would hold it slightly longer than this process lives.
     reader, tuner_process = start_namespace_reader(procfs), start_tuner(tuner, procfs)
-    writer = start_partition_writer(root, procfs) if partitions else None
+    writer = start_cgroup_writer(root, procfs)
     if rules is not None:
         with contextlib.suppress(HostError):  # attaching the filter reports it
             Cgroup(root).create()

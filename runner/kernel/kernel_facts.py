@@ -1,4 +1,4 @@
-"""Facts of a running kernel that are only read, below any root: mounts, swap, boot options, PCI devices.
+"""Facts of a running kernel that are only read, below any root: swap, boot options, PCI devices.
 
 The files are described in ``Documentation/filesystems/proc.rst``, ``Documentation/admin-guide/mm/transhuge.rst`` and
 ``Documentation/ABI/testing/sysfs-bus-pci``. A file that an older or smaller kernel does not have reads as empty.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from runner.base.cpuset import CpuSet
@@ -17,18 +17,6 @@ from runner.kernel.small_files import read_text
 
 _ISOLATION_FLAG = re.compile("((?:nohz|domain|managed_irq),)")
 """The flags of ``isolcpus=``, which stand before its CPUs (``housekeeping_isolcpus_setup`` of ``kernel/sched/isolation.c``)."""
-
-
-@frozen
-class CgroupMounts:
-    """The mount points of cgroups."""
-
-    unified: str | None
-    """The mount point of version 2."""
-    legacy: Mapping[str, str]
-    """Controller of version 1 → its mount point."""
-    delegates: bool = False
-    """Whether version 2 is mounted with ``nsdelegate``."""
 
 
 @frozen
@@ -79,22 +67,6 @@ def read_quiet_cpus(proc: Path, cpu: Path) -> QuietCpus:
     *flags, cpus = _ISOLATION_FLAG.split(options.get("isolcpus", ""))
     managed = cpus if "managed_irq," in flags else ""
     return QuietCpus(read_cpus(cpu / "nohz_full"), options.get("rcu_nocbs", ""), managed)
-
-
-def read_cgroup_mounts(proc: Path) -> CgroupMounts:
-    """Return the mount points of cgroups in this process's mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
-    unified, legacy, delegates = None, {}, False
-    for line in read_line(proc / "self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        kind, _, options = right.partition(" ")
-        mount_point = left.split()[4]
-        words = options.partition(" ")[2].split(",")
-        if kind == "cgroup2":
-            unified = unified or mount_point
-            delegates = "nsdelegate" in words  # of the one superblock, so the same for every mount
-        elif kind == "cgroup":
-            legacy.update({word: mount_point for word in words if word not in {"rw", "ro"}})
-    return CgroupMounts(unified, legacy, delegates)
 
 
 def read_swaps(proc: Path) -> tuple[Swap, ...]:

@@ -7,7 +7,6 @@ outlives its maker, so its name holds the maker's number, and the next record re
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import re
@@ -17,14 +16,9 @@ from pathlib import Path
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, doing
 from runner.base.values import frozen
+from runner.kernel.mount_api import CMD_CREATE, configure, mount_detached, open_file_system
 from runner.kernel.ring_buffer import EventFormat, parse_format, parse_page_size
 
-_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
-"""System calls of Linux 5.2, with the same numbers on every machine but Alpha; glibc before 2.36 has no functions for them."""
-_CLOEXEC = 1
-"""``FSOPEN_CLOEXEC`` and ``FSMOUNT_CLOEXEC``."""
-_CMD_CREATE = 6
-"""``FSCONFIG_CMD_CREATE``."""
 _OWN_NAME = re.compile(r"instance-runner-([0-9]+)-[0-9]+", re.ASCII)
 _COUNTED = re.compile(r"^(?:overrun|commit overrun|dropped events): ([0-9]+)$", re.ASCII | re.MULTILINE)
 _SMALL_BUFFER = 8
@@ -53,19 +47,11 @@ def tracefs_reached(sys: Path) -> Iterator[Path]:
 
 
 def _mount_detached() -> int:
-    library = ctypes.CDLL(None, use_errno=True)
-
-    def call(number: int, *arguments: object) -> int:
-        result: int = library.syscall(ctypes.c_long(number), *arguments)
-        if result < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return result
-
     with doing("mount tracefs"):
-        context = call(_FSOPEN, ctypes.c_char_p(b"tracefs"), ctypes.c_uint(_CLOEXEC))
+        context = open_file_system("tracefs")
         try:
-            call(_FSCONFIG, ctypes.c_int(context), ctypes.c_uint(_CMD_CREATE), None, None, ctypes.c_int(0))
-            return call(_FSMOUNT, ctypes.c_int(context), ctypes.c_uint(_CLOEXEC), ctypes.c_uint(0))
+            configure(context, CMD_CREATE)
+            return mount_detached(context)
         finally:
             os.close(context)
 

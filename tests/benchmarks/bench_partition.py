@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.controller.tree.partition_writer import start_partition_writer
+from runner.controller.tree.cgroup_writer import start_cgroup_writer
 from runner.controller.tree.reconcile import Action, Seal, Unseal
 from runner.controller.tree.tree import Tree
 from runner.kernel.cgroup import Cgroup
@@ -30,7 +30,7 @@ def test_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     mount = Group(ROOT)
     mount.delegate("cpuset")
     root = mount.child("bench", cpuset_cpus=online)
-    writer = start_partition_writer(root.path, Path("/proc"))
+    writer = start_cgroup_writer(root.path, Path("/proc"))
     try:
         root.delegate("cpuset")
         tree = Tree(Cgroup(root.path), writer)

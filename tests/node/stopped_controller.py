@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from runner.controller.privileged_process import PrivilegedProcess
-from runner.controller.tree.partition_writer import PartitionWriter
+from runner.controller.tree.cgroup_writer import CgroupWriter
 from tests.node.minimal_pods import children
 
 PARTITION_FILES = ("cpuset.cpus.exclusive", "cpuset.cpus.partition")
@@ -59,8 +59,8 @@ def child_of(controller: int, kind: type[PrivilegedProcess]) -> int:
 
 
 def writer_of(controller: int) -> int:
-    """Return the partition writer of process *controller*."""
-    return child_of(controller, PartitionWriter)
+    """Return the cgroup writer of process *controller*."""
+    return child_of(controller, CgroupWriter)
 
 
 def stopped(*pids: int) -> bool:

@@ -12,12 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.kernel import inotify
 from runner.kernel.cgroup import CgroupError
+from runner.kernel.cgroup_mounts import read_cgroup_mounts
 from tests.node.cgroups import SECONDS, until
 from tests.node.minimal_pods import MOUNT, A, B, Machine, allowed, cgroup_of, missing, reason, result
 
@@ -42,6 +44,32 @@ def test_the_tree_is_built_and_follows_the_kubelet(machine: Machine) -> None:
         process.terminate()
         assert process.wait(SECONDS) == 0
     assert machine.float_cgroup.effective_cpus() == shared
+
+
+def test_the_mount_has_nsdelegate_again_after_another_program_took_it(machine: Machine, tmp_path: Path) -> None:
+    """A mount of cgroup2 without options in the first cgroup namespace takes them from all mounts: runtimes make such for containers."""
+
+    def options() -> set[str]:
+        return set(read_cgroup_mounts(Path("/proc")).options)
+
+    def mount_without_options() -> None:
+        subprocess.run(("mount", "-t", "cgroup2", "none", tmp_path), check=True)
+        subprocess.run(("umount", tmp_path), check=True)
+
+    subprocess.run(("mount", "-o", "remount,nsdelegate,memory_recursiveprot", MOUNT.path), check=True)
+    mount_without_options()
+    assert not options()
+    with machine.controller() as process:
+        until(lambda: options() == {"nsdelegate"})
+        subprocess.run(("mount", "-o", "remount,nsdelegate,memory_recursiveprot", MOUNT.path), check=True)
+        time.sleep(2)  # it looks once a second
+        mount_without_options()
+        until(lambda: options() == {"nsdelegate", "memory_recursiveprot"})
+        pod = machine.pod(A, machine.a)
+        assert result(pod.call(machine.socket, "getStatus"))["faults"] == []
+        process.terminate()
+        assert process.wait(SECONDS) == 0
+    subprocess.run(("mount", "-o", "remount,nsdelegate,memory_recursiveprot", MOUNT.path), check=True)
 
 
 def test_half_built_domains_are_removed_and_made_by_a_registration(machine: Machine) -> None:

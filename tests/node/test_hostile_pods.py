@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import stat
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -417,8 +416,6 @@ def test_a_pod_that_moves_a_process_from_many_threads_delays_others_by_one_move_
 
     With an open file for each descriptor, each of those times waits for as many moves as there are writers.
     """
-    # Any mount of cgroup2 without these options in the first cgroup namespace takes them from all (apply_cgroup_root_flags).
-    subprocess.run(("mount", "-o", "remount,nsdelegate,memory_recursiveprot", "/sys/fs/cgroup"), check=True)
     a = machine.pod(A, machine.a, prefix=("unshare", "--pid", "--fork", "--cgroup"))
     b, flag = machine.pod(B, machine.b), tmp_path / "flag"
     with machine.controller():

@@ -421,7 +421,7 @@ def test_without_its_writer_the_controller_goes_on(machine: Machine) -> None:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
         assert not int(status["CapPrm"], 16) & 1 << 21, "the controller has it no more"
         os.kill(writer, signal.SIGKILL)
-        until(lambda: "partition writer has ended" in health(), "the kubelet to be asked for another controller")
+        until(lambda: "cgroup writer has ended" in health(), "the kubelet to be asked for another controller")
         assert sealed(machine, b) == "arranged"
         assert isolated() == machine.a
         ended(machine, a)

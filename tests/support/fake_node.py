@@ -35,9 +35,9 @@ from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.tuning_passes import TuningPasses
+from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
-from runner.controller.tree.partition_writer import PartitionWriter
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
@@ -405,7 +405,7 @@ async def controlled(
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
     device_filter: DeviceFilter | None = None,
-    partition_writer: PartitionWriter | None = None,
+    partition_writer: CgroupWriter | None = None,
     partitions_required: bool = False,
     tuning: TuningOptions | None = None,
     tuned_every: float = 0,
@@ -430,9 +430,12 @@ async def controlled(
         if own_cpus
         else cpu_source(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
-        intervals=attrs.evolve(intervals or Intervals(pause=0.005, readings=10, least=0.01), processes=counted_every),
+        intervals=attrs.evolve(
+            intervals or Intervals(pause=0.005, readings=10, least=0.01), processes=counted_every, mount=counted_every
+        ),
         limits=choose_limits(limit_options or LimitOptions(), pods, read_promised_pages(node.path)),
         pods=pods,
+        cgroup_writer=partition_writer,
     )
     host_tuner = HostTuner(
         procfs=Procfs(node.proc),

@@ -16,7 +16,7 @@ import yaml
 from runner.controller.command_line import command_line
 from runner.controller.privileged_start import KEPT_CAPABILITIES
 from runner.controller.serve.namespaces import NamespaceReader
-from runner.controller.tree.partition_writer import PartitionWriter
+from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tune.tuner_process import TunerProcess
 from runner.facts.hardware import huge_limit_variable, hugepages_resource
 from runner.kernel.privileges import (
@@ -240,7 +240,7 @@ def test_the_controller_gets_what_it_keeps_and_what_it_starts_with() -> None:
         CAP_SYS_PTRACE: "SYS_PTRACE",
         CAP_SYS_RESOURCE: "SYS_RESOURCE",
     }
-    given = {number for kind in (NamespaceReader, TunerProcess, PartitionWriter) for number in kind.keeps}
+    given = {number for kind in (NamespaceReader, TunerProcess, CgroupWriter) for number in kind.keeps}
     context: dict[str, Any] = container["securityContext"]
     assert context["capabilities"]["drop"] == ["ALL"]
     assert set(context["capabilities"]["add"]) == {names[number] for number in (*KEPT_CAPABILITIES, *given)}

@@ -26,10 +26,12 @@ from runner.base.tasks import Announcements
 from runner.base.values import frozen
 from runner.controller.metrics import ControllerCounters
 from runner.controller.restarted_task import restarted
+from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles
 from runner.controller.tree.limits import LEFT_BEHIND, Limits
+from runner.controller.tree.mount_options import MountOptions
 from runner.controller.tree.pass_log import PassLog
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.reconcile import (
@@ -89,6 +91,8 @@ class Intervals:
     """From one attempt to reclaim memory of a left-over domain to the next; five times the duration of the attempt, if that is longer."""
     processes: float = 0.1
     """From one look at the number of processes to the next: a pod can make and move some ten thousand in this time."""
+    mount: float = 1.0
+    """From one look at the mount's options to the next: the kernel reports no change of them."""
     recent: float = 0.1
     """Age up to which an observation answers questions: each reads 20 files of each instance, and any process may ask."""
 
@@ -106,6 +110,8 @@ class ReconcileLoop:
     intervals: Intervals
     limits: Limits
     pods: PodCgroups
+    cgroup_writer: CgroupWriter | None = None
+    """The process that adds mount options; ``None`` without one."""
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
     held: HeldFiles = attrs.field(factory=HeldFiles)
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
@@ -133,6 +139,12 @@ class ReconcileLoop:
     @pass_log.default
     def _log_of_passes(self) -> PassLog:
         return PassLog(self.tree, self.counters, self.log_limit, self.source is not None)
+
+    mount_options: MountOptions = attrs.field(init=False)
+
+    @mount_options.default
+    def _options_of_the_mount(self) -> MountOptions:
+        return MountOptions(self.pods.procfs, self.cgroup_writer, self.counters, self.log_limit)
 
     def machine(self) -> OnlineCpus:
         """Read the machine's CPUs and memory nodes."""
@@ -236,6 +248,7 @@ class ReconcileLoop:
         after = self.observe() if actions else observed
         self.pass_log.left = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(standing_faults(self.tree.root.path, desired, after, machine.online, failed))
+        faults += (self.mount_options.fault,) if self.mount_options.fault is not None else ()
         self.pass_log.add_faults(faults)
         self._evicting = _evicted(evictions(desired, after, requests))
         outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
@@ -377,6 +390,15 @@ class ReconcileLoop:
                     with contextlib.suppress(CgroupError):  # removed meanwhile
                         group.kill()
 
+    async def keep_mount_options(self) -> None:
+        """Keep the options of the cgroups' mount; never return."""
+        while True:
+            fault = self.mount_options.fault
+            self.mount_options.keep()
+            if self.mount_options.fault != fault:
+                self.disturb()
+            await trio.sleep(self.intervals.mount)
+
     async def once(self, watches: Watches) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
         await trio.lowlevel.checkpoint()
@@ -411,6 +433,7 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 ("leases", partial(loop.held.outwait_leases, loop.disturb)),
                 ("reclaim", loop.reclaim),
                 ("processes", loop.limit_processes),
+                ("mount", loop.keep_mount_options),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)
             try:

@@ -13,10 +13,10 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import explained
 from runner.base.values import frozen
+from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES
 from runner.controller.tree.limits import MEMORY_MAX, MEMORY_NODES, SWAP_MAX
-from runner.controller.tree.partition_writer import PartitionWriter
 from runner.controller.tree.reconcile import (
     ISOLATED,
     PARENT,
@@ -54,7 +54,7 @@ class Tree:
     """The controller's part of the hierarchy, below the group *root*."""
 
     root: Cgroup
-    partition_writer: PartitionWriter | None = None
+    partition_writer: CgroupWriter | None = None
     """``None`` if no partitions are made."""
 
     def domain(self, pod_uid: str) -> Cgroup:
@@ -246,7 +246,7 @@ class Tree:
         else:
             self._isolate(self.partition_writer, group, cpus, online)
 
-    def _extend(self, writer: PartitionWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> None:
+    def _extend(self, writer: CgroupWriter, group: Cgroup, before: CpuSet, cpus: CpuSet, online: CpuSet) -> None:
         """Extend the partition *group* from *before* to *cpus*; if that fails, keep *before*. Raises :class:`CgroupError`."""
         refusal = None
         try:
@@ -265,7 +265,7 @@ class Tree:
         sentence = f"cannot extend the isolated partition {group.path} to the CPUs {cpus}"
         raise CgroupError(sentence, refusal.errno) from refusal
 
-    def _isolate(self, writer: PartitionWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> None:
+    def _isolate(self, writer: CgroupWriter, group: Cgroup, cpus: CpuSet, online: CpuSet) -> None:
         """Make *group* an isolated partition of *cpus*; if that fails, undo all of it. Raises :class:`CgroupError`."""
         try:
             group.write("cpuset.cpus.exclusive", str(cpus))

@@ -1,4 +1,4 @@
-"""The partition writer, and the requests to seal an instance; ``tests/node/test_partitions.py`` has the kernel's part."""
+"""The cgroup writer, and the requests to seal an instance; ``tests/node/test_partitions.py`` has the kernel's part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runner.check.host import ask_controller
 from runner.check.node import judge_controller
 from runner.controller.privileged_process import serve
 from runner.controller.serve.seals import Seals
-from runner.controller.tree.partition_writer import PartitionWriter, obey
+from runner.controller.tree.cgroup_writer import CgroupWriter, obey
 from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import CgroupError
@@ -45,19 +45,19 @@ def node(tmp_path: Path) -> Node:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[PartitionWriter, socket.socket]]:
+def pair() -> Iterator[tuple[CgroupWriter, socket.socket]]:
     """Return the controller's end, and the writer's."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.settimeout(5)
     with ours, its:
-        yield PartitionWriter(ours), its
+        yield CgroupWriter(ours), its
 
 
 @pytest.fixture
-def writer(node: Node) -> Iterator[PartitionWriter]:
+def writer(node: Node) -> Iterator[CgroupWriter]:
     """Return a writer that works in a thread, below the node's root."""
     with in_a_thread(lambda message: b"%d" % obey(node.root.path, message)) as connection:
-        yield PartitionWriter(connection)
+        yield CgroupWriter(connection)
 
 
 def test_it_writes_the_cpus_of_a_partition(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_it_refuses_every_other_name(tmp_path: Path, message: bytes) -> None:
     assert {file.read_text() for file in tmp_path.glob("*/cpuset.cpus.partition")} == {"member\n"}
 
 
-def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[PartitionWriter, socket.socket]) -> None:
+def test_it_waits_for_no_lease(tmp_path: Path, pair: tuple[CgroupWriter, socket.socket]) -> None:
     file = tmp_path / "instance-a/vcpus/cpuset.cpus.partition"
     file.parent.mkdir(parents=True)
     file.write_text("member\n")
@@ -139,7 +139,7 @@ def test_it_follows_no_link(tmp_path: Path) -> None:
     assert (other / "vcpus/cpuset.cpus.partition").read_text() == "member\n"
 
 
-def test_its_refusal_and_its_end_are_errors(pair: tuple[PartitionWriter, socket.socket]) -> None:
+def test_its_refusal_and_its_end_are_errors(pair: tuple[CgroupWriter, socket.socket]) -> None:
     writer, its = pair
     its.send(b"%d\n" % errno.ENOENT)
     with pytest.raises(CgroupError, match="No such file"):
@@ -151,7 +151,7 @@ def test_its_refusal_and_its_end_are_errors(pair: tuple[PartitionWriter, socket.
     assert writer.lost
 
 
-def test_a_late_answer_is_never_taken_for_another(pair: tuple[PartitionWriter, socket.socket]) -> None:
+def test_a_late_answer_is_never_taken_for_another(pair: tuple[CgroupWriter, socket.socket]) -> None:
     writer, its = pair
     writer.connection.settimeout(0.01)
     with pytest.raises(CgroupError, match="has ended"):
@@ -163,7 +163,7 @@ def test_a_late_answer_is_never_taken_for_another(pair: tuple[PartitionWriter, s
         writer.isolate("instance-b")
 
 
-async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: PartitionWriter) -> None:
+async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: CgroupWriter) -> None:
     node.become(B)
     async with controlled(node, partition_writer=writer) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
@@ -191,7 +191,7 @@ async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: PartitionW
 
 
 async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.become(B)
     write = FakeCgroup.write
@@ -214,7 +214,7 @@ async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(
 
 @pytest.mark.parametrize("enforced", [True, False])
 async def test_a_runner_that_demands_partitions_waits_for_a_controller_that_is_being_replaced(
-    node: Node, writer: PartitionWriter, *, enforced: bool
+    node: Node, writer: CgroupWriter, *, enforced: bool
 ) -> None:
     node.become(B)
     placement = ControllerPlacement(CpuSet.parse("14-17"), (14,), PurePosixPath(node.socket), B, enforced=enforced)
@@ -276,7 +276,7 @@ async def test_a_runner_asks_a_busy_controller_again(
             nursery.cancel_scope.cancel()
 
 
-async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: PartitionWriter) -> None:
+async def test_while_decisions_are_frozen_partitions_still_end(node: Node, writer: CgroupWriter) -> None:
     node.become(B)
     state = node.kubelet / "cpu_manager_state"
     good = state.read_bytes()
@@ -312,7 +312,7 @@ def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.become(B)
     sealed = times_of_seals(monkeypatch)
@@ -327,7 +327,7 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
 
 
 async def test_seals_of_many_instances_are_apart(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sealed = times_of_seals(monkeypatch)
     timeouts = attrs.evolve(QUICK, seals_apart=0.2)
@@ -345,7 +345,7 @@ async def test_seals_of_many_instances_are_apart(
 
 
 async def test_what_is_not_registered_takes_no_turn(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every container of the node may ask, five times at once; each request that waits keeps its connection."""
     node.become(B)
@@ -358,7 +358,7 @@ async def test_what_is_not_registered_takes_no_turn(
 
 
 async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     """And one for which that is asked several times together has one place among them."""
     del autojump_clock
@@ -385,9 +385,7 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
     assert sealed == ["greedy", "greedy", *pods, "greedy"]
 
 
-async def test_what_is_sealed_takes_no_turn(
-    node: Node, writer: PartitionWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_sealed_takes_no_turn(node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     node.become(B)
     timeouts = attrs.evolve(QUICK, sealed_again=60, seals_apart=60)
     async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
@@ -399,7 +397,7 @@ async def test_what_is_sealed_takes_no_turn(
             assert await seal(PurePosixPath(node.socket), B) == ""
 
 
-async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionWriter) -> None:
+async def test_only_the_instances_own_pod_may_ask(node: Node, writer: CgroupWriter) -> None:
     node.become(B)
     async with controlled(node, partition_writer=writer), connected(node.socket) as client:
         for method in ("sealCgroup", "unsealCgroup"):
@@ -407,7 +405,7 @@ async def test_only_the_instances_own_pod_may_ask(node: Node, writer: PartitionW
 
 
 async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_required_the_refusal(
-    node: Node, writer: PartitionWriter
+    node: Node, writer: CgroupWriter
 ) -> None:
     node.become(B)
     path = PurePosixPath(node.socket)
@@ -416,7 +414,7 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         assert await seal(path, B) == "the controller's option --partitions is off"
     writer.connection.shutdown(socket.SHUT_RDWR)
     async with controlled(node, partition_writer=writer, partitions_required=True) as controller:
-        with pytest.raises(ControllerError, match="the controller's partition writer has ended"):
+        with pytest.raises(ControllerError, match="the controller's cgroup writer has ended"):
             await seal(path, B)
         await unseal(path, B)
         answer = await controller.endpoints().respond("/healthz")
@@ -425,7 +423,7 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
 
 
 async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is_refused(
-    node: Node, writer: PartitionWriter
+    node: Node, writer: CgroupWriter
 ) -> None:
     node.become(B)
     async with (
@@ -460,8 +458,8 @@ async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pyt
 @pytest.mark.parametrize(("lacking", "found"), [((), "True False"), (("--bounding-set=-sys_admin",), "False False")])
 def test_a_writer_without_the_capability_is_none_that_could_come_back(lacking: tuple[str, ...], found: str) -> None:
     code = (
-        "from pathlib import Path; from runner.controller.tree.partition_writer import start_partition_writer\n"
-        "writer = start_partition_writer(Path('/none'), Path('/proc')); print(writer.started, writer.lost)"
+        "from pathlib import Path; from runner.controller.tree.cgroup_writer import start_cgroup_writer\n"
+        "writer = start_cgroup_writer(Path('/none'), Path('/proc')); print(writer.started, writer.lost)"
     )
     argv = ("setpriv", *lacking, "--inh-caps=-all", sys.executable, "-c", code)
     shown = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=30)
@@ -474,7 +472,7 @@ HKEEPING = "isolated invalid (partition config conflicts with housekeeping setup
 
 
 @pytest.fixture
-def refusing(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterator[list[str]]:
+def refusing(node: Node, pair: tuple[CgroupWriter, socket.socket]) -> Iterator[list[str]]:
     """Return what the kernel makes of the word ``isolated``, the last of the list, in place of the writer."""
     states = [HKEEPING]
 
@@ -491,7 +489,7 @@ def refusing(node: Node, pair: tuple[PartitionWriter, socket.socket]) -> Iterato
 
 async def test_why_the_kernel_refuses_is_shown_until_it_does_not(
     node: Node,
-    pair: tuple[PartitionWriter, socket.socket],
+    pair: tuple[CgroupWriter, socket.socket],
     refusing: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -209,7 +209,7 @@ def controller(node: Node) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    """Return the namespace reader and the host tuner; the fake /proc has no capability for a partition writer."""
+    """Return the namespace reader and the host tuner; the fake /proc has no capability for a cgroup writer."""
     shown = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid=,stat="], stdout=subprocess.PIPE, check=True)
     found = [line.split() for line in shown.stdout.decode().splitlines()]
     return sorted(int(pid) for pid, state in found if not state.startswith("Z"))

@@ -11,14 +11,14 @@ from typing import Literal
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.controller.tree.partition_writer import PartitionWriter, obey
+from runner.controller.tree.cgroup_writer import CgroupWriter, obey
 from tests.support.fake_node import A, B, C, Client, Controller, Node, connected, controlled, in_a_thread
 
 OTHERS = {A: {"instance": "0-1,12-13"}, C: {"instance": "18-19"}}
 
 
 class Writer:
-    """The partition writer's end: it does what the controller asks for, in a thread, unless it is to fail."""
+    """The cgroup writer's end: it does what the controller asks for, in a thread, unless it is to fail."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,11 +38,11 @@ class Writer:
 
 
 @contextmanager
-def writing(root: Path) -> Iterator[tuple[PartitionWriter, Writer]]:
-    """Hold a partition writer below *root*, and its end."""
+def writing(root: Path) -> Iterator[tuple[CgroupWriter, Writer]]:
+    """Hold a cgroup writer below *root*, and its end."""
     writer = Writer(root)
     with in_a_thread(writer.obey) as connection:
-        yield PartitionWriter(connection), writer
+        yield CgroupWriter(connection), writer
 
 
 @pytest.fixture

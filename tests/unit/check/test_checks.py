@@ -18,8 +18,9 @@ from runner.check.host import CHECKS, CheckReport
 from runner.cli.check import report_lines
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd
+from runner.kernel.cgroup_mounts import CgroupMounts
 from runner.kernel.host_settings import InterruptLine
-from runner.kernel.kernel_facts import CgroupMounts, PciDevice, QuietCpus, Swap
+from runner.kernel.kernel_facts import PciDevice, QuietCpus, Swap
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 from tests.support.json_schemas import fitting
@@ -108,7 +109,7 @@ CASES: list[tuple[Judgement, Level, str]] = [
     (kernel.judge_cgroups(MACHINE, CgroupMounts(f"{MOUNT}/unified", V1), []), WARNING, "cgroup v1's (hybrid: /sys/fs/cgroup/cpuset)"),
     (kernel.judge_cgroups(NODE, CgroupMounts(f"{MOUNT}/unified", V1), ["cpuset"]), ERROR, "hybrid"),
     (kernel.judge_cgroups(NODE, CgroupMounts(None, {"cpu": "/x", "memory": "/y"}), []), ERROR, "only v1 (cpu, memory)"),
-    (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}, delegates=True), ["cpuset"]), OK, "offers cpuset"),
+    (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}, ("nsdelegate",)), ["cpuset"]), OK, "offers cpuset"),
     (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}), ["cpuset"]), WARNING, "is mounted without nsdelegate"),
     (kernel.judge_cgroups(NODE, CgroupMounts(MOUNT, {}), ["cpu"]), ERROR, "does not offer cpuset (it offers: cpu)"),
     (losses("6.12.48+deb13-amd64")[0], OK, "6.12.48"),

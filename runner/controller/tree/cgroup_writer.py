@@ -1,12 +1,13 @@
-"""The partition writer: a process that keeps CAP_SYS_ADMIN only to make instances' cgroups isolated partitions.
+"""The cgroup writer: a process that keeps CAP_SYS_ADMIN only for the three changes of cgroups that need it.
 
-Of all the steps for a partition, two writes need that capability: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose parent is no
-partition (``remote_partition_enable``, ``kernel/cgroup/cpuset.c``), and more CPUs to ``cpuset.cpus.exclusive`` of one that is a partition
-already (``remote_cpus_update``). The kernel checks the capabilities of the process that writes, so passing a descriptor would not help. The
-controller itself names the CPUs, takes some away, ends partitions, and decides.
+Two are writes for a partition: ``isolated`` to ``cpuset.cpus.partition`` of a cgroup whose parent is no partition
+(``remote_partition_enable``, ``kernel/cgroup/cpuset.c``), and more CPUs to ``cpuset.cpus.exclusive`` of one that is a partition already
+(``remote_cpus_update``). The kernel checks the capabilities of the process that writes, so passing a descriptor would not help. The
+controller itself names the CPUs, takes some away, ends partitions, and decides. The third adds mount options that another program has taken
+away (:mod:`runner.controller.tree.mount_options`).
 
-The writer opens what it writes below the controller's root without following links. Without the writer the controller continues, but no
-instance gets a partition until the next start.
+The writer opens what it writes below the controller's root without following links. Without the writer the controller continues, but until
+the next start no instance gets a partition, and the mount keeps its options.
 """
 
 from __future__ import annotations
@@ -14,31 +15,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.privileged_process import EndedError, PrivilegedProcess
 from runner.kernel.cgroup import CgroupError, write_control
+from runner.kernel.cgroup_mounts import NSDELEGATE, read_cgroup_mounts, set_options
 from runner.kernel.leases import END_LEASE, LEASED
 from runner.kernel.privileges import CAP_SYS_ADMIN
 from runner.kubelet.pod_cgroups import group_uid, vcpus_group
 
+MOUNT_OPTIONS = frozenset({NSDELEGATE, "memory_recursiveprot"})
+"""The options that are added again: those with which systemd mounts cgroup v2."""
+
 
 @frozen
-class PartitionWriter(PrivilegedProcess):
+class CgroupWriter(PrivilegedProcess):
     """The controller's end of the writer's connection."""
 
-    title = "partition writer"
-    comm = "partition-write"
+    title = "cgroup writer"
+    comm = "cgroup-writer"
     keeps = (CAP_SYS_ADMIN,)
     needs_them = True
 
     @property
     def missing(self) -> str:
-        """Return the reason why it can make no partition; empty if it can."""
+        """Return the reason why it can write nothing; empty if it can."""
         if not self.started:
-            return "the controller's partition writer has no CAP_SYS_ADMIN; give its container the capability"
+            return "the controller's cgroup writer has no CAP_SYS_ADMIN; give its container the capability"
         return super().missing
 
     def isolate(self, name: str) -> None:
@@ -56,29 +62,40 @@ class PartitionWriter(PrivilegedProcess):
         """
         self._ask(f"{name} {cpus}", f"cannot write '{cpus}' to {{name}}/cpuset.cpus.exclusive")
 
+    def add_options(self, options: Iterable[str]) -> None:
+        """Add *options*, of :data:`MOUNT_OPTIONS` and ``nsdelegate`` among them, to those of the mount.
+
+        In another cgroup namespace than the first the kernel changes nothing and reports no error, so the caller reads them back. Raises as
+        :meth:`isolate` does.
+        """
+        self._ask(",".join(sorted(options)), "cannot mount cgroup v2 with {name}")
+
     def _ask(self, message: str, failure: str) -> None:
         try:
             number = int(self.ask(message.encode()))
         except EndedError as error:
-            raise CgroupError(f"cannot make partitions: {error}", errno.EPIPE) from None
+            raise CgroupError(f"cannot write to cgroups: {error}", errno.EPIPE) from None
         if number:
             reason, remedy = (LEASED, END_LEASE) if number == errno.EAGAIN else (os.strerror(number), "")
             sentence = f"{failure.format(name=message.partition(' ')[0])}: {reason}"
             raise CgroupError(sentence, number, remedy=remedy)
 
 
-def start_partition_writer(root: Path, procfs: Path) -> PartitionWriter:
-    """Fork the writer for the cgroups of vCPUs below *root*. Raises :class:`HostError`."""
-    return PartitionWriter.start(procfs, lambda message: b"%d" % obey(root, message))
+def start_cgroup_writer(root: Path, procfs: Path) -> CgroupWriter:
+    """Fork the writer for the cgroups of vCPUs below *root*, and the mount in *procfs*. Raises :class:`HostError`."""
+    return CgroupWriter.start(procfs, lambda message: b"%d" % obey(root, message, procfs))
 
 
-def obey(root: Path, message: bytes) -> int:
+def obey(root: Path, message: bytes, procfs: Path = Path("/proc")) -> int:
     """Carry out *message*; return 0 or the error number.
 
-    It is the path of an instance's cgroup of vCPUs, to make it an isolated partition; if CPUs follow, the partition gets these CPUs.
-    Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN`` (:mod:`runner.kernel.leases`).
+    It is the path of an instance's cgroup of vCPUs, to make it an isolated partition; if CPUs follow, the partition gets these CPUs; or it
+    is the mount options to add. Anything else is refused with ``EINVAL``, and a file that is leased with ``EAGAIN``
+    (:mod:`runner.kernel.leases`).
     """
     name, space, text = message.decode("ascii", "replace").partition(" ")
+    if NSDELEGATE in (options := frozenset(name.split(","))) and options <= MOUNT_OPTIONS and not space:
+        return _add_options(procfs, options)
     try:
         cpus = CpuSet.parse(text)
     except ValueError:
@@ -100,5 +117,14 @@ def obey(root: Path, message: bytes) -> int:
             assert at is not None  # noqa: S101 - three were opened
             write_control(at, value, f"{name}/{file}")
     except (CgroupError, OSError) as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _add_options(procfs: Path, options: frozenset[str]) -> int:
+    mounts = read_cgroup_mounts(procfs)
+    try:
+        set_options(mounts.unified or "", tuple(sorted(options.union(mounts.options))))
+    except OSError as error:
         return error.errno or errno.EIO
     return 0
