@@ -46,16 +46,21 @@ class TooManyFdsInFlightError(HostError):
 
 
 async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Sequence[int] = ()) -> None:
-    """Send all of *data*, and with its first byte *fds*, which stay the caller's.
+    """Send all of *data*, and with its first byte *fds*, which stay the caller's. Raises as :func:`begin_to_send` does."""
+    rest = await begin_to_send(connection, data, fds)
+    while rest:
+        rest = rest[await persistently(partial(connection.send, rest)) :]
 
-    Cancelled before the first byte, it has sent nothing. Raises ``OSError`` when the peer has hung up, and :exc:`TooManyFdsInFlightError`
-    when more descriptors of this user were sent and not yet received, by any process, than ``RLIMIT_NOFILE`` of this process says
-    (``too_many_unix_fds``, ``net/unix``).
+
+async def begin_to_send(connection: trio.socket.SocketType, data: bytes, fds: Sequence[int] = ()) -> memoryview:
+    """Send the part of *data* for which there is room, with its first byte *fds*, and return the rest; cancelled, it has sent nothing.
+
+    Raises ``OSError`` when the peer has hung up, and :exc:`TooManyFdsInFlightError` when more descriptors of this user were sent and not
+    yet received, by any process, than ``RLIMIT_NOFILE`` of this process says (``too_many_unix_fds``, ``net/unix``).
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    rest = memoryview(data)
     try:
-        rest = rest[await persistently(partial(connection.sendmsg, [rest], rights)) :]
+        return memoryview(data)[await persistently(partial(connection.sendmsg, [data], rights)) :]
     except OSError as error:
         if error.errno != errno.ETOOMANYREFS:
             raise
@@ -63,8 +68,6 @@ async def send_with_fds(connection: trio.socket.SocketType, data: bytes, fds: Se
             "cannot send descriptors: processes of this user have sent too many that were not received",
             remedy="CAP_SYS_RESOURCE lifts that limit",
         ) from error
-    while rest:
-        rest = rest[await persistently(partial(connection.send, rest)) :]
 
 
 async def receive_with_fds(

@@ -34,7 +34,7 @@ import trio
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
-from runner.kernel.fd_passing import TooManyFdsInFlightError, hang_up, send_with_fds
+from runner.kernel.fd_passing import TooManyFdsInFlightError, begin_to_send, hang_up, send_with_fds
 from runner.kernel.line_reader import LineFramer, OverlongError
 from runner.kernel.packages import without_init
 from runner.kernel.waiting import receive
@@ -401,19 +401,24 @@ class Monitor:
             if self._failure is not None:
                 raise self._failure
             await trio.lowlevel.checkpoint_if_cancelled()
+            number, begun = str(request["id"]), False
             try:
                 if not self._unanswered:
                     self._owed_since = trio.current_time()
-                self._unanswered.append(str(request["id"]))
-                await send_with_fds(self._socket, json.dumps(request).encode() + b"\n", fds)
-            except TooManyFdsInFlightError:  # nothing was sent, and no reply comes
-                self._unanswered.pop()
-                raise
+                self._unanswered.append(number)
+                rest = await begin_to_send(self._socket, json.dumps(request).encode() + b"\n", fds)
+                begun = True
+                if rest:
+                    await send_with_fds(self._socket, bytes(rest))
             except (trio.ClosedResourceError, OSError) as error:
                 raise self._fail(ExecInterruptedError(_HUNG_UP, sent=request)) from error
-            except trio.Cancelled:
-                sentence = "cannot talk to QEMU: a command was abandoned half-sent"
-                self._fail(ExecInterruptedError(sentence, sent=request))
+            except (trio.Cancelled, TooManyFdsInFlightError):
+                if begun:
+                    sentence = "cannot talk to QEMU: a command was abandoned half-sent"
+                    self._fail(ExecInterruptedError(sentence, sent=request))
+                else:  # nothing was sent, and no reply comes
+                    with suppress(ValueError):  # unless QEMU, which may be the guest's, has replied before
+                        self._unanswered.remove(number)
                 raise
 
     async def until(self, happened: Callable[[], bool]) -> None:

@@ -263,3 +263,15 @@ async def test_the_disks_are_the_plans_and_their_counters_are_numbers() -> None:
         nothing = await asked(3, [7], *([stats("disk0", rd_bytes=value)] for value in bad))
     assert (good["disk_read_bytes_total"], good["disk_writes_total"]) == ({("disk0",): 7}, {})
     assert nothing == [{}] * (2 + len(bad))
+
+
+async def test_metrics_queue_no_commands_for_a_qemu_that_does_not_answer() -> None:
+    plan: Any = SimpleNamespace(machine=SimpleNamespace(disks=[], slots=0))
+    supervisor: Any = SimpleNamespace(guest_state=SimpleNamespace(qemu_silent=""))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        machine: Any = SimpleNamespace(monitor=Monitor(ours))
+        for _ in range(3):
+            assert await _disks(supervisor, plan, machine) == []
+            await trio.sleep(0.1)  # QEMU has owed the reply for longer than a scrape waits
+        assert theirs.recv(1 << 16).count(b"\n") == 1

@@ -375,7 +375,7 @@ async def test_a_command_whose_descriptors_could_not_be_sent_has_no_reply(
         raise TooManyFdsInFlightError("cannot send descriptors: too many")
 
     with monkeypatch.context() as patched:
-        patched.setattr("runner.protocol.qmp.send_with_fds", refused)
+        patched.setattr("runner.protocol.qmp.begin_to_send", refused)
         with pytest.raises(TooManyFdsInFlightError):
             await monitor.execute("add-fd", fds=(0,))
     assert list(monitor.record().unanswered) == []
@@ -426,6 +426,26 @@ async def test_a_command_cancelled_half_sent_ends_the_connection(ends: tuple[Mon
         nursery.cancel_scope.cancel()
     with pytest.raises(ExecInterruptedError, match="half-sent"):
         await monitor.execute("next")
+
+
+async def test_commands_cancelled_while_there_is_no_room_for_them_were_not_sent(ends: tuple[Monitor, Peer]) -> None:
+    """QEMU's main loop stands still for a moment, while clients request metrics without end."""
+    monitor, peer = ends
+    async with trio.open_nursery() as nursery:
+        for _ in range(1000):
+            nursery.start_soon(monitor.execute, "query-blockstats")
+        await settle()
+        nursery.cancel_scope.cancel()
+    unanswered = monitor.record().unanswered
+    assert 0 < len(unanswered) < 1000
+    for number in unanswered:
+        assert peer.received()["id"] == number
+        peer.send(**{"return": [], "id": number})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, "query-status")
+        await settle()
+        peer.send(**{"return": {}, "id": peer.received()["id"]})
+    assert monitor.record().unanswered == ()
 
 
 async def test_events_without_end_do_not_fill_memory(ends: tuple[Monitor, Peer]) -> None:

@@ -175,10 +175,11 @@ async def _disks(supervisor: Supervisor, plan: InstancePlan, machine: RunningQem
             for name, (key, unit) in _DISK_COUNTERS.items()
         ]
 
-    if supervisor.guest_state.qemu_silent:
+    monitor = machine.monitor
+    # Clients of the metrics, which may be anybody, must not queue commands for a QEMU that does not answer.
+    if supervisor.guest_state.qemu_silent or monitor.owed_for > DISKS_WITHIN:
         return []
     try:
-        monitor = machine.monitor
         return await monitor.within(DISKS_WITHIN, lambda: monitor.query("query-blockstats", parse))
     except QmpError:
         return []
