@@ -63,7 +63,10 @@ mkdir -m 1777 {OURS}/share
 touch {OURS}/outside
 mount --bind /proc/self/ns/net {OURS}/outside
 if [ -n "$passt" ]; then
-  printf '#!/bin/sh\nexec nsenter --net={OURS}/outside %s "$@"\n' "$passt" >{OURS}/bin/passt
+  printf '#!/bin/sh
+for each; do shift; [ "$each" = --no-map-gw ] || set -- "$@" "$each"; done
+exec nsenter --net={OURS}/outside %s "$@"
+' "$passt" >{OURS}/bin/passt
   chmod 755 {OURS}/bin/passt
 fi
 PATH={OURS}/bin:$PATH
@@ -72,7 +75,8 @@ exec "$@" >/dev/null
 """A shell's script that runs before there is a PID 1: its words are a spec, passt, and the command that it becomes.
 
 passt is outside of the network namespace that is made then, because its sockets are the guest's way out; resolv.conf(5), which
-it reads, is often a link to :data:`HIDDEN`. The guest's console is no output of PID 1 but on this terminal.
+it reads, is often a link to :data:`HIDDEN`. The guest is that of this machine's user, so its gateway may stand for this machine.
+The guest's console is no output of PID 1 but on this terminal.
 
 A shell unblocks all signals when it has waited for a child (dash's ``waitproc()``), and the kernel drops a signal for a PID 1
 that neither blocks nor handles it.

@@ -73,6 +73,8 @@ class PasstPlan(Nic):
     ports: tuple[str, ...] = ()
     """TCP ports of the pod that are forwarded to the guest, in passt's form."""
     udp_ports: tuple[str, ...] = ()
+    reaches_loopback: bool = False
+    """Whether the guest reaches the pod's loopback by its gateway's address, because the DNS servers are there."""
 
 
 @frozen

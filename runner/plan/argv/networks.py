@@ -79,12 +79,13 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
 def passt_argv(network: PasstPlan, endpoint: str) -> list[str]:
     """Return passt's argv; *endpoint* is ``--fd=N`` (a connected socket) or ``--socket=…``.
 
-    Without *ports* in the plan it forwards none; passt's own default is all free ports.
+    Without *ports* in the plan it forwards none; passt's own default is all free ports. By default it also lets the guest reach the
+    pod's loopback, where sidecars, and with hostNetwork the node's programs, expect friends alone.
     """
     argv = [str(network.program), "--foreground", "--one-off", "--quiet", f"--mtu={network.mtu}"]
     ports = [f"--tcp-ports={each}" for each in network.ports or ("none",)]
     ports += [f"--udp-ports={each}" for each in network.udp_ports or ("none",)]
-    return [*argv, *ports, endpoint]
+    return [*argv, *([] if network.reaches_loopback else ["--no-map-gw"]), *ports, endpoint]
 
 
 def dnsmasq_argv(dhcp: DhcpPlan) -> list[str]:

@@ -10,7 +10,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import SpecError
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import FileFact, ImageFact
-from runner.facts.host import PodQos
+from runner.facts.host import PodQos, Resolver
 from runner.facts.network import PermanentNeighbour, Route
 from runner.plan.argv.by_hand import pasteable
 from runner.plan.argv.networks import passt_argv
@@ -472,11 +472,22 @@ def test_ports_are_passts(ports: str, options: str, shown: str) -> None:
     assert isinstance(network, PasstPlan)
     argv = passt_argv(network, "--fd=7")
     assert argv == [
-        *["/usr/bin/passt", "--foreground", "--one-off", "--quiet", "--mtu=65520"],
+        *["/usr/bin/passt", "--foreground", "--one-off", "--quiet", "--mtu=65520", "--no-map-gw"],
         *options.split(),
         "--fd=7",
     ]
     assert any(shown in line for line in plan_lines(plan))
+
+
+def test_a_guest_of_passt_reaches_no_loopback_unless_the_only_dns_servers_are_there() -> None:
+    text, remark = KERNEL + '[[network]]\nmode = "passt"\n', "the guest reaches all that listens at 127.0.0.1 here"
+    for servers, reaches in (((), False), (("10.96.0.10", "127.0.0.53"), False), (("127.0.0.11",), True)):
+        facts = attrs.evolve(FACTS, resolver=Resolver(tuple(map(IPv4Address, servers))))
+        plan = plan_of(text, facts)
+        [network] = plan.networks
+        assert isinstance(network, PasstPlan)
+        assert ("--no-map-gw" in passt_argv(network, "--fd=7")) is not reaches
+        assert any(remark in str(each) for each in plan.remarks) is reaches
 
 
 def test_every_kind_is_printed_and_in_the_script() -> None:
