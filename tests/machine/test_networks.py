@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import pytest
 
@@ -78,6 +81,63 @@ def test_passt_takes_the_ports_as_they_are_planned() -> None:
             ours.close()  # --one-off: it ends with its client
             theirs.close()
             assert passt.wait(30) == 0
+
+
+OUTSIDE, GATEWAY = "198.51.100.7", "10.9.9.2"
+LISTENING = f"""
+{POD_NETWORK}ip address add {OUTSIDE}/32 dev lo
+python3 -c '
+import socket, time
+kept = [socket.create_server((address, 8080)) for address in ("127.0.0.1", "{OUTSIDE}")]
+print("up", flush=True)
+time.sleep(600)' &
+exec "$@"
+"""
+"""A pod in which two programs listen: one at the loopback address, and one at another address, which the guest may reach."""
+
+
+def syn(destination: str) -> bytes:
+    """Return the frame with which a guest of the pod's address opens a connection to port 8080, in QEMU's stream format."""
+    addresses = socket.inet_aton("10.9.9.1") + socket.inet_aton(destination)
+    tcp = struct.pack("!HHIIBBHHH", 40000, 8080, 1, 0, 5 << 4, 2, 64240, 0, 0)
+    tcp = tcp[:16] + checksum(addresses + struct.pack("!HH", socket.IPPROTO_TCP, len(tcp)) + tcp) + tcp[18:]
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 1, 0, 64, socket.IPPROTO_TCP, 0) + addresses
+    ip = ip[:10] + checksum(ip) + ip[12:]
+    frame = bytes.fromhex("020000000002 020000000001 0800") + ip + tcp
+    return struct.pack("!I", len(frame)) + frame
+
+
+def checksum(data: bytes) -> bytes:
+    """Return the checksum of RFC 1071 of *data*, of an even length."""
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    return struct.pack("!H", ~(total + total // 0x10000) & 0xFFFF)
+
+
+def accepting(frames: BinaryIO) -> Iterator[str]:
+    """Yield the addresses that accept connections, by the frames that come from passt: those with SYN and ACK (RFC 9293)."""
+    while size := frames.read(4):
+        frame = frames.read(*struct.unpack("!I", size))
+        if frame[12:14] == b"\x08\x00" and frame[23] == socket.IPPROTO_TCP and frame[47] & 18 == 18:
+            yield socket.inet_ntoa(frame[26:30])
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_a_guest_of_passt_does_not_reach_what_listens_at_the_pods_loopback_address(*, reaches: bool) -> None:
+    plan = PasstPlan("02:00:00:00:00:01", 1500, 1, PurePosixPath("passt"), reaches_loopback=reaches)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as frames:
+        pod = ("unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-ec", LISTENING, "sh")
+        argv = (*pod, *passt_argv(plan, f"--fd={theirs.fileno()}"))
+        with subprocess.Popen(argv, pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE, text=True) as passt:
+            try:
+                assert passt.stdout is not None
+                assert passt.stdout.readline() == "up\n"
+                theirs.close()  # the frames end with passt
+                ours.sendall(syn(GATEWAY) + syn(OUTSIDE))
+                seen = accepting(frames)
+                assert {next(seen) for _ in range(1 + reaches)} == ({GATEWAY, OUTSIDE} if reaches else {OUTSIDE})
+            finally:
+                passt.kill()
 
 
 def listened_at(pid: int, protocol: str) -> list[int]:
