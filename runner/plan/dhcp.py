@@ -147,6 +147,19 @@ def guest_resolver(resolver: Resolver, pod: Interface, *, ipv6: bool, problems: 
     return found
 
 
+def reaches_loopback(resolver: Resolver, where: str, problems: Problems) -> bool:
+    """Tell whether a guest of passt reaches the pod's loopback, with a remark at *where*: all of the pod's DNS servers are there."""
+    servers: tuple[IpAddress, ...] = resolver.nameservers + resolver.nameservers6
+    if not servers or not all(each.is_loopback for each in servers):
+        return False
+    problems.remark(
+        where,
+        f"the guest reaches all that listens at 127.0.0.1 here, by its gateway's address: the DNS server {servers[0]} is there",
+        "name one of the network's in the pod's dnsConfig",
+    )
+    return True
+
+
 def _fitting(names: Sequence[str]) -> tuple[str, ...]:
     """Return as many of *names*, from the first, as fit into one option."""
     return tuple(name for number, name in enumerate(names, 1) if search_bytes(names[:number]) <= LONGEST_OPTION)

@@ -10,7 +10,7 @@ from typing import Literal, assert_never
 from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.host import HostFacts
-from runner.facts.network import Interface, IpAddress, Route
+from runner.facts.network import Interface, Route
 from runner.facts.packages import install
 from runner.plan.descriptor_claims import Claims
 from runner.plan.dhcp import (
@@ -18,6 +18,7 @@ from runner.plan.dhcp import (
     best_routes,
     dhcp_routes,
     guest_resolver,
+    reaches_loopback,
     refuse_too_many_routes,
     remark_long_reply,
     routes_bytes,
@@ -419,14 +420,6 @@ class _NetworkPlanner:
         tcp, udp = (
             tuple(str(each) for each in network.forwards if each.protocol == protocol) for protocol in ("tcp", "udp")
         )
-        resolver = self._facts.resolver
-        servers: tuple[IpAddress, ...] = resolver.nameservers + resolver.nameservers6
-        if reaches_loopback := bool(servers) and all(each.is_loopback for each in servers):
-            self._problems.remark(
-                f"network[{index}].mode",
-                f"the guest reaches all that listens at 127.0.0.1 here, by its gateway's address: the DNS server {servers[0]} is there",
-                "name one of the network's in the pod's dnsConfig",
-            )
         return PasstPlan(
             self._mac(index, network),
             network.mtu or PASST_MTU,
@@ -434,7 +427,7 @@ class _NetworkPlanner:
             self._facts.passt,
             (EVERY,) if network.ports == "all" else tcp,
             udp,
-            reaches_loopback,
+            reaches_loopback(self._facts.resolver, f"network[{index}].mode", self._problems),
         )
 
     def _inherited(self, index: int, network: NetworkSpec) -> InheritedFdPlan | None:
