@@ -214,6 +214,55 @@ def test_a_pod_that_moves_processes_to_float_without_end_is_ended(machine: Machi
         assert int(str(b.execute("fork", 20))) == 20
 
 
+ENDED = """
+import os, signal, sys
+fd, number = map(int, sys.argv[1:])
+reading, writing = os.pipe()
+pauses, paused = os.pipe()
+if os.fork() == 0:
+    os.dup2(os.open("/dev/null", os.O_RDWR), 1)
+    os.dup2(1, 2)
+    children = []
+    for _ in range(number):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.write(paused, b"x")
+            signal.pause()
+    for _ in children:
+        os.read(pauses, 1)
+    for each in children:
+        os.write(fd, b"%d" % each)
+        os.kill(each, signal.SIGKILL)
+        os.waitid(os.P_PID, each, os.WEXITED | os.WNOWAIT)  # it stays, as nothing reaps it
+    os.close(writing)
+    signal.pause()
+os.close(writing)
+os.read(reading, 1)
+"""
+"""Leave ended processes in the float whose ``cgroup.procs`` is given, and how many, with a parent that does not wait for them."""
+
+
+def test_ended_processes_count_for_a_pod_that_registers_again(machine: Machine) -> None:
+    """The kernel counts them until their parent has waited for them, also after the removal of their cgroup: then in the root alone."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--pod-pids-max=100", "--pids-max=400"):
+        registered(machine, b)
+        a.execute("anchor")
+
+        def leave() -> None:
+            for _ in range(6):
+                result(a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
+                assert a.execute("run", ["python3", "-c", ENDED, str(a.execute("fd", 0)), "90"], 0) == [0, ""]
+                result(a.call(machine.socket, "deregisterCgroup", uuid=A))
+                a.execute("forget")
+                until(lambda: not machine.instance(A).exists())
+
+        with pytest.raises((AssertionError, BrokenPipeError)):
+            leave()
+        until(lambda: int(machine.root.read("pids.current")) < 100)
+        assert int(str(b.execute("fork", 20))) == 20
+
+
 @pytest.mark.parametrize(
     ("kind", "mebibytes", "processes"),
     [

@@ -102,6 +102,8 @@ class Domain:
     """Processes that the kernel has ended because the domain was out of memory."""
     charged: int = 0
     """Bytes charged to it; read only if nothing runs in it."""
+    processes: int = 0
+    """Processes that have ended and count in it until their parents have waited for them; read only if nothing runs in it."""
 
     @property
     def charged_mebibytes(self) -> int:
@@ -155,7 +157,7 @@ class Observed:
         return {uid: self.groups[float_group(uid)] for uid in sorted(self.domains) if float_group(uid) in self.groups}
 
     def is_left_over(self, pod_uid: str) -> bool:
-        """Tell whether the domain of *pod_uid* has no groups any more, and exists only for the memory charged to it."""
+        """Tell whether the domain of *pod_uid* has no groups any more, and exists only for what is charged to it."""
         return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
 
     def left_over(self, more: int) -> Iterator[str]:
@@ -463,19 +465,23 @@ def _domains(
                 wanted[MEMORY_NODES] = _memory_nodes(pod_uid, request.memory_nodes, desired, observed)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
             yield from _domain_actions(instance_group(pod_uid), desired, observed, found or Domain())
-        elif not keeps_memory(pod_uid, desired, observed):
+        elif not keeps_domain(pod_uid, desired, observed):
             yield Remove(instance_group(pod_uid))
 
 
-def keeps_memory(pod_uid: str, desired: Desired, observed: Observed) -> bool:
-    """Tell whether the domain of *pod_uid*, which has no groups, is to stay for the memory that is charged to it.
+def keeps_domain(pod_uid: str, desired: Desired, observed: Observed) -> bool:
+    """Tell whether the domain of *pod_uid*, which has no groups, is to stay for the memory and the processes that are charged to it.
 
     Memory that others hold, such as a memfd that was passed on, a file in tmpfs or page cache in a pipe, stays charged when its processes
     have left; how much of it can be known once the kernel has reclaimed the rest. After the domain's removal only the root is charged,
     whose limit all pods share: a pod that registers and leaves again and again could use it up, and the kernel would end another pod's
-    guest. While the pod may still register, every byte counts; one that is gone for good may leave some kernel memory for a while.
+    guest. The same holds for processes that have ended, as long as their parents do not wait for them. While the pod may still register,
+    every byte and process counts; one that is gone for good may leave some kernel memory for a while, and the other processes end with it.
     """
-    return observed.domains[pod_uid].charged > (LEFT_BEHIND if _has_gone(pod_uid, desired, observed) else 0)
+    domain = observed.domains[pod_uid]
+    if _has_gone(pod_uid, desired, observed):
+        return domain.charged > LEFT_BEHIND
+    return domain.charged > 0 or domain.processes > 0
 
 
 def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
@@ -486,7 +492,7 @@ def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
         if observed.is_left_over(pod_uid)
         and pod_uid in observed.reclaimed
         and _has_gone(pod_uid, desired, observed)
-        and keeps_memory(pod_uid, desired, observed)
+        and keeps_domain(pod_uid, desired, observed)
     }
 
 
@@ -603,7 +609,7 @@ def _seal_actions(
 def _leaves(pod_uid: str, desired: Desired, observed: Observed, removed: frozenset[str]) -> bool:
     """Tell whether no group of *pod_uid* stays."""
     below = (float_group(pod_uid), vcpus_group(pod_uid))
-    return not any(path in observed.groups and path not in removed for path in below) and not keeps_memory(
+    return not any(path in observed.groups and path not in removed for path in below) and not keeps_domain(
         pod_uid, desired, observed
     )
 

@@ -125,11 +125,11 @@ class Tree:
             for path, below in ((float_group(pod_uid), FLOAT), (vcpus_group(pod_uid), VCPUS)):
                 if (group := _while_there(_observe, each.child(below))) is not None:
                     groups[path] = group
-            if "memory" in enabled and not any(
+            if not any(
                 path in groups and groups[path].populated for path in (float_group(pod_uid), vcpus_group(pod_uid))
             ):
-                charged = _while_there(Cgroup.memory_in_use, each)
-                domains[pod_uid] = attrs.evolve(domain, charged=charged or 0)
+                charged = _while_there(Cgroup.memory_in_use, each) if "memory" in enabled else 0
+                domains[pod_uid] = attrs.evolve(domain, charged=charged or 0, processes=each.tasks()[0])
         return Observed(
             offered,
             delegated,

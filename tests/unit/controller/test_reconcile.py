@@ -732,6 +732,14 @@ def test_a_domain_stays_for_the_memory_that_is_charged_to_it_and_for_nothing_els
         assert not any(isinstance(action, Remove) for action in reconcile(POD, more, {}))
 
 
+def test_a_domain_stays_for_the_processes_that_count_in_it_while_its_pod_may_register_again() -> None:
+    """After its removal they would count in the root alone, and the next domain would begin with none."""
+    observed = attrs.evolve(LIMITED, domains={"a": Domain(processes=1)})
+    assert Remove("instance-a") not in reconcile(POD, observed, {})
+    for gone in (attrs.evolve(observed, gone=frozenset("a")), attrs.evolve(observed, domains={"a": Domain()})):
+        assert Remove("instance-a") in reconcile(POD, gone, {})
+
+
 @pytest.mark.parametrize(("most", "kept"), [("max", 16), (str(20 << 20), 20)])
 def test_no_domain_gets_less_than_may_be_charged_to_it(most: str, kept: int) -> None:
     """The writer would wait while the kernel looks for what it can take back; the pod can change what is charged."""
