@@ -107,6 +107,11 @@ class StopRequest:
         self.log_limit = LogRateLimit()
         self._acts: list[Callable[[], None]] = []
 
+    @property
+    def clause(self) -> str:
+        """Return the clause that names the request to others."""
+        return f"the instance was asked to stop ({self.reason})"
+
     def ask(self, reason: str) -> None:
         """Ask to stop."""
         if self._event.is_set():
@@ -266,7 +271,7 @@ class Changes:
         raise RefusedError(f"cannot {change.kind.value} now: {other}", remedy="ask again later")
 
     def _stop_is_asked_for(self) -> None:
-        self._come(Kind.STOP, f"the instance was asked to stop ({self._stop.reason})")
+        self._come(Kind.STOP, self._stop.clause)
 
 
 def _precedence(change: LiveChange, other: LiveChange) -> Precedence:

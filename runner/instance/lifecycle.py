@@ -120,7 +120,8 @@ async def run_instance(
                     ):
                         ended = await _ended(supervisor, machine, daemons, receipts)
                 over = trio.current_time()
-                async with supervisor.changes.begin(Kind.STOP, f"the instance ends: {ended.detail}"):
+                why = f"the instance ends: {ended.detail}" if ended.detail else supervisor.stop.clause
+                async with supervisor.changes.begin(Kind.STOP, why):
                     await supervisor.changes.answered()
                     return await _powered_down(plan.shutdown, machine, ended, over)
     except StopRequestedError:

@@ -338,6 +338,24 @@ async def test_the_operator_and_the_one_who_waits_learn_what_is_in_progress(fake
     assert re.fullmatch(r"in progress +the disk 'disk0' is being detached, for \d+ s", line)
 
 
+async def test_while_the_guest_powers_down_the_operator_learns_who_asked_for_it(fake_host: FakeHost) -> None:
+    plan = fake_host.plan("[hotplug]\ndisks = 1\n", qemu={"at_powerdown": None}, grace=2)
+    shown = list[object]()
+
+    async def act() -> None:
+        fake_host.stop.ask("test")
+        while not any(shown):  # the change in progress, none until the guest is asked to power down
+            status = await ask_instance(plan.state_directory, "status", {})
+            assert isinstance(status, dict)
+            shown.append(status["change"])
+        with pytest.raises(RunnerError, match=r"cannot change a disk now: the instance was asked to stop \(test\)"):
+            await ask_instance(plan.state_directory, "disk.detach", {"name": "disk0"})
+
+    ended = await fake_host.run(plan, meanwhile=lambda _: fake_host.act_while_it_runs(act))
+    assert isinstance(ended, GuestEnd)
+    assert shown[-1] == {"what": "the instance was asked to stop (test)", "seconds": pytest.approx(0, abs=20)}
+
+
 def held(fake_host: FakeHost) -> dict[str, list[object]]:
     """Return what the fake QEMU has of disks that were attached."""
     last = fake_host.records("qemu", "hotplug")[-1]
