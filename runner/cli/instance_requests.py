@@ -10,7 +10,7 @@ import trio
 from runner.cli.unanswered import ANSWERED_WITHIN, unanswered
 from runner.instance.control.method_table import METHODS
 from runner.kernel.sockets import CONTROL_SOCKET, START_INSTANCE
-from runner.protocol.controller_client import ControllerAbsentError, ask
+from runner.protocol.jsonrpc_client import ServerAbsentError, ask
 
 CHANGED_WITHIN = 900.0
 """Seconds for a change, which may wait for the guest; each change has a shorter limit of its own in the instance."""
@@ -26,7 +26,7 @@ async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapp
     with trio.move_on_after(within):
         try:
             return await ask("the instance", state_directory / CONTROL_SOCKET, method, params)
-        except ControllerAbsentError as error:
+        except ServerAbsentError as error:
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 error.remedy = START_INSTANCE
             raise

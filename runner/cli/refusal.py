@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from runner.base.errors import RunnerError, SpecError, problems_of
-from runner.protocol.controller_client import ControllerError
+from runner.protocol.jsonrpc_client import CallRefusedError
 from runner.spec.document_parser import parse_document
 from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
 
@@ -30,7 +30,7 @@ def print_refusal(error: RunnerError, arguments: argparse.Namespace | None = Non
 
 def _problems(error: RunnerError, arguments: argparse.Namespace | None) -> list[ProblemDocument]:
     """Return the problems of *error*: those reported by an instance, or those of the document named in *arguments*."""
-    if isinstance(error, ControllerError) and "problems" in error.data:
+    if isinstance(error, CallRefusedError) and "problems" in error.data:
         return cast("list[ProblemDocument]", error.data["problems"])
     source = error.source if isinstance(error, SpecError) else ""
     named = getattr(arguments, "spec", None) or []

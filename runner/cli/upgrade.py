@@ -7,8 +7,8 @@ from typing import Any
 
 from runner.base.errors import HostError, UsageError
 from runner.cli.instance_requests import ask_instance
-from runner.protocol.controller_client import ControllerAbsentError, ControllerError
 from runner.protocol.jsonrpc import METHOD_NOT_FOUND
+from runner.protocol.jsonrpc_client import CallRefusedError, ServerAbsentError
 
 
 async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, digest: str) -> object:
@@ -20,7 +20,7 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
     params = {"from": str(directory), "digest": digest}
     try:
         await ask_instance(state_directory, "upgrade", params)
-    except ControllerAbsentError as error:
+    except ServerAbsentError as error:
         if not isinstance(error.__cause__, OSError):
             raise
     # The runner has hung up, because exec closes every connection; whichever program it is now, its socket still listens.
@@ -34,7 +34,7 @@ async def upgrade(state_directory: PurePosixPath, directory: PurePosixPath, dige
 async def _runner(state_directory: PurePosixPath) -> dict[str, Any]:
     try:
         document: Any = await ask_instance(state_directory, "runner", {})
-    except ControllerError as error:
+    except CallRefusedError as error:
         if error.code != METHOD_NOT_FOUND:
             raise
         raise UsageError(

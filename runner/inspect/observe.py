@@ -58,7 +58,7 @@ from runner.placement.threads import (
     guarantee_of,
     parse_receipt,
 )
-from runner.protocol.controller_client import ask
+from runner.protocol.jsonrpc_client import ask
 
 FOLLOWS_WITHIN = 1.0
 """Seconds that the controller may take from a change of the kubelet's file to float; only later differences count."""

@@ -22,6 +22,8 @@ METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
 SERVER_ERROR = -32000
+BUSY = -32005
+"""A server's that has reached its limit of connections or requests."""
 """The first of the codes for errors that a server defines (-32000 to -32099)."""
 
 LONGEST_BATCH = 64

@@ -33,8 +33,8 @@ from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.files import opened
 from runner.kernel.peers import Peer, Peers
 from runner.plan.instance import InstancePlan
-from runner.protocol.controller_client import ControllerError
 from runner.protocol.jsonrpc import RpcError
+from runner.protocol.jsonrpc_client import CallRefusedError
 from tests.support.fake_host import FakeHost, hotplug_of
 from tests.support.json_schemas import fitting, fitting_answer
 from tests.support.sweep import FAULT_INJECTOR
@@ -112,7 +112,7 @@ async def test_what_is_refused_is_data_for_a_program(fake_host: FakeHost, capsys
             ("disk.attach", {"path": "/d", "cache": "fast", "serail": "a"}),
             ("cpu.set", {"count": 8}),
         ):
-            with pytest.raises(ControllerError) as refused:
+            with pytest.raises(CallRefusedError) as refused:
                 await ask_instance(plan.state_directory, method, params)
             print_refusal(refused.value, argparse.Namespace())
             problems = fitting("refusal", json.loads(capsys.readouterr().out))["problems"]
@@ -138,7 +138,7 @@ async def test_an_unknown_parameter_is_refused(
     plan = fake_host.plan()
 
     async def act() -> None:
-        with pytest.raises(ControllerError, match=re.escape(words)):
+        with pytest.raises(CallRefusedError, match=re.escape(words)):
             await ask_instance(plan.state_directory, method, params)
 
     await while_a_guest_runs(fake_host, plan, act)

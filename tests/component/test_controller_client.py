@@ -25,17 +25,8 @@ from runner.kernel.files import Descriptor
 from runner.kernel.host_settings import latency_path
 from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.placement.threads import CgroupPaths
-from runner.protocol.controller_client import (
-    CONNECTED_WITHIN,
-    PROTOCOL,
-    ControllerAbsentError,
-    ControllerBusyError,
-    ControllerError,
-    Registration,
-    deregister,
-    register,
-    tune,
-)
+from runner.protocol.controller_client import PROTOCOL, Registration, deregister, register, tune
+from runner.protocol.jsonrpc_client import CONNECTED_WITHIN, CallRefusedError, ServerAbsentError, ServerBusyError
 from tests.support.fake_node import ENTRIES, A, B, Node, controlled, scope_path
 
 CPUS = CpuSet.parse(ENTRIES[A]["instance"])
@@ -108,10 +99,10 @@ async def test_each_file_to_write_is_one_open_file_however_often_it_is_sent(node
 async def test_a_refusal_is_reported_with_its_code(node: Node) -> None:
     async with controlled(node):
         node.become(A)
-        with pytest.raises(ControllerError, match="cannot act for instance") as refused:
+        with pytest.raises(CallRefusedError, match="cannot act for instance") as refused:
             await register(PurePosixPath(node.socket), B, CPUS, node.scope(A), ExitStack())
         assert refused.value.code == -32001
-        with pytest.raises(ControllerError, match="it is not registered; register it first") as refused:
+        with pytest.raises(CallRefusedError, match="it is not registered; register it first") as refused:
             await tune(PurePosixPath(node.socket), A, {"latency": "low"})
         assert refused.value.message.endswith("it is not registered")
         assert (refused.value.remedy, refused.value.data["remedy"]) == ("register it first",) * 2
@@ -164,7 +155,7 @@ async def test_no_controller_at_the_socket(tmp_path: Path, how: str) -> None:
     if how == "stale":
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
-    with pytest.raises(ControllerAbsentError, match="cannot reach the controller"):
+    with pytest.raises(ServerAbsentError, match="cannot reach the controller"):
         await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
@@ -254,7 +245,7 @@ async def test_a_busy_controller_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     busy = json.dumps({"jsonrpc": "2.0", "id": None, "error": {"code": -32005, "message": "cannot take more"}})
     async with answering(path, sends(busy)):
-        with pytest.raises(ControllerAbsentError, match="cannot take more"):
+        with pytest.raises(ServerAbsentError, match="cannot take more"):
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 
@@ -269,7 +260,7 @@ async def test_a_full_accept_queue_is_tried_again(tmp_path: Path, autojump_clock
             client.setblocking(False)
             client.connect_ex(str(path))
         begun = trio.current_time()
-        with pytest.raises(ControllerBusyError, match="cannot reach"):
+        with pytest.raises(ServerBusyError, match="cannot reach"):
             await deregister(PurePosixPath(path), A)
         assert trio.current_time() - begun >= CONNECTED_WITHIN
 
@@ -289,7 +280,7 @@ async def test_a_full_accept_queue_is_tried_again(tmp_path: Path, autojump_clock
 async def test_a_controller_that_dies_before_it_answers_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "controller.sock"
     async with answering(path, lambda _: None):
-        with pytest.raises(ControllerAbsentError, match="cannot reach"):
+        with pytest.raises(ServerAbsentError, match="cannot reach"):
             await register(PurePosixPath(path), A, CPUS, Cgroup(tmp_path), ExitStack())
 
 

@@ -27,8 +27,7 @@ from runner.controller.tree.tree import Tree
 from runner.kernel.device_filter import cgroup_id
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kubelet.pod_cgroups import ContainerCgroup
-from runner.protocol.controller_client import BUSY
-from runner.protocol.jsonrpc import RpcError
+from runner.protocol.jsonrpc import BUSY, RpcError
 from runner.protocol.unix_server import Identify
 
 T = TypeVar("T")

@@ -58,8 +58,7 @@ from runner.controller.tune.tuner_messages import Tuning
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.files import owned
 from runner.kernel.peers import PeerError, Peers
-from runner.protocol.controller_client import BUSY
-from runner.protocol.jsonrpc import METHOD_NOT_FOUND, SERVER_ERROR, Attached, RpcError, RpcResult
+from runner.protocol.jsonrpc import BUSY, METHOD_NOT_FOUND, SERVER_ERROR, Attached, RpcError, RpcResult
 from runner.protocol.unix_server import Identify
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from runner.instance.watch.receipts import Receipts
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.shared_directories import followed, shared_directories
 from runner.kernel.sockets import Socket
-from runner.protocol.controller_client import BUSY
-from runner.protocol.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
+from runner.protocol.jsonrpc import BUSY, INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
 from runner.protocol.qmp import ExecInterruptedError, SilentError
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
 from runner.spec.instance import DiskSpec

@@ -24,8 +24,9 @@ from runner.base.tasks import first_of
 from runner.base.values import frozen
 from runner.instance.watch.figures import Figures
 from runner.placement.backends import ControllerPlacement
-from runner.protocol.controller_client import REPORT_SOCKET, ControllerAbsentError, ControllerConnection, connected
+from runner.protocol.controller_client import REPORT_SOCKET
 from runner.protocol.instance_metrics import reported
+from runner.protocol.jsonrpc_client import RpcConnection, ServerAbsentError, connected
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ async def report(figures: Figures, placement: ControllerPlacement, pauses: Pause
     while True:
         reporter = _Reporter(figures, placement.pod_uid, pauses.change)
         try:
-            async with connected(placement.socket.with_name(REPORT_SOCKET)) as controller:
+            async with connected("the controller", placement.socket.with_name(REPORT_SOCKET)) as controller:
                 await reporter.until_changed(controller)
-        except ControllerAbsentError as error:  # or the controller is busy, or too old for reports
+        except ServerAbsentError as error:  # or the controller is busy, or too old for reports
             log.debug(InstanceEvent.REPORT_MISSED, explain(error))
         except HostError as error:
             supervisor.log_limit.log(log.warning, InstanceEvent.REPORT_REFUSED, explain(error))
@@ -77,7 +78,7 @@ class _Reporter:
     answered: bool = False
     """Whether the controller has asked for another report."""
 
-    async def until_changed(self, controller: ControllerConnection) -> None:
+    async def until_changed(self, controller: RpcConnection) -> None:
         """Report the state, and all figures whenever *controller* asks for them; return when the state has changed."""
         supervisor = self.figures.supervisor
         while True:
@@ -87,7 +88,7 @@ class _Reporter:
                 return
             self.answered = True
 
-    async def _wanted(self, controller: ControllerConnection, document: Mapping[str, object]) -> bool:
+    async def _wanted(self, controller: RpcConnection, document: Mapping[str, object]) -> bool:
         await controller.call("reportInstance", {"uuid": self.pod_uid, "report": document})
         return True
 

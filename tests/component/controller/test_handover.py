@@ -23,7 +23,8 @@ from runner.instance.parts.cgroups.controller import registration_of
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
 from runner.placement.backends import ControllerPlacement
-from runner.protocol.controller_client import ControllerError, Registration
+from runner.protocol.controller_client import Registration
+from runner.protocol.jsonrpc_client import CallRefusedError
 from tests.support.exposition import figures
 from tests.support.fake_node import (
     ENTRIES,
@@ -235,7 +236,7 @@ async def test_the_runner_waits_and_gets_the_cpus(node: Node, logged: Callable[[
 
 async def test_at_the_end_of_the_bound_it_fails_with_the_holder_and_the_remedy(node: Node) -> None:
     async with handing_over(node, Timeouts(handover=0.2)), newcomer(node) as runner:
-        with pytest.raises(ControllerError, match=r"waited 0.2 s: .*" + B) as failed:
+        with pytest.raises(CallRefusedError, match=r"waited 0.2 s: .*" + B) as failed:
             await runner.register()
         assert f"crictl ps --label io.kubernetes.pod.uid={B}" in str(failed.value)
         assert str(node.instance(B).cpus()) == OURS
@@ -243,7 +244,7 @@ async def test_at_the_end_of_the_bound_it_fails_with_the_holder_and_the_remedy(n
 
 async def test_a_bound_of_nothing_is_a_refusal(node: Node) -> None:
     async with handing_over(node, Timeouts(handover=0)), newcomer(node) as runner:
-        with pytest.raises(ControllerError, match=r"waited 0 s: .*" + B):
+        with pytest.raises(CallRefusedError, match=r"waited 0 s: .*" + B):
             await runner.register()
 
 
@@ -294,7 +295,7 @@ async def test_of_two_newcomers_the_one_that_the_kubelet_forgets_is_refused(
         refused: list[str] = []
 
         async def register() -> None:
-            with pytest.raises(ControllerError) as failed:
+            with pytest.raises(CallRefusedError) as failed:
                 await second.register()
             refused.append(str(failed.value))
 

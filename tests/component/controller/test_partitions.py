@@ -32,7 +32,8 @@ from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.leases import END_LEASE
 from runner.placement.backends import ControllerPlacement
-from runner.protocol.controller_client import ControllerError, register, seal, unseal
+from runner.protocol.controller_client import register, seal, unseal
+from runner.protocol.jsonrpc_client import CallRefusedError
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_cgroupfs import FakeCgroup
 from tests.support.fake_node import QUICK, A, B, Client, Node, connected, controlled, in_a_thread
@@ -414,7 +415,7 @@ async def test_without_partitions_the_reason_is_the_answer_or_where_they_are_req
         assert await seal(path, B) == "the controller's option --partitions is off"
     writer.connection.shutdown(socket.SHUT_RDWR)
     async with controlled(node, partition_writer=writer, partitions_required=True) as controller:
-        with pytest.raises(ControllerError, match="the controller's cgroup writer has ended"):
+        with pytest.raises(CallRefusedError, match="the controller's cgroup writer has ended"):
             await seal(path, B)
         await unseal(path, B)
         answer = await controller.endpoints().respond("/healthz")

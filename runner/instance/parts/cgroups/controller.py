@@ -34,9 +34,6 @@ from runner.kubelet.pod_cgroups import float_group
 from runner.placement.backends import ControllerPlacement, CpuTuning, Placement
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import (
-    ControllerAbsentError,
-    ControllerBusyError,
-    ControllerError,
     CpusHeldError,
     MemoryNeed,
     Registration,
@@ -46,6 +43,7 @@ from runner.protocol.controller_client import (
     tune,
     unseal,
 )
+from runner.protocol.jsonrpc_client import CallRefusedError, ServerAbsentError, ServerBusyError
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +146,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         while True:
             try:
                 missing = await tune(placement.socket, placement.pod_uid, asked)
-            except ControllerAbsentError:  # a newer one may be replacing it
+            except ServerAbsentError:  # a newer one may be replacing it
                 await trio.sleep(SETTLED_AGAIN)
             except HostError as error:
                 log.warning(InstanceEvent.CPUS_NOT_TUNED, explain(error))
@@ -197,7 +195,7 @@ async def _sealed(
         with supervisor.faults.recorded("unseal the CPUs"), trio.move_on_after(UNSEALED_WITHIN, shield=True):
             try:
                 await unseal(placement.socket, placement.pod_uid)
-            except (ControllerAbsentError, ControllerError) as error:  # deregistering also unseals
+            except (ServerAbsentError, CallRefusedError) as error:  # deregistering also unseals
                 log.debug(InstanceEvent.CPUS_NOT_UNSEALED, explain(error))
 
 
@@ -213,9 +211,9 @@ async def _seal(placement: ControllerPlacement, timeouts: InstanceTimeouts) -> s
         while True:
             try:
                 return await seal(placement.socket, placement.pod_uid)
-            except ControllerAbsentError as error:
+            except ServerAbsentError as error:
                 reason = explain(error)
-                if isinstance(error, ControllerBusyError) and trio.current_time() < busy_until:
+                if isinstance(error, ServerBusyError) and trio.current_time() < busy_until:
                     await trio.sleep(BUSY_EVERY)
                     continue
             if not placement.enforced:
@@ -281,7 +279,7 @@ async def registered_cgroups(
                 pod = supervisor.procfs.cgroup()
                 try:
                     registration = await registration_of(supervisor, placement, pod, descriptors)
-                except ControllerError:
+                except CallRefusedError:
                     held.pop_all()  # it refused, so there is nothing to take back
                     raise
                 if registration.cpus != placement.cpus:
@@ -318,7 +316,7 @@ async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
     with faults.recorded("deregister"), trio.move_on_after(DEREGISTERED_WITHIN, shield=True) as timeout:
         try:
             await deregister(placement.socket, placement.pod_uid)
-        except ControllerAbsentError as error:
+        except ServerAbsentError as error:
             log.warning(InstanceEvent.CONTROLLER_GONE, explain(error))
     if timeout.cancelled_caught:
         log.warning(InstanceEvent.CONTROLLER_SILENT)
@@ -337,7 +335,7 @@ async def registration_of(
                 deadline = min(deadline, trio.current_time() + error.within)
                 if trio.current_time() >= deadline:
                     sentence = f"waited {error.within:g} s: {error.message}"
-                    raise ControllerError(sentence, error.code, remedy=error.remedy) from None
+                    raise CallRefusedError(sentence, error.code, remedy=error.remedy) from None
                 if waits_for != str(error):
                     waits_for = str(error)
                     log.warning(InstanceEvent.OTHER_INSTANCE_AWAITED, deadline - trio.current_time(), waits_for)
@@ -364,7 +362,7 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
             while True:
                 try:
                     return await _register(placement, pod, held)
-                except ControllerAbsentError as error:
+                except ServerAbsentError as error:
                     if not waiting:
                         log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
                     waiting = True
