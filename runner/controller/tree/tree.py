@@ -85,11 +85,14 @@ class Tree:
                 yield pod_uid, self.root.child(name)
 
     def crowded(self) -> Iterator[tuple[str, int]]:
-        """Yield the pods that have more processes than they may, and how many, while all together have half of theirs or more."""
+        """Yield the pods that have more processes than they may, and how many, while all together have half of theirs or more.
+
+        A pod that is gone may have none: its processes are ended anyway, but not without a kubelet, where its guest may still run.
+        """
         used, most = self.root.tasks()
         for pod_uid, domain in self._domains() if 2 * used >= most else ():
             used, most = domain.tasks()
-            if used > most:
+            if used > most > 0:
                 yield pod_uid, used
 
     def reachable(self) -> Iterator[str]:

@@ -28,7 +28,7 @@ from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals, ReconcileLoop
 from runner.controller.tree.reconcile import Evict, Observed, Requested
 from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
-from runner.kernel.cgroup import CgroupError
+from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.procfs import Procfs
 from runner.protocol.controller_client import PROTOCOL
 from tests.support.fake_cgroupfs import FakeCgroup
@@ -103,6 +103,15 @@ async def test_a_pod_with_too_many_processes_is_ended_before_others_have_too_few
         await controller.until(lambda: not node.instance(B).threads())
         assert node.instance(A).threads(), "it has no more than it may"
         assert f"pod with too many processes in float ended uuid={B} processes=60" in caplog.messages
+
+
+def test_what_still_runs_of_a_pod_that_is_gone_is_not_ended_for_too_many_processes(tmp_path: Path) -> None:
+    """Without a kubelet its guest may still run."""
+    for path, used, most in ((".", 200, 400), ("instance-a", 150, 40), ("instance-b", 50, 0)):
+        (tmp_path / path).mkdir(exist_ok=True)
+        (tmp_path / path / "pids.current").write_text(f"{used}\n")
+        (tmp_path / path / "pids.max").write_text(f"{most}\n")
+    assert [*Tree(Cgroup(tmp_path)).crowded()] == [("a", 150)]
 
 
 def without_seccomp(controller: Controller) -> frozenset[str]:
