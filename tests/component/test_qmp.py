@@ -63,6 +63,14 @@ async def settle() -> None:
     await trio.testing.wait_all_tasks_blocked()
 
 
+async def sent_and_cancelled(monitor: Monitor, command: str) -> None:
+    """Cancel *command* when it has been sent, and waits for its reply."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.execute, command)
+        await settle()
+        nursery.cancel_scope.cancel()
+
+
 async def test_greeting_and_version(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
     async with trio.open_nursery() as nursery:
@@ -215,8 +223,7 @@ async def test_the_reader_is_cancelled_and_another_takes_over(ends: tuple[Monito
 
 async def test_a_cancelled_commands_late_reply_is_dropped(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
-    with trio.move_on_after(0.01):
-        await monitor.execute("slow")
+    await sent_and_cancelled(monitor, "slow")
     late = peer.received()["id"]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(monitor.execute, "next")
@@ -336,8 +343,7 @@ def send_overlong(peer: Peer, number: object, after: bytes) -> threading.Thread:
 async def test_an_overlong_reply_fails_its_command_alone(ends: tuple[Monitor, Peer]) -> None:
     """Also when a command before it was abandoned, whose reply comes first, and with another line behind it."""
     monitor, peer = ends
-    with trio.move_on_after(0.01):
-        await monitor.execute("abandoned")
+    await sent_and_cancelled(monitor, "abandoned")
     results: list[object] = []
 
     async def other() -> None:
