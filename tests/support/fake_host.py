@@ -102,10 +102,10 @@ class FakeHost:
         return PurePosixPath(path)
 
     def records(self, fake: str, what: str) -> list[dict[str, Any]]:
-        """Return the records of kind *what* that a fake wrote."""
+        """Return the records of kind *what* that a fake wrote; not a last one of which the file has only a part yet."""
         if not self.log_file.exists():
             return []
-        everything = [json.loads(line) for line in self.log_file.read_text().splitlines()]
+        everything = [json.loads(line) for line in self.log_file.read_text().split("\n")[:-1]]
         return [record for record in everything if record["fake"] == fake and record["what"] == what]
 
     def guest_runs(self) -> bool:
