@@ -62,6 +62,11 @@ def vcpus_of_qemu(fake_host: FakeHost) -> list[int]:
     return list(found[-1]["indexes"]) if found else [0]
 
 
+def release(fake_host: FakeHost) -> None:
+    """Have the guest release the vCPU that it releases late."""
+    Path(f"{fake_host.log_file}.released").touch()
+
+
 async def test_a_vcpu_is_plugged_while_the_guest_is_stopped_and_unplugged(fake_host: FakeHost) -> None:
     plan = fake_host.plan(GROWING, qemu=NEWEST)
     first = plan.placement.pins[0]
@@ -203,6 +208,7 @@ async def test_a_vcpu_that_cannot_be_taken_back_is_reported(fake_host: FakeHost,
             with pytest.raises(RunnerError, match="cannot unplug vCPU 1"):
                 await asked(plan, "cpu.set", count=1)
             return
+        release(fake_host)
         while vcpus_of_qemu(fake_host) != [0]:
             await trio.sleep(0.01)
         assert len((await asked(plan, "cpu.set", count=1))["vcpus"]) == 1
@@ -269,6 +275,7 @@ async def test_a_vcpu_that_is_released_late_or_unasked_is_dropped(fake_host: Fak
         with pytest.raises(RunnerError, match="and keeps it"):
             await asked(plan, "cpu.set", count=1)
         assert (await asked(plan, "status"))["vcpus"] == 2
+        release(fake_host)
         while "vCPUs released by the guest count=1 from=2" not in fake_host.logged():
             await trio.sleep(0.01)
         while list(vcpus_of_receipt(plan.state_directory)) != [0]:
@@ -288,6 +295,7 @@ async def test_a_change_begins_with_what_the_guest_has_released_late(fake_host: 
         await asked(plan, "cpu.set", count=2)
         with pytest.raises(RunnerError, match="and may release it later"):
             await asked(plan, "cpu.set", count=1)
+        release(fake_host)
         while vcpus_of_qemu(fake_host) != [0]:
             await trio.sleep(0.01)
         assert len((await asked(plan, "cpu.set", count=1))["vcpus"]) == 1

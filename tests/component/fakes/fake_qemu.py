@@ -41,7 +41,7 @@ DEFAULTS = {
     "unplugs": True,  # the guest releases a disk that is to be detached
     "vcpu_add": None,  # None (it is plugged) | "refused" | "gone" (its thread does not exist)
     "vcpu_del": "released",  # also: None (the guest keeps it), "later" (it can be asked the second time), "silently" (no event)
-    # | "late" (after half a second)
+    # | "late" (when there is a file LOG.released)
     "cont_again": None,  # None (the guest runs on after it was stopped) | "deaf" | "refused"
     "fills": None,  # a directory whose file system is full as soon as the guest has a new disk
     "hostile": None,  # a phase and what it does then: see `misbehave`
@@ -344,10 +344,17 @@ def unplug_vcpu(path):
     if behaviour["vcpu_del"] is None:
         return None
     if behaviour["vcpu_del"] == "late":
-        threading.Timer(0.5, release_vcpu, (index, path)).start()
+        threading.Thread(target=release_vcpu_late, args=(index, path), daemon=True).start()
         return None
     release_vcpu(index, path)
     return None
+
+
+def release_vcpu_late(index, path):
+    while not os.path.exists(f"{LOG}.released"):
+        time.sleep(0.01)
+    os.unlink(f"{LOG}.released")
+    release_vcpu(index, path)
 
 
 def release_vcpu(index, path):
