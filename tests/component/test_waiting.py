@@ -208,7 +208,7 @@ async def test_what_is_received_is_returned_in_the_same_step(early: bool) -> Non
 
 @contextlib.contextmanager
 def lingering() -> Iterator[int]:
-    """Hold a socket of which the last close takes 4 s: its peer does not take what was sent."""
+    """Hold a socket of which the last close takes a minute, or until the end of the block: its peer does not take what was sent."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()),
@@ -218,7 +218,7 @@ def lingering() -> Iterator[int]:
         with contextlib.suppress(BlockingIOError):
             while True:
                 ours.send(bytes(1 << 16))
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 4))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
         yield ours.detach()
 
 
@@ -263,4 +263,4 @@ async def test_descriptors_that_take_long_to_be_closed_do_not_hold_this_process(
             theirs.sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))], flags)
             os.close(fd)
             await act(ours)
-    assert trio.current_time() - began < 2
+    assert trio.current_time() - began < 30

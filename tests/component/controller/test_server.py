@@ -142,12 +142,13 @@ async def test_a_client_that_cannot_be_identified_is_refused(node: Node) -> None
 async def test_a_client_that_disconnects_during_the_wait_registers_nothing(node: Node) -> None:
     node.become(B)
     node.scope(B).write("cpuset.cpus", "2-11")
-    async with controlled(node, timeouts=Timeouts(agreement=0.5)) as controller:
+    async with controlled(node, timeouts=Timeouts(agreement=20)) as controller:
         async with connected(node.socket) as client:
             params = {"uuid": B, "cpuset": "14-17"}
             await client.send(json.dumps({"jsonrpc": "2.0", "method": "registerCgroup", "params": params}).encode())
             client.connection.shutdown(socket.SHUT_WR)
-            await trio.sleep(0.05)
+            while not controller.server.in_flight:
+                await trio.testing.wait_all_tasks_blocked()
         (node.proc / str(os.getpid()) / "stat").unlink()  # the process has ended
         node.scope(B).write("cpuset.cpus", "14-17")
         await controller.eventually(lambda: controller.loop.counters.refusals["identity"] == 1)
@@ -298,7 +299,7 @@ async def test_descriptors_are_refused_where_the_kernel_can(node: Node) -> None:
 
 @contextlib.contextmanager
 def lingering() -> Iterator[int]:
-    """Hold a socket of which the last close takes 4 s: its peer does not take what was sent."""
+    """Hold a socket of which the last close takes a minute, or until the end of the block: its peer does not take what was sent."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()),
@@ -308,7 +309,7 @@ def lingering() -> Iterator[int]:
         with contextlib.suppress(BlockingIOError):
             while True:
                 ours.send(bytes(1 << 16))
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 4))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
         yield ours.detach()
 
 
@@ -329,8 +330,7 @@ async def test_descriptors_that_take_long_to_be_closed_keep_nobody_waiting(node:
         for _ in range(4):
             await works(node)
             await trio.sleep(0.1)
-        assert trio.current_time() - began < 3
-    assert trio.current_time() - began < 3
+    assert trio.current_time() - began < 30
 
 
 @pytest.mark.soak
