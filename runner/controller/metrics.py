@@ -12,7 +12,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.controller.serve.handover import Handover
-from runner.controller.tree.reconcile import ISOLATED, Observed
+from runner.controller.tree.model import ISOLATED, Observed
 from runner.controller.tune.disturbances import UNSET_KINDS
 from runner.kernel.small_files import read_image_digest
 from runner.kernel.waiting import shortages

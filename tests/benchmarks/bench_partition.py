@@ -15,7 +15,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.cgroup_writer import start_cgroup_writer
-from runner.controller.tree.reconcile import Action, Seal, Unseal
+from runner.controller.tree.model import Action, Seal, Unseal
 from runner.controller.tree.tree import Tree
 from runner.kernel.cgroup import Cgroup
 from tests.node.cgroups import ROOT, task

@@ -10,7 +10,8 @@ from runner.controller.serve import identity
 from runner.controller.serve.handover import HandoverPendingError, pending_handovers
 from runner.controller.serve.identity import RequestRefusedError, check_agreement
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import Group, Observed, holders, is_resized
+from runner.controller.tree.model import Group, Observed
+from runner.controller.tree.reconcile import holders, is_resized
 from runner.kernel.kubelet_files import Frozen
 
 log = logging.getLogger(__name__)

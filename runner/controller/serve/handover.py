@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve.identity import CONFLICT, RequestRefusedError
-from runner.controller.tree.reconcile import Observed, holders
+from runner.controller.tree.model import Observed
+from runner.controller.tree.reconcile import holders
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.state import CpuState
 

@@ -9,8 +9,8 @@ from runner.base.values import frozen
 from runner.controller.serve import identity
 from runner.controller.serve.identity import RequestRefusedError
 from runner.controller.tree.limits import LEAST_INSTANCE_MEMORY, Limits, memory_for, share_of
+from runner.controller.tree.model import Observed
 from runner.controller.tree.pods import PodCgroups
-from runner.controller.tree.reconcile import Observed
 from runner.kernel.cgroup import Cgroup
 from runner.kubelet.pod_cgroups import ContainerCgroup
 

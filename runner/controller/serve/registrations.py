@@ -26,7 +26,8 @@ from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import Requested, floats_on
+from runner.controller.tree.model import Requested
+from runner.controller.tree.reconcile import floats_on
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
 from runner.protocol.controller_client import PROTOCOL
 from runner.protocol.jsonrpc import RpcResult

@@ -17,7 +17,7 @@ from runner.controller.serve.identity import ContainerIdentity, RequestRefusedEr
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
-from runner.controller.tree.reconcile import ISOLATED, Group, Requested
+from runner.controller.tree.model import ISOLATED, Group, Requested
 from runner.kernel.cgroup import CgroupError
 from runner.kubelet.pod_cgroups import NOT_SEALED, vcpus_group
 from runner.protocol.jsonrpc import RpcResult

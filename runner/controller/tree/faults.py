@@ -7,15 +7,8 @@ from pathlib import Path
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
-from runner.controller.tree.reconcile import (
-    PARENT,
-    ROOT,
-    Desired,
-    Observed,
-    left_behind,
-    silent_fallbacks,
-    withheld,
-)
+from runner.controller.tree.model import PARENT, ROOT, Desired, Observed
+from runner.controller.tree.reconcile import left_behind, silent_fallbacks, withheld
 from runner.kubelet.pod_cgroups import group_uid, instance_group
 
 _OUTDATED_NAMED = 8

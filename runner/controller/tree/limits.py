@@ -102,9 +102,9 @@ class Limits:
         return ("cpu", *(("hugetlb",) if self.huge_page_sizes else ()), "memory", "pids")
 
 
-OF_FLOAT: Mapping[str, str] = {**NO_GROUPS}
+FLOAT_LIMITS: Mapping[str, str] = {**NO_GROUPS}
 """File → value for an instance's float."""
-OF_VCPUS: Mapping[str, str] = {**NO_GROUPS, "cpu.weight": str(CPU_WEIGHTS[0])}
+VCPUS_LIMITS: Mapping[str, str] = {**NO_GROUPS, "cpu.weight": str(CPU_WEIGHTS[0])}
 """The same for the cgroup of its vCPUs. The kernel divides a cgroup's share among its children on all CPUs together
 (``calc_group_shares`` of ``kernel/sched/fair.c``); the vCPUs have their CPUs to themselves, and leave the share to float."""
 

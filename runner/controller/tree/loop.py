@@ -31,23 +31,15 @@ from runner.controller.tree.cpu_source import CpuSource
 from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles
 from runner.controller.tree.limits import LEFT_BEHIND, Limits
+from runner.controller.tree.model import Action, Desired, Evict, Kill, Observed, Requested, Restrict, Seal, granted
 from runner.controller.tree.mount_options import MountOptions
 from runner.controller.tree.pass_log import PassLog
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.reconcile import (
-    Action,
-    Desired,
-    Evict,
-    Kill,
-    Observed,
-    Requested,
-    Restrict,
-    Seal,
     desire,
     desire_without_kubelet,
     evictions,
     float_cpus,
-    granted,
     reconcile,
     stale,
     unseals,

@@ -18,7 +18,7 @@ from runner.base.rate_limit import LogRateLimit
 from runner.controller.metrics import ControllerCounters
 from runner.controller.tree.cgroup_writer import MOUNT_OPTIONS, CgroupWriter
 from runner.controller.tree.faults import Fault
-from runner.controller.tree.reconcile import PARENT
+from runner.controller.tree.model import PARENT
 from runner.kernel.cgroup import CgroupError
 from runner.kernel.cgroup_mounts import NSDELEGATE, CgroupMounts, read_cgroup_mounts
 from runner.kernel.procfs import Procfs

@@ -12,7 +12,7 @@ from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.controller.metrics import ControllerCounters
 from runner.controller.tree.faults import Fault
-from runner.controller.tree.reconcile import (
+from runner.controller.tree.model import (
     ISOLATED,
     PARENT,
     ROOT,
@@ -45,7 +45,7 @@ class PassLog:
     left: Mapping[str, CpuSet] = attrs.field(factory=dict)
     """The cpusets as this program last read or wrote them: any difference was made by another program."""
     _oom_kills: Mapping[str, int] | None = None
-    """Pod UID → the last :attr:`~runner.controller.tree.reconcile.Domain.oom_kills`; ``None`` before the tree was observed."""
+    """Pod UID → the last :attr:`~runner.controller.tree.model.Domain.oom_kills`; ``None`` before the tree was observed."""
 
     def count(self, outcome: str, seconds: float) -> None:
         """Count a pass, and its time."""

@@ -28,270 +28,42 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 
-import attrs
-
 from runner.base.cpuset import CpuSet
-from runner.base.values import frozen
 from runner.controller.tree.limits import (
+    FLOAT_LIMITS,
     LEFT_BEHIND,
     MEMORY_MAX,
     MEMORY_NODES,
-    MIB,
-    NO_LIMIT,
     NO_PROCESSES,
-    OF_FLOAT,
-    OF_VCPUS,
+    VCPUS_LIMITS,
     Limits,
     memory_for,
 )
+from runner.controller.tree.model import (
+    BELOW,
+    ISOLATED,
+    PARENT,
+    ROOT,
+    Action,
+    Desired,
+    Domain,
+    Evict,
+    Group,
+    Kill,
+    Make,
+    Observed,
+    Remove,
+    Requested,
+    Restrict,
+    Seal,
+    Unseal,
+    Write,
+    granted,
+)
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
-from runner.kubelet.pod_cgroups import float_group, instance_group, vcpus_group
+from runner.kubelet.pod_cgroups import VCPUS, float_group, instance_group, vcpus_group
 from runner.kubelet.state import CpuState
-
-ROOT = ""
-PARENT = ".."
-
-MEMBER, ISOLATED = "member", "isolated"
-"""``cpuset.cpus.partition`` of a group that is no partition, and of an isolated one."""
-
-BELOW = ("cpu", "pids")
-"""The controllers that a domain switches on for its children, besides cpuset."""
-
-
-@frozen
-class Group:
-    """The float or the vCPUs' group of an instance, as observed."""
-
-    kind: str
-    """``cgroup.type``."""
-    cpus: CpuSet
-    """``cpuset.cpus``; empty if nothing was written, or while the cpuset controller is off."""
-    mems: CpuSet
-    effective: CpuSet
-    """``cpuset.cpus.effective``."""
-    populated: bool
-    """Whether it has a live member, or a child group that a pod has made; then it cannot be removed."""
-    limits: Mapping[str, str] = attrs.field(factory=dict)
-    """Control file → value, for the limits that the kernel offers here."""
-    exclusive: CpuSet = attrs.field(factory=CpuSet)
-    """``cpuset.cpus.exclusive``."""
-    partition: str = MEMBER
-    """``cpuset.cpus.partition``."""
-
-    @property
-    def was_sealed(self) -> bool:
-        """Return whether it is an isolated partition, or was one until the kernel invalidated it.
-
-        If its parent lost the CPUs, the kernel silently makes it a member (``remote_partition_check``).
-        """
-        return self.partition != MEMBER or bool(self.exclusive)
-
-
-@frozen
-class Domain:
-    """The group that has an instance's limits, as observed."""
-
-    enabled: frozenset[str] = frozenset()
-    """``cgroup.subtree_control``."""
-    cpus: CpuSet = attrs.field(factory=CpuSet)
-    """``cpuset.cpus``, which is to be empty."""
-    exclusive: CpuSet = attrs.field(factory=CpuSet)
-    limits: Mapping[str, str] = attrs.field(factory=dict)
-    oom_kills: int = 0
-    """Processes that the kernel has ended because the domain was out of memory."""
-    charged: int = 0
-    """Bytes charged to it; read only if nothing runs in it."""
-    processes: int = 0
-    """Processes that have ended and count in it until their parents have waited for them; read only if nothing runs in it."""
-
-    @property
-    def charged_mebibytes(self) -> int:
-        """The least ``memory.max``, in whole MiB, for which the kernel need not reclaim anything."""
-        return -(-self.charged // MIB) * MIB
-
-    @property
-    def memory_max(self) -> int | None:
-        """The bytes granted to it; ``None`` if it has no limit yet."""
-        text = self.limits.get(MEMORY_MAX, NO_LIMIT)
-        return int(text) if text.isdecimal() else None
-
-
-@frozen
-class Observed:
-    """The tree as observed."""
-
-    offered: frozenset[str]
-    """The controllers available in the parent."""
-    delegated: frozenset[str]
-    """The controllers enabled in the parent's ``cgroup.subtree_control``."""
-    exists: bool
-    enabled: frozenset[str] = frozenset()
-    """The root's ``cgroup.subtree_control``."""
-    cpus: CpuSet = attrs.field(factory=CpuSet)
-    mems: CpuSet = attrs.field(factory=CpuSet)
-    domains: Mapping[str, Domain] = attrs.field(factory=dict)
-    """Pod UID → its domain."""
-    groups: Mapping[str, Group] = attrs.field(factory=dict)
-    """The floats and the vCPUs' groups by their paths below the root; others are not read."""
-    limits: Mapping[str, str] = attrs.field(factory=dict)
-    """Control file → value, for the root's limits that the kernel offers."""
-    memory_used: int = 0
-    """Bytes charged to the root."""
-    gone: frozenset[str] = frozenset()
-    """The UIDs of pods that have a domain here but no cgroup of their own any more. A pod that the kubelet still names is included only if
-    nothing but its domain is left."""
-    reclaimed: frozenset[str] = frozenset()
-    """The UIDs of pods that have nothing left but the domain, after the kernel has reclaimed as much of its memory as it could."""
-    exclusive: CpuSet | None = None
-    """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
-    outdated: Mapping[str, bool] = attrs.field(factory=dict)
-    """Path of a group made by an earlier version → whether it is populated; children come before their parents."""
-
-    def instances(self) -> Mapping[str, Group]:
-        """Return the vCPUs' groups by the pods' UIDs."""
-        return {uid: self.groups[vcpus_group(uid)] for uid in sorted(self.domains) if vcpus_group(uid) in self.groups}
-
-    def floats(self) -> Mapping[str, Group]:
-        """Return the floats by the pods' UIDs."""
-        return {uid: self.groups[float_group(uid)] for uid in sorted(self.domains) if float_group(uid) in self.groups}
-
-    def is_left_over(self, pod_uid: str) -> bool:
-        """Tell whether the domain of *pod_uid* has no groups any more, and exists only for what is charged to it."""
-        return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
-
-    def left_over(self, more: int) -> Iterator[str]:
-        """Yield the pods that have nothing left but the domain, if more than *more* bytes are charged to it."""
-        return (uid for uid, each in self.domains.items() if each.charged > more and self.is_left_over(uid))
-
-    def shares_float(self, pod_uid: str) -> bool:
-        """Tell whether the vCPUs' group of *pod_uid* has only CPUs of its float, as after :func:`evictions`."""
-        vcpus, floating = self.groups.get(vcpus_group(pod_uid)), self.groups.get(float_group(pod_uid))
-        return vcpus is not None and floating is not None and bool(vcpus.cpus) and vcpus.cpus <= floating.cpus
-
-    def populated_outdated(self) -> tuple[str, ...]:
-        """Return the groups of :attr:`outdated` that are in use."""
-        return tuple(path for path, populated in self.outdated.items() if populated)
-
-
-@frozen
-class Desired:
-    """The desired tree."""
-
-    cpus: CpuSet
-    """All CPUs of the machine."""
-    mems: CpuSet
-    """All its memory nodes."""
-    shared_pool: CpuSet
-    """The CPUs for float, except those that instances still hold."""
-    choices: Mapping[str, tuple[CpuSet, ...]]
-    """Pod UID → the possible cpusets, one of each of its containers."""
-    complete: bool
-    """Whether *choices* names all existing pods, so that an empty instance missing in it is stale."""
-    limits: Limits = attrs.field(factory=Limits)
-    partitions: bool = True
-    """Whether an instance may be an isolated partition."""
-    kills: bool = True
-    """Whether the remains of a pod without a cgroup are ended; otherwise they are moved to float: without a kubelet the cgroup is a
-    container's, which the runtime may remove with its last anchor while the guest runs."""
-
-
-@frozen
-class Requested:
-    """The properties of an instance that a request sets in a pass; those that are ``None`` stay as they are."""
-
-    cpus: CpuSet | None = None
-    """The CPUs granted to it. The caller has made sure that none is another instance's (:func:`holders`)."""
-    memory: int | None = None
-    """Bytes for its domain."""
-    memory_nodes: CpuSet | None = None
-    """The memory nodes of its pod's own cgroup."""
-    sealed: bool | None = None
-    """Whether it is an isolated partition, as long as a thread is in its group."""
-
-
-def granted(requests: Mapping[str, Requested]) -> Mapping[str, CpuSet]:
-    """Return the CPUs granted in *requests*, by the pods' UIDs."""
-    return {pod_uid: each.cpus for pod_uid, each in requests.items() if each.cpus is not None}
-
-
-@frozen
-class Make:
-    """Create a group."""
-
-    group: str
-
-
-@frozen
-class Remove:
-    """Remove a group, if it is still empty."""
-
-    group: str
-
-
-@frozen
-class Write:
-    """Write *value* to *file* of a group."""
-
-    group: str
-    file: str
-    value: str
-
-
-@frozen
-class Restrict:
-    """Write a limit, or enable the controller for one. The tree works without it, so a failure stops nothing."""
-
-    group: str
-    file: str
-    value: str
-
-
-@frozen
-class Kill:
-    """End every process in the domain of pod *pod_uid*."""
-
-    pod_uid: str
-
-    @property
-    def group(self) -> str:
-        """The domain."""
-        return instance_group(self.pod_uid)
-
-
-@frozen
-class Evict:
-    """Move the threads that are in the vCPUs' group of pod *pod_uid* to its float.
-
-    The groups that the pod has made below are emptied in the same way, and removed.
-    """
-
-    pod_uid: str
-
-    @property
-    def group(self) -> str:
-        """The vCPUs' group."""
-        return vcpus_group(self.pod_uid)
-
-
-@frozen
-class Seal:
-    """Make a group of vCPUs an isolated partition of *cpus*. The instance works without it, so a failure stops nothing."""
-
-    group: str
-    cpus: CpuSet
-    together: CpuSet
-    """The CPUs of all sealed instances, which the root must have exclusively before."""
-
-
-@frozen
-class Unseal:
-    """Make a group of vCPUs a member of its parent's partition again; neither it nor its domain then has exclusive CPUs."""
-
-    group: str
-
-
-Action = Make | Remove | Write | Restrict | Kill | Evict | Seal | Unseal
 
 
 def desire(state: CpuState, machine: OnlineCpus, limits: Limits) -> Desired:
@@ -438,7 +210,7 @@ def _actions(desired: Desired, observed: Observed, requests: Mapping[str, Reques
             yield Write(path, "cpuset.mems", str(named | desired.mems))
     yield from _cpuset_actions(targets, groups, sealed)
     for path in targets:
-        limits = OF_VCPUS if path.endswith(_OF_VCPUS) else OF_FLOAT
+        limits = VCPUS_LIMITS if path.endswith(f"/{VCPUS}") else FLOAT_LIMITS
         yield from _restrictions(path, limits, groups[path].limits if path in groups else {}, observed)
     yield from _seal_actions(sealed, desired, observed, removed)
 
@@ -499,9 +271,6 @@ def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:
 def _has_gone(pod_uid: str, desired: Desired, observed: Observed) -> bool:
     """Tell whether *pod_uid* can no longer register: its cgroup is gone, or the kubelet does not name it."""
     return pod_uid in observed.gone or (desired.kills and pod_uid not in desired.choices)
-
-
-_OF_VCPUS = vcpus_group("").removeprefix(instance_group(""))
 
 
 def _removed(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[str]:
@@ -574,7 +343,7 @@ def _sealed(
 def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterator[Action]:
     for name, group in observed.groups.items():
         cpus = sealed.get(name)
-        if group.was_sealed and not _names(group, cpus) and not _stays_sealed(group, cpus):
+        if group.was_sealed and not _has_exclusively(group, cpus) and not _stays_sealed(group, cpus):
             yield Unseal(name)
 
 
@@ -614,8 +383,8 @@ def _leaves(pod_uid: str, desired: Desired, observed: Observed, removed: frozens
     )
 
 
-def _names(group: Group, cpus: CpuSet | None) -> bool:
-    """Tell whether *group* has *cpus* exclusively; with ``None``, whether it has no exclusive CPUs."""
+def _has_exclusively(group: Group, cpus: CpuSet | None) -> bool:
+    """Tell whether *cpus* are all the CPUs of *group*, and all its exclusive ones."""
     return group.exclusive == group.cpus == cpus
 
 
@@ -698,13 +467,18 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
 
 
 def float_cpus(desired: Desired, observed: Observed) -> CpuSet:
-    """Return the CPUs for every float: the shared pool, except those that instances still hold.
-
-    If orphans, instances whose pods are gone, hold the whole shared pool, float shares it with them, like every other pod of the node.
-    """
+    """Return the CPUs for every float: the shared pool, except those that instances still hold."""
     removed = frozenset(_removed(desired, observed, {}))
     groups = {path: group for path, group in observed.groups.items() if path not in removed}
     _, owned, orphaned = _owned(desired, observed, groups, {}, _without_pod(desired, observed, {}))
+    return _left_to_float(desired, owned, orphaned)
+
+
+def _left_to_float(desired: Desired, owned: CpuSet, orphaned: CpuSet) -> CpuSet:
+    """Return the shared pool without the CPUs *owned* by instances and those *orphaned*, of instances whose pods are gone.
+
+    If the orphans have all of it, float shares it with them, like every other pod of the node.
+    """
     return desired.shared_pool - owned - orphaned or desired.shared_pool - owned
 
 
@@ -721,7 +495,7 @@ def _targets(
     and follow float until their processes have ended.
     """
     targets, owned, orphaned = _owned(desired, observed, groups, requests, without_pod)
-    floating = desired.shared_pool - owned - orphaned or desired.shared_pool - owned
+    floating = _left_to_float(desired, owned, orphaned)
     if not floating:
         return targets
     grants = granted(requests)

@@ -1,4 +1,4 @@
-"""The tree of groups in the kernel: observing it, and applying the actions of :mod:`runner.controller.tree.reconcile`."""
+"""The tree of groups in the kernel: observing it, and applying the actions of :mod:`runner.controller.tree.model`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES
 from runner.controller.tree.limits import MEMORY_MAX, MEMORY_NODES, SWAP_MAX
-from runner.controller.tree.reconcile import (
+from runner.controller.tree.model import (
     ISOLATED,
     PARENT,
     ROOT,

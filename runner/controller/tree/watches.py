@@ -12,8 +12,8 @@ from runner.base.errors import HostError, explain
 from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.model import Observed
 from runner.controller.tree.pods import PodCgroups
-from runner.controller.tree.reconcile import Observed
 from runner.controller.tree.tree import Tree
 from runner.kernel import inotify
 from runner.kubelet.pod_cgroups import FLOAT, VCPUS, instance_uid

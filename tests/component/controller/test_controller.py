@@ -20,9 +20,9 @@ from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.loop import Intervals
+from runner.controller.tree.model import Group, Observed, Write
 from runner.controller.tree.pass_log import PassLog
 from runner.controller.tree.pods import MemberProcess, PodCgroups
-from runner.controller.tree.reconcile import Group, Observed, Write
 from runner.controller.tree.tree import Tree
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.kubelet_files import Frozen

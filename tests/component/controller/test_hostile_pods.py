@@ -26,7 +26,7 @@ from runner.controller.serve.registrations import REST
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals, ReconcileLoop
-from runner.controller.tree.reconcile import Evict, Observed, Requested
+from runner.controller.tree.model import Evict, Observed, Requested
 from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.kernel.cgroup import Cgroup, CgroupError
 from runner.kernel.procfs import Procfs

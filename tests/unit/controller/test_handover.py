@@ -9,7 +9,8 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
 from runner.controller.serve.handover import Handover, HandoverPendingError, handovers, pending_handovers
-from runner.controller.tree.reconcile import Observed, Requested, desire, holders, reconcile
+from runner.controller.tree.model import Observed, Requested
+from runner.controller.tree.reconcile import desire, holders, reconcile
 from runner.kubelet.pod_cgroups import FLOAT, float_group, vcpus_group
 from runner.kubelet.state import CpuState
 from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded, tree

@@ -4,8 +4,8 @@ import pytest
 
 from runner.controller.tree.limits import (
     MOST_PROCESSES,
-    OF_FLOAT,
-    OF_VCPUS,
+    FLOAT_LIMITS,
+    VCPUS_LIMITS,
     Limits,
     default_memory,
     default_pod_memory,
@@ -113,9 +113,9 @@ def test_what_is_left_of_a_pod_that_has_gone_cannot_fork_and_gets_the_least_time
 
 
 def test_vcpus_leave_the_share_of_their_instance_to_float() -> None:
-    assert OF_VCPUS["cpu.weight"] == "1"
-    assert "cpu.weight" not in OF_FLOAT
-    assert OF_VCPUS["cgroup.max.descendants"] == OF_FLOAT["cgroup.max.descendants"] == "0"
+    assert VCPUS_LIMITS["cpu.weight"] == "1"
+    assert "cpu.weight" not in FLOAT_LIMITS
+    assert VCPUS_LIMITS["cgroup.max.descendants"] == FLOAT_LIMITS["cgroup.max.descendants"] == "0"
 
 
 def test_no_huge_page_of_any_size_is_taken_or_reserved_in_float() -> None:

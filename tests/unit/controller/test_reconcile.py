@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.limits import Limits
-from runner.controller.tree.reconcile import (
+from runner.controller.tree.model import (
     ISOLATED,
     MEMBER,
     ROOT,
@@ -28,6 +28,8 @@ from runner.controller.tree.reconcile import (
     Seal,
     Unseal,
     Write,
+)
+from runner.controller.tree.reconcile import (
     desire,
     desire_without_kubelet,
     evictions,
