@@ -47,3 +47,25 @@ def _hash(self: Any) -> int:
 def _repr(self: Any) -> str:
     shown = (f"{field.name}={getattr(self, field.name)!r}" for field in self.__attrs_attrs__ if field.repr)
     return f"{self.__class__.__qualname__.rpartition('>.')[2]}({', '.join(shown)})"
+
+
+LONGEST_TEXT = 1000
+"""Characters of another program's text that are kept or logged: a log drops a line that is too long."""
+
+
+def whole_number(value: object) -> int:
+    """Return *value* if it is a whole number of at most 63 bits, and not negative. Raises ``TypeError`` or ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(value).__name__} is no whole number")
+    if not 0 <= value < 1 << 63:
+        raise ValueError("no number of 63 bits")
+    return value
+
+
+def short_text(value: object) -> str:
+    """Return *value* if it is a text of at most :data:`LONGEST_TEXT` characters. Raises ``TypeError`` or ``ValueError``."""
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} is no text")
+    if len(value) > LONGEST_TEXT:
+        raise ValueError(f"a text of {len(value)} characters")
+    return value

@@ -14,8 +14,8 @@ from pathlib import PurePosixPath
 
 from runner.base.errors import RefusedError, explain
 from runner.base.events import InstanceEvent
-from runner.cli.outputs import Outputs
 from runner.instance.init import resume_as_init
+from runner.instance.outputs import Outputs
 from runner.instance.renewal.first_stage import FirstStage, RenewalDocument
 from runner.instance.renewal.upgrade import state_of, taken_over
 from runner.instance.supervisor import Renewal

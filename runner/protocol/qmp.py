@@ -33,7 +33,7 @@ import trio
 
 from runner.base.errors import HostError
 from runner.base.events import InstanceEvent
-from runner.base.values import frozen
+from runner.base.values import LONGEST_TEXT, frozen, short_text, whole_number
 from runner.kernel.fd_passing import TooManyFdsInFlightError, begin_to_send, hang_up, send_with_fds
 from runner.kernel.line_reader import LineFramer, OverlongError
 from runner.kernel.packages import without_init
@@ -57,8 +57,6 @@ LONGEST_EVENT = 4 << 10
 """Bytes of the longest event that is kept; QEMU's own have less than 1 KiB. Of a longer one only its arrival is noted."""
 KEPT_EVENTS = 1000
 """Events kept until a task observes them; a guest can make QEMU send them endlessly."""
-LONGEST_WORDS = 1000
-"""Characters of QEMU's own text in a reply, an error or a message of this program: a log drops a line that is too long."""
 
 _HUNG_UP = "cannot talk to QEMU: it hung up"
 
@@ -99,8 +97,8 @@ class ExecuteError(QmpError):
     """QEMU refused a command; *kind* is its error class, such as ``CommandNotFound``."""
 
     def __init__(self, sent: Mapping[str, object], received: ErrorResponse) -> None:
-        self.kind = received.error.class_[:LONGEST_WORDS]
-        self.description = received.error.desc[:LONGEST_WORDS]
+        self.kind = received.error.class_[:LONGEST_TEXT]
+        self.description = received.error.desc[:LONGEST_TEXT]
         super().__init__(f"cannot execute {sent['execute']!r}: {self.description}", sent=sent, received=received)
 
 
@@ -144,24 +142,6 @@ class MonitorRecord(NamedTuple):
     unanswered: tuple[str, ...] = ()
     events: tuple[tuple[str, str], ...] = ()
     """Events that no task has observed yet: name, and data as JSON."""
-
-
-def whole_number(value: object) -> int:
-    """Return *value* if it is a whole number of at most 63 bits, and not negative. Raises ``TypeError`` or ``ValueError``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{type(value).__name__} is no whole number")
-    if not 0 <= value < 1 << 63:
-        raise ValueError("no number of 63 bits")
-    return value
-
-
-def words(value: object) -> str:
-    """Return *value* if it is a text of at most :data:`LONGEST_WORDS` characters. Raises ``TypeError`` or ``ValueError``."""
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} is no text")
-    if len(value) > LONGEST_WORDS:
-        raise ValueError(f"a text of {len(value)} characters")
-    return value
 
 
 class Monitor:
@@ -294,7 +274,7 @@ class Monitor:
     ) -> T:
         """Execute *command* as :meth:`execute` does, and return *parse* of its result.
 
-        QEMU may be under the guest's control, so *parse* validates everything, with :func:`whole_number` and :func:`words`. If it fails,
+        QEMU may be under the guest's control, so *parse* validates everything (:func:`whole_number`, :func:`short_text`). If it fails,
         :exc:`BadReplyError` is raised, and the conversation continues.
         """
         reply = await self.execute(command, arguments, fds=fds)
@@ -328,7 +308,7 @@ class Monitor:
 
     async def run_state(self) -> str:
         """Return the guest's ``RunState`` (``query-status``)."""
-        return await self.query("query-status", lambda reply: words(reply["status"]))
+        return await self.query("query-status", lambda reply: short_text(reply["status"]))
 
     async def within(self, seconds: float, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the result of *ask*, which waits for QEMU. Raises :exc:`SilentError` after *seconds*.
@@ -393,7 +373,7 @@ class Monitor:
     async def iothreads(self) -> dict[int, str]:
         """Return the iothreads' ids by thread (``query-iothreads``)."""
         return await self.query(
-            "query-iothreads", lambda reply: {whole_number(each["thread-id"]): words(each["id"]) for each in reply}
+            "query-iothreads", lambda reply: {whole_number(each["thread-id"]): short_text(each["id"]) for each in reply}
         )
 
     async def _send(self, request: Mapping[str, object], fds: Sequence[int]) -> None:

@@ -27,8 +27,8 @@ from runner.base.cpuset import CpuSet  # noqa: E402
 from runner.controller.tree.cpu_source import CpuSource  # noqa: E402
 from runner.controller.tree.limits import Limits  # noqa: E402
 from runner.controller.tree.loop import Intervals, ReconcileLoop  # noqa: E402
-from runner.controller.tree.pods import PodCgroups  # noqa: E402
 from runner.controller.tree.model import Requested  # noqa: E402
+from runner.controller.tree.pods import PodCgroups  # noqa: E402
 from runner.controller.tree.tree import Tree  # noqa: E402
 from runner.kernel.procfs import Procfs  # noqa: E402
 from runner.kubelet.state_files import KubeletFiles  # noqa: E402

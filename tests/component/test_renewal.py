@@ -714,7 +714,7 @@ log = logging.getLogger("runner")
 
 
 COMMIT = """    held.at_commit(stage.commit)
-    from runner.cli.outputs import STEPS
+    from runner.instance.outputs import STEPS
     held.at_commit(lambda: open({path!r}, "w").write(json.dumps(STEPS.names)))
 """
 

@@ -19,7 +19,7 @@ import trio
 
 from runner.base.errors import HostError, RefusedError, RunnerError, SpecError, explain
 from runner.base.events import InstanceEvent
-from runner.base.values import define, frozen
+from runner.base.values import define, frozen, short_text, whole_number
 from runner.facts.disk import LateDiskFacts
 from runner.facts.host import User
 from runner.host.discover import read_disk_facts
@@ -32,7 +32,7 @@ from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
 from runner.plan.disks import DiskPlan, disk_words, plan_disk, remark_little_space
 from runner.plan.instance import InstancePlan
 from runner.plan.problems import Problems
-from runner.protocol.qmp import ExecuteError, Monitor, whole_number, words
+from runner.protocol.qmp import ExecuteError, Monitor
 from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
 
@@ -318,7 +318,7 @@ class DiskHotplug:
 
     async def _sizes(self) -> dict[str, int]:
         def parse(reply: Any) -> dict[str, int]:
-            return {words(node["node-name"]): whole_number(node["image"]["virtual-size"]) for node in reply}
+            return {short_text(node["node-name"]): whole_number(node["image"]["virtual-size"]) for node in reply}
 
         return await self._machine.monitor.query("query-named-block-nodes", parse, {"flat": True})
 

@@ -33,7 +33,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
-from runner.base.values import frozen
+from runner.base.values import frozen, short_text, whole_number
 from runner.facts.host import format_version, parse_version
 from runner.host.discover import version_output
 from runner.instance.change.running_instance import RunningInstance
@@ -56,7 +56,7 @@ from runner.plan.machine import Accel, MachinePlan
 from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
 from runner.plan.shares import SharePlan
-from runner.protocol.qmp import ExecuteError, Monitor, QmpError, QmpEvent, whole_number, words
+from runner.protocol.qmp import ExecuteError, Monitor, QmpError, QmpEvent
 
 if TYPE_CHECKING:
     from runner.instance.documents import QemuCheckAnswer, QemuUpdateAnswer
@@ -218,7 +218,7 @@ async def _blocker_reasons(monitor: Monitor) -> list[str]:
     """
     await monitor.execute("migrate-set-parameters", {"mode": "cpr-transfer"})
     blockers = await monitor.query(
-        "query-migrate", lambda reply: [words(each) for each in reply.get("blocked-reasons", ())]
+        "query-migrate", lambda reply: [short_text(each) for each in reply.get("blocked-reasons", ())]
     )
     return [f"QEMU cannot hand its devices over: {reason}" for reason in blockers]
 
@@ -242,7 +242,7 @@ async def _vcpu_reasons(running: RunningInstance) -> list[str]:
 async def _state_reasons(running: RunningInstance) -> list[str]:
     """Return the reason why the update is not possible at this moment."""
     runs, state = await running.machine.monitor.query(
-        "query-status", lambda reply: (reply["running"], words(reply["status"]))
+        "query-status", lambda reply: (reply["running"], short_text(reply["status"]))
     )
     reasons = [] if runs is True else [f"the guest does not run: QEMU says {state!r}"]
     if misplaced := running.receipts.misplaced():
@@ -252,7 +252,9 @@ async def _state_reasons(running: RunningInstance) -> list[str]:
 
 async def _machine_type(monitor: Monitor) -> str:
     """Return the versioned name of the machine that the guest was started with, such as ``pc-q35-10.1``."""
-    return (await monitor.query("qom-get", words, {"path": "/machine", "property": "type"})).removesuffix("-machine")
+    return (await monitor.query("qom-get", short_text, {"path": "/machine", "property": "type"})).removesuffix(
+        "-machine"
+    )
 
 
 async def update(running: RunningInstance, program: QemuProgram, *, no_way_back: bool) -> QemuUpdateAnswer:
@@ -388,7 +390,7 @@ class _Move:
         await successor.greeted()  # or raises the reason why it has ended
         await first_of(self.over.wait, successor.process.wait, self.source.process.wait)
         transferred, reason = await monitor.query(
-            "query-migrate", lambda reply: (words(reply["status"]), words(reply.get("error-desc", "")))
+            "query-migrate", lambda reply: (short_text(reply["status"]), short_text(reply.get("error-desc", "")))
         )
         if transferred != "completed":
             raise HostError(f"its state was not transferred: {reason or transferred}")
@@ -523,7 +525,7 @@ class _Move:
         """Let the source run the guest, whatever state of the transfer it is in."""
         monitor = self.source.monitor
         self.source.process.send_signal(signal.SIGCONT)
-        ask = partial(monitor.query, "query-migrate", lambda reply: words(reply.get("status", "none")))
+        ask = partial(monitor.query, "query-migrate", lambda reply: short_text(reply.get("status", "none")))
         if (state := await ask()) not in _OVER:
             await monitor.execute("migrate_cancel")
         while state not in _OVER:
@@ -600,7 +602,7 @@ async def _cpu(monitor: Monitor) -> object:
     """Return the first vCPU as the guest sees it: CPUID's features, and the model's name and numbers."""
 
     def parse(reply: Any) -> str:
-        return words(min(reply, key=lambda vcpu: whole_number(vcpu["cpu-index"]))["qom-path"])
+        return short_text(min(reply, key=lambda vcpu: whole_number(vcpu["cpu-index"]))["qom-path"])
 
     path = await monitor.query("query-cpus-fast", parse)
     names = ("feature-words", "vendor", "family", "model", "stepping", "model-id")

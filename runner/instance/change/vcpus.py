@@ -18,7 +18,7 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
 from runner.base.events import InstanceEvent
-from runner.base.values import frozen
+from runner.base.values import frozen, short_text, whole_number
 from runner.facts.hardware import Hardware
 from runner.facts.host import format_version, parse_version
 from runner.facts.roots import Roots
@@ -31,7 +31,7 @@ from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of
 from runner.plan.machine import VcpuHotplugPlan
-from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent, whole_number, words
+from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent
 
 if TYPE_CHECKING:
     from runner.instance.documents import VcpuDocument, VcpusAnswer
@@ -446,7 +446,9 @@ class Vcpus:
 
 def _slot(found: Mapping[str, Any]) -> VcpuSlot:
     properties = {name: whole_number(value) for name, value in found["props"].items()}
-    return VcpuSlot(words(found["type"]), properties, words(found["qom-path"]) if "qom-path" in found else None)
+    return VcpuSlot(
+        short_text(found["type"]), properties, short_text(found["qom-path"]) if "qom-path" in found else None
+    )
 
 
 @attrs.define

@@ -6,9 +6,10 @@ import logging
 
 from runner.base.errors import RunnerError, explain
 from runner.base.events import InstanceEvent
+from runner.base.values import short_text
 from runner.instance.parts.qemu import Qemu
 from runner.instance.watch.receipts import Receipts
-from runner.protocol.qmp import QmpError, words
+from runner.protocol.qmp import QmpError
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ async def verify_guest(machine: Qemu, receipts: Receipts) -> None:
         log.warning(InstanceEvent.RECEIPT_NOT_RENEWED, explain(error))
     try:
         running, state = await machine.monitor.query(
-            "query-status", lambda reply: (reply["running"], words(reply["status"]))
+            "query-status", lambda reply: (reply["running"], short_text(reply["status"]))
         )
     except QmpError:  # the task that waits for the guest's end reports it
         return

@@ -12,6 +12,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
+from runner.base.values import short_text, whole_number
 from runner.base.version import VERSION
 from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
@@ -25,7 +26,7 @@ from runner.placement.threads import Receipt
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan, MacvtapPlan
 from runner.protocol.instance_metrics import PHASES, QEMU_UPDATE_OUTCOMES, RENEWAL_OUTCOMES, RESTARTED_ROLES, Samples
-from runner.protocol.qmp import QmpError, whole_number, words
+from runner.protocol.qmp import QmpError
 
 DISKS_WITHIN = 0.5
 """Seconds that QEMU may take to answer about its disks; a silent QEMU must not delay a scrape."""
@@ -159,7 +160,7 @@ async def _disks(supervisor: Supervisor, plan: InstancePlan, machine: RunningQem
     def parse(reply: Any) -> list[NamedSamples]:
         # A virtio device is a child of the bus device that has the name: /machine/peripheral/disk0/virtio-backend.
         stats = {
-            words(each["qdev"]).removeprefix("/machine/peripheral/").partition("/")[0]: each["stats"]
+            short_text(each["qdev"]).removeprefix("/machine/peripheral/").partition("/")[0]: each["stats"]
             for each in reply
             if each.get("qdev")
         }

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from runner.controller.tree.limits import (
-    MOST_PROCESSES,
     FLOAT_LIMITS,
+    MOST_PROCESSES,
     VCPUS_LIMITS,
     Limits,
     default_memory,

@@ -13,18 +13,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 import trio
 
 from runner.base.errors import Status
 from runner.base.events import InstanceEvent
+from runner.instance.held import Held
 from runner.instance.init import ExitReport, Streams, of_running_guest, report_of, resume_as_init, with_faults
+from runner.instance.supervisor import Renewal
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
-
-if TYPE_CHECKING:
-    from runner.instance.held import Held
-    from runner.instance.supervisor import Renewal
 
 log = logging.getLogger("runner")
 
