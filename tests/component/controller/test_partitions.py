@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
@@ -305,7 +304,7 @@ def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     sealed = list[float]()
 
     def seal_noted(_seals: Seals, pod_uid: str) -> str:
-        sealed.append(time.monotonic())
+        sealed.append(trio.current_time())
         return pod_uid
 
     monkeypatch.setattr(Seals, "make", seal_noted)
@@ -313,8 +312,9 @@ def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
+    del autojump_clock
     node.become(B)
     sealed = times_of_seals(monkeypatch)
     timeouts = attrs.evolve(QUICK, sealed_again=0.2)
@@ -328,8 +328,9 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
 
 
 async def test_seals_of_many_instances_are_apart(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
+    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
+    del autojump_clock
     sealed = times_of_seals(monkeypatch)
     timeouts = attrs.evolve(QUICK, seals_apart=0.2)
     async with (
