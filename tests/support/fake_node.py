@@ -370,8 +370,8 @@ class Controller:
             await self.loop.next_pass()
 
 
-QUICK = Timeouts(agreement=0.4, emptying=0.4)
-"""For tests in which what is waited for never comes."""
+QUICK, LONG = Timeouts(agreement=0.4, emptying=0.4), Timeouts(agreement=50, emptying=50)
+"""For tests in which what is waited for never comes, and for all others."""
 
 
 @contextlib.contextmanager
@@ -401,7 +401,7 @@ async def controlled(
     own_cpus: str = "",
     reserved: str = "",
     limits: SocketLimits | None = None,
-    timeouts: Timeouts = QUICK,
+    timeouts: Timeouts = LONG,
     intervals: Intervals | None = None,
     limit_options: LimitOptions | None = None,
     device_filter: DeviceFilter | None = None,
@@ -416,7 +416,7 @@ async def controlled(
     report_intervals: ReportIntervals | None = None,
     report_limits: SocketLimits = LIMITS,
     passes_fds: bool = False,
-    limit: float = 30,
+    limit: float = 60,
 ) -> AsyncIterator[Controller]:
     """Run a controller on *node* for at most *limit* seconds; with *own_cpus* the node has no kubelet.
 

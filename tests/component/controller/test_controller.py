@@ -31,6 +31,7 @@ from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,
     HOST_NAMESPACE,
+    QUICK,
     SHARED,
     A,
     B,
@@ -186,7 +187,7 @@ async def test_a_sidecar_does_not_deregister(node: Node) -> None:
 
 async def test_deregistering_is_refused_while_a_thread_stays(node: Node) -> None:
     node.become(B)
-    async with controlled(node), connected(node.socket) as client:
+    async with controlled(node, timeouts=QUICK), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         refused = await client.refusal("deregisterCgroup", uuid=B)
@@ -288,7 +289,7 @@ async def test_a_late_entry_is_waited_for(node: Node) -> None:
 async def test_lasting_disagreement_is_refused_with_both_values(node: Node) -> None:
     node.become(B)
     node.scope(B).write("cpuset.cpus", "14-15")
-    async with controlled(node), connected(node.socket) as client:
+    async with controlled(node, timeouts=QUICK), connected(node.socket) as client:
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["code"] == -32002
         assert (refused["requested"], refused["kubelet"], refused["scope"]) == ("14-17", "14-17", "14-15")
@@ -416,7 +417,7 @@ async def test_cpus_are_not_given_to_two_instances(node: Node) -> None:
 
 async def test_another_container_of_the_pod_does_not_take_over_its_instance(node: Node) -> None:
     node.become(B)
-    async with controlled(node) as controller, connected(node.socket) as client:
+    async with controlled(node, timeouts=QUICK) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         node.put_state("4-11", {**ENTRIES, B: {"instance": "14-17", "second": "2-3"}})
@@ -496,7 +497,7 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
     node.become(B)
     state = node.kubelet / "cpu_manager_state"
     good = state.read_bytes()
-    async with controlled(node) as controller, connected(node.socket) as client:
+    async with controlled(node, timeouts=QUICK) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         before = node.snapshot()
@@ -580,7 +581,7 @@ async def test_strictly_reserved_cpus_may_be_in_no_set(node: Node) -> None:
 async def test_an_offline_cpu_cannot_be_registered(node: Node) -> None:
     node.become(B)
     (node.path / "sys/devices/system/cpu/online").write_text("0-16,18-19\n")
-    async with controlled(node), connected(node.socket) as client:
+    async with controlled(node, timeouts=QUICK), connected(node.socket) as client:
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "cpuset"
         assert "'17' are not online" in str(refused["message"])
@@ -657,7 +658,7 @@ async def test_a_restart_after_the_pod_is_gone_cleans_up(node: Node) -> None:
 
 
 async def test_without_a_kubelet_the_first_request_gets_the_cpus(node: Node) -> None:
-    async with controlled(node, own_cpus="4-15", trusting=True), connected(node.socket) as client:
+    async with controlled(node, own_cpus="4-15", trusting=True, timeouts=QUICK), connected(node.socket) as client:
         assert str(node.float_cgroup.cpus()) == "0-19"
         await client.result("registerCgroup", uuid="one", cpuset="4-7")
         assert str(node.float_cgroup.cpus()) == "0-3,8-19"

@@ -22,6 +22,7 @@ from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.pod_resources import GET_ALLOCATABLE, LIST
 from tests.support.fake_claims import FakeClaim, put_claims
 from tests.support.fake_node import ENTRIES, SHARED, B, C, Client, Controller, Node, connected, controlled
+from tests.support.fake_node import QUICK as QUICK_TIMEOUTS
 from tests.support.fake_pod_resources import OK, RATE_LIMIT, FakeContainer, FakePodResources, serving
 
 QUICK = Intervals(pause=0.005, readings=3, least=0.01, frozen=0.05)
@@ -197,7 +198,7 @@ async def test_a_decision_rests_on_what_the_files_hold_now(claims: ClaimsNode) -
 async def test_a_pod_gets_no_cpus_of_another_pods_claim(claims: ClaimsNode) -> None:
     claims.put(OF_B, OF_C)
     claims.node.scope(B).write("cpuset.cpus", "18-19")
-    async with claims.controlled() as (_, client):
+    async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (_, client):
         for cpuset in ("18-19", "14-19", "14-15", "0-1"):
             refused = await client.refusal("registerCgroup", uuid=B, cpuset=cpuset)
             assert refused["reason"] == "cpuset"
@@ -233,7 +234,7 @@ async def test_a_container_of_several_claims_has_them_together(claims: ClaimsNod
 
 async def test_a_pod_without_a_claim_is_told_what_it_needs(claims: ClaimsNode) -> None:
     claims.put(OF_C)
-    async with claims.controlled() as (_, client):
+    async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (_, client):
         message = str((await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["message"])
     assert "the node's resource claims give it nothing" in message
     assert message.endswith("name a claim for CPUs in resources.claims of the container, which must be running")
@@ -243,7 +244,7 @@ async def test_a_node_with_a_driver_and_no_claims_yet_is_no_node_without_exclusi
     plugins = claims.node.kubelet / "plugins_registry"
     plugins.mkdir()
     (plugins / "dra.cpu-reg.sock").touch()
-    async with claims.controlled() as (_, client):
+    async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (_, client):
         message = str((await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["message"])
         assert "name a claim for CPUs" in message
         assert "cpuManagerPolicy" not in message
@@ -256,7 +257,7 @@ async def test_a_node_with_a_driver_and_no_claims_yet_is_no_node_without_exclusi
 async def test_cpus_of_a_claim_that_is_being_prepared_are_no_floats(claims: ClaimsNode) -> None:
     """The driver has chosen them, and the kubelet does not know yet: it is asked when it does."""
     claims.put(FakeClaim("b0", "14-17", B, prepared=False), listed=False)
-    async with claims.controlled() as (controller, client):
+    async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (controller, client):
         assert claims.float() == "0-13,18-19"
         assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["reason"] == "cpuset"
         claims.put(OF_B)
@@ -298,7 +299,7 @@ async def test_a_kubelet_that_lists_a_container_later_is_asked_again(claims: Cla
 
 async def test_while_the_kubelet_does_not_answer_decisions_are_frozen_and_what_runs_stays(claims: ClaimsNode) -> None:
     claims.put(OF_B)
-    async with claims.controlled() as (controller, client):
+    async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (controller, client):
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
         claims.node.instance(B).populate(True)
         before = claims.node.snapshot()
@@ -360,7 +361,7 @@ async def test_a_file_that_cannot_be_used_freezes_decisions(
     claims: ClaimsNode, name: str, text: str, reason: str
 ) -> None:
     claims.put(OF_B)
-    async with claims.controlled() as (controller, client):
+    async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (controller, client):
         path = claims.node.path / name
         path.write_text(text)
         await controller.until(lambda: bool(controller.loop.frozen()))

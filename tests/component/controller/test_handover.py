@@ -29,6 +29,7 @@ from tests.support.exposition import figures
 from tests.support.fake_node import (
     ENTRIES,
     HOST_NAMESPACE,
+    QUICK,
     A,
     B,
     C,
@@ -166,7 +167,7 @@ async def test_a_third_pod_waits_for_the_second(node: Node) -> None:
 
 
 async def test_without_a_kubelet_nothing_says_that_the_other_one_ends(node: Node) -> None:
-    async with controlled(node, own_cpus="4-15", trusting=True), connected(node.socket) as connection:
+    async with controlled(node, own_cpus="4-15", trusting=True, timeouts=QUICK), connected(node.socket) as connection:
         await connection.result("registerCgroup", uuid="one", cpuset="4-7")
         node.instance("one").populate(True)
         refused = await connection.refusal("registerCgroup", uuid="two", cpuset="7-8")

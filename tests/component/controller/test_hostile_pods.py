@@ -36,6 +36,7 @@ from tests.support.fake_node import (
     ANCHORS,
     ENTRIES,
     HOST_NAMESPACE,
+    QUICK,
     RAM,
     SHARED,
     A,
@@ -466,7 +467,10 @@ async def test_memory_that_others_hold_stays_charged_to_the_pod_that_took_it(nod
     node.become(B)
     options = LimitOptions(memory_max=930 << 20, pod_memory=320 << 20)
     often = attrs.evolve(OFTEN, reclaimed=0.02)
-    async with controlled(node, limit_options=options, intervals=often) as controller, connected(node.socket) as client:
+    async with (
+        controlled(node, limit_options=options, intervals=often, timeouts=QUICK) as controller,
+        connected(node.socket) as client,
+    ):
         for _ in range(3):
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
             node.domain(B).put_charge(300 << 20)
@@ -492,7 +496,7 @@ async def test_memory_that_others_hold_stays_charged_to_the_pod_that_took_it(nod
 
 async def test_all_instances_together_get_no_more_than_the_tree_has(node: Node) -> None:
     options = LimitOptions(memory_max=900 << 20, pod_memory=320 << 20)
-    async with controlled(node, limit_options=options), connected(node.socket) as client:
+    async with controlled(node, limit_options=options, timeouts=QUICK), connected(node.socket) as client:
         node.become(A)
         await client.result("registerCgroup", uuid=A, cpuset=ENTRIES[A]["instance"], overhead=100 << 20)
         node.become(B)

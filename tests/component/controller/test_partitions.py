@@ -35,7 +35,7 @@ from runner.protocol.controller_client import register, seal, unseal
 from runner.protocol.jsonrpc_client import CallRefusedError
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_cgroupfs import FakeCgroup
-from tests.support.fake_node import QUICK, A, B, Client, Node, connected, controlled, in_a_thread
+from tests.support.fake_node import LONG, A, B, Client, Node, connected, controlled, in_a_thread
 from tests.support.leases import leasing
 
 
@@ -317,7 +317,7 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
     del autojump_clock
     node.become(B)
     sealed = times_of_seals(monkeypatch)
-    timeouts = attrs.evolve(QUICK, sealed_again=0.2)
+    timeouts = attrs.evolve(LONG, sealed_again=0.2)
     async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         async with trio.open_nursery() as nursery:
@@ -332,7 +332,7 @@ async def test_seals_of_many_instances_are_apart(
 ) -> None:
     del autojump_clock
     sealed = times_of_seals(monkeypatch)
-    timeouts = attrs.evolve(QUICK, seals_apart=0.2)
+    timeouts = attrs.evolve(LONG, seals_apart=0.2)
     async with (
         controlled(node, partition_writer=writer, trusting=True, timeouts=timeouts),
         trio.open_nursery() as nursery,
@@ -352,7 +352,7 @@ async def test_what_is_not_registered_takes_no_turn(
     """Every container of the node may ask, five times at once; each request that waits keeps its connection."""
     node.become(B)
     sealed = times_of_seals(monkeypatch)
-    timeouts = attrs.evolve(QUICK, sealed_again=60)
+    timeouts = attrs.evolve(LONG, sealed_again=60)
     async with controlled(node, partition_writer=writer, timeouts=timeouts):
         for _ in range(5):
             assert await seal(PurePosixPath(node.socket), B) == "it is not registered"
@@ -371,7 +371,7 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
         return pod_uid
 
     monkeypatch.setattr(Seals, "make", seal_noted)
-    timeouts = attrs.evolve(QUICK, sealed_again=0, seals_apart=1)
+    timeouts = attrs.evolve(LONG, sealed_again=0, seals_apart=1)
     pods, limits = [f"pod-{number}" for number in range(8)], SocketLimits(in_flight=16)
     async with (
         controlled(node, partition_writer=writer, trusting=True, limits=limits, timeouts=timeouts),
@@ -389,7 +389,7 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
 
 async def test_what_is_sealed_takes_no_turn(node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     node.become(B)
-    timeouts = attrs.evolve(QUICK, sealed_again=60, seals_apart=60)
+    timeouts = attrs.evolve(LONG, sealed_again=60, seals_apart=60)
     async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).put_threads([11])

@@ -11,8 +11,9 @@ from typing import Literal
 import pytest
 
 from runner.base.cpuset import CpuSet
+from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.cgroup_writer import CgroupWriter, obey
-from tests.support.fake_node import A, B, C, Client, Controller, Node, connected, controlled, in_a_thread
+from tests.support.fake_node import LONG, QUICK, A, B, C, Client, Controller, Node, connected, controlled, in_a_thread
 
 OTHERS = {A: {"instance": "0-1,12-13"}, C: {"instance": "18-19"}}
 
@@ -60,10 +61,15 @@ def resize(node: Node, cpus: str, shared: str, *, more: dict[str, str] | None = 
 
 
 @asynccontextmanager
-async def running(node: Node, *, sealed: bool = True) -> AsyncIterator[tuple[Controller, Client, Writer]]:
+async def running(
+    node: Node, *, sealed: bool = True, timeouts: Timeouts = LONG
+) -> AsyncIterator[tuple[Controller, Client, Writer]]:
     """Hold a controller and the instance B on 14-17, whose threads run."""
     with writing(node.root.path) as (ours, writer):
-        async with controlled(node, partition_writer=ours) as controller, connected(node.socket) as client:
+        async with (
+            controlled(node, partition_writer=ours, timeouts=timeouts) as controller,
+            connected(node.socket) as client,
+        ):
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
             node.instance(B).put_threads({11, 12})
             if sealed:
@@ -120,7 +126,7 @@ async def test_a_runner_registers_its_cpus_also_where_its_container_is_ambiguous
 
 
 async def test_another_container_of_the_pod_cannot_register_its_cpus_for_the_instance(node: Node) -> None:
-    async with running(node) as (_, client, _):
+    async with running(node, timeouts=QUICK) as (_, client, _):
         resize(node, "14-17", "2-9", more={"side": "10-11"}, applied=False)
         node.scope(B).write("cpuset.cpus", "10-11")
         refusal = await client.refusal("registerCgroup", uuid=B, cpuset="10-11")
