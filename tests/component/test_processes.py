@@ -91,7 +91,7 @@ async def test_each_of_many_children_gets_its_own_status() -> None:
             for number in range(1, 101):
                 nursery.start_soon(one, number)
         assert wrong == []
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while processes.orphans < 100:
                 await trio.sleep(0.01)
 
@@ -133,9 +133,8 @@ async def test_a_stopped_process_gets_the_sigterm() -> None:
         while not process.last_lines:
             await trio.sleep(0.005)
         process.send_signal(signal.SIGSTOP)
-        with trio.fail_after(4):
-            await processes.stop(process, 5)
-        assert process.returncode == -signal.SIGTERM
+        await processes.stop(process, 5)
+        assert process.returncode == -signal.SIGTERM, "not SIGKILL, which comes after 5 s"
 
 
 async def test_releases_work_although_everything_is_cancelled() -> None:
@@ -222,7 +221,7 @@ async def test_a_lost_signal_delays_an_end_and_makes_no_fault() -> None:
         process = processes.spawn(shell("exec sleep 100"))
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
-            with trio.fail_after(4):
+            with trio.fail_after(60):
                 await processes.stop(process, 2)
         finally:
             signal.signal(signal.SIGCHLD, handler)
@@ -234,7 +233,7 @@ async def test_output_that_cannot_be_read_ends_nothing(caplog: pytest.LogCapture
     async with open_processes() as processes:
         process = processes.spawn(shell("exit 7"))
         os.dup2(directory, process._output)  # neither epoll nor read(2) takes a directory
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             assert await process.wait() == 7
     os.close(directory)
     assert "cannot read the output of test: Is a directory" in caplog.text
