@@ -37,7 +37,7 @@ async def run(fake_host: FakeHost, act: Callable[[Supervisor], Awaitable[None]])
     before = fake_host.snapshot()
 
     async def meanwhile(supervisor: Supervisor) -> None:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             while supervisor.renewal.resume_after_fault is None:
                 await trio.testing.wait_all_tasks_blocked()
         await act(supervisor)

@@ -54,7 +54,7 @@ async def test_a_request_to_stop_ends_preallocation_at_once(fake_host: FakeHost)
             await trio.sleep(0.005)
         fake_host.stop.ask("SIGTERM")
 
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         ended = await fake_host.run(plan, meanwhile=stop)
     assert ended == GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
     assert fake_host.records("qemu", "start") == []

@@ -157,7 +157,7 @@ async def act_as_guest(host: Supervisor, root: Path, gateway: str, *then: str) -
 
     async def run(*argv: str) -> None:
         process = host.processes.spawn(Command("test", argv))
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             assert await process.wait() == 0, (argv, list(process.last_lines))
 
     script = root / "lease.sh"

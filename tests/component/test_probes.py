@@ -39,7 +39,7 @@ POD = PodName("web-1", "prod", 'a "node"', "3ceda12c-3ee9-40fa-9f42-61428fe654a6
 
 
 async def wait_for(condition: Callable[[], object]) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while not condition():
             await trio.sleep(0.005)
 

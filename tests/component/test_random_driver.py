@@ -98,7 +98,7 @@ class Driver:
             assert self.host.counters.restarts[role] == number
 
     async def ask(self, method: str, params: dict[str, object]) -> object:
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             return fitting_answer(method, await ask_instance(PurePosixPath(self.state), method, params))
 
     async def attach(self) -> None:
@@ -181,7 +181,7 @@ class Driver:
                     b"".join(next(source) for _ in range(20)) + b'{"jsonrpc":"2.0","method":"","id":"e"}\n'
                 )
                 answers = b""
-                with trio.fail_after(20):
+                with trio.fail_after(60):
                     while b'"id":"e"' not in answers:
                         answers += await client.recv(1 << 16)
                         assert answers
@@ -203,7 +203,7 @@ class Driver:
         number = len([process for process in self.host.processes if process.role == role])
         announced = self.host.restarted.next
         victim.send_signal(self.source.choice([signal.SIGKILL, signal.SIGABRT]))
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             await victim.wait()
             await announced.wait()
         self.model.deaths[role] += 1

@@ -41,7 +41,7 @@ SENTENCE = (
 
 
 async def wait_for(condition: Callable[[], object]) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while not condition():
             await trio.sleep(0.005)
 
@@ -85,7 +85,7 @@ async def running(fake_host: FakeHost, host: Supervisor, plan: InstancePlan) -> 
     await wait_for(lambda: host.guest_state.phase == "running")
     async with await trio.open_unix_socket(directory / "console.sock") as console:
         await console.send_all(b'{"write": true, "steal": false}\n')
-        with trio.fail_after(20):
+        with trio.fail_after(60):
             seen = b""
             while b"guest: runs" not in seen:
                 seen += await console.receive_some()
@@ -301,7 +301,7 @@ async def test_a_qemu_that_is_stopped_is_noticed_when_it_is_asked_for(fake_host:
         [qemu] = [process for process in guest.host.processes if process.role == "qemu"]
         os.kill(qemu.pid, signal.SIGSTOP)
         try:
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 shown: Any = await ask_instance(directory, "status", {})
                 with pytest.raises(RunnerError, match="QEMU does not answer"):
                     await ask_instance(directory, "disk.list", {})

@@ -36,7 +36,7 @@ CPUS = sorted(os.sched_getaffinity(0))
 
 
 async def wait_for(condition: Callable[[], object]) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while not condition():
             await trio.sleep(0.005)
 
