@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -45,8 +45,21 @@ _STEP = threading.Lock()
 """Held while a file is read or written: the kernel does each of them in one step, whatever thread asks, ordinary files do not."""
 
 
+@attrs.define
+class FakeBehaviour:
+    """What a test has the kernel of a fake hierarchy do."""
+
+    before_write: Callable[[FakeCgroup, str, str], None] = lambda _group, _file, _value: None
+    """Called with each write before it is done, which it refuses by an error."""
+    uninterruptible: bool = False
+    """Whether a kill ends nothing, as of tasks that hang in the kernel."""
+
+
+@attrs.frozen
 class FakeCgroup(Cgroup):
-    """A cgroup in a hierarchy made of ordinary files."""
+    """A cgroup in a hierarchy made of ordinary files; all its groups have one *behaviour*."""
+
+    behaviour: FakeBehaviour = attrs.field(factory=FakeBehaviour, eq=False, repr=False)
 
     def read(self, file: str) -> str:
         with _STEP:
@@ -85,6 +98,7 @@ class FakeCgroup(Cgroup):
 
     def write(self, file: str, value: str) -> None:
         os.close(self.open(file))  # as in the kernel: a write creates no file
+        self.behaviour.before_write(self, file, value)
         match file:
             case "cgroup.type":
                 self._make_threaded(value)
@@ -159,6 +173,8 @@ class FakeCgroup(Cgroup):
     def _kill(self, value: str) -> None:
         if self.kind() == "threaded":
             raise self._error("cgroup.kill", value, errno.EOPNOTSUPP)
+        if self.behaviour.uninterruptible:
+            return
         for group in (self, *self.below(1 << 10)):
             group.put_threads(())
 

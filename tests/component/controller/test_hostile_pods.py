@@ -541,20 +541,15 @@ async def test_the_metrics_are_made_ten_times_a_second_however_many_ask(node: No
         assert time.monotonic() - asked_at >= 0.3
 
 
-async def test_a_float_that_cannot_be_shrunk_keeps_its_cpus_from_others_and_blocks_no_one_else(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = FakeCgroup.write
-
-    def refusing(group: FakeCgroup, file: str, value: str) -> None:
+async def test_a_float_that_cannot_be_shrunk_keeps_its_cpus_from_others_and_blocks_no_one_else(node: Node) -> None:
+    def refuse(group: FakeCgroup, file: str, value: str) -> None:
         if (group.path, file) == (node.float_cgroup.path, "cpuset.cpus"):
             raise CgroupError(f"cannot write {value!r} to {group.path / file}", errno.ENOMEM)
-        write(group, file, value)
 
     node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
     async with controlled(node) as controller, connected(node.socket) as client:
         assert str(node.float_cgroup.cpus()) == "2-11,14-17"
-        monkeypatch.setattr(FakeCgroup, "write", refusing)
+        node.mount.behaviour.before_write = refuse
         node.put_state(SHARED, ENTRIES)
         await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
         node.become(B)
@@ -642,20 +637,17 @@ async def test_a_third_pod_registers_on_the_cpus_that_strangers_held(node: Node)
         assert not node.instance(B).exists()
 
 
-async def test_what_cannot_be_ended_at_once_has_floats_cpus_meanwhile(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_cannot_be_ended_at_once_has_floats_cpus_meanwhile(node: Node) -> None:
     """A process that hangs in the kernel, or others that enter as fast as they are ended."""
     await registered_and_given_away(node)
     node.put_state("2-11,14-17", WITHOUT_B)
     node.end_pod(B)
-    kill = FakeCgroup.kill
-    monkeypatch.setattr(FakeCgroup, "kill", lambda _: None)
+    node.mount.behaviour.uninterruptible = True
     async with controlled(node, intervals=OFTEN) as controller:
         assert str(node.float_cgroup.cpus()) == str(node.instance(B).cpus()) == "2-11,14-17", "their CPUs are free"
         assert node.domain(B).read("pids.max") == "0", "they cannot fork"
         assert node.instance(B).threads() == {801, 802}
-        monkeypatch.setattr(FakeCgroup, "kill", kill)
+        node.mount.behaviour.uninterruptible = False
         await controller.until(lambda: not node.domain(B).exists())
 
 
@@ -663,27 +655,25 @@ async def test_without_a_kubelet_threads_are_moved_some_at_a_time(node: Node) ->
     """There the cgroup of a container is lost with its last anchor, and the guest may run."""
     await registered_and_given_away(node)
     node.instance(B).put_threads(range(1000, 1000 + MOVED_AT_ONCE + 5))
-    tree = Tree(FakeCgroup(node.root.path))
+    tree = Tree(node.root)
     assert tree.apply([Evict(B)], CpuSet(range(20))) == ()
     assert len(node.instance(B).threads()) == 5
     assert len(node.pod(B).threads()) == MOVED_AT_ONCE
 
 
-async def test_threads_that_cannot_be_named_or_end_meanwhile(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_threads_that_cannot_be_named_or_end_meanwhile(node: Node) -> None:
     await registered_and_given_away(node)
     node.instance(B).put_threads([0, 801, 802])
     moved = []
-    write = FakeCgroup.write
 
-    def ending(self: FakeCgroup, file: str, value: str) -> None:
+    def end(_group: FakeCgroup, file: str, value: str) -> None:
         if file == "cgroup.threads":
             moved.append(value)
             if value == "801":
                 node.instance(B).remove_thread(801)
-        write(self, file, value)
 
-    monkeypatch.setattr(FakeCgroup, "write", ending)
-    assert Tree(FakeCgroup(node.root.path)).apply([Evict(B)], CpuSet(range(20))) == ()
+    node.mount.behaviour.before_write = end
+    assert Tree(node.root).apply([Evict(B)], CpuSet(range(20))) == ()
     assert moved[:2] == ["801", "802"]
     assert "0" not in moved, "0 would be this program"
     assert node.instance(B).threads() == {0}

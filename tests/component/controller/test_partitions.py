@@ -190,23 +190,19 @@ async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: CgroupWrit
         assert node.root.exclusive_cpus() == CpuSet()
 
 
-async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_partition_ends_also_where_another_program_has_taken_its_cpus(node: Node, writer: CgroupWriter) -> None:
     node.become(B)
-    write = FakeCgroup.write
 
-    def taken(group: FakeCgroup, file: str, value: str) -> None:
+    def refuse(group: FakeCgroup, file: str, value: str) -> None:
         if (group.path, file) == (node.root.path, "cpuset.cpus.exclusive") and value:
             raise CgroupError(f"cannot write {value!r} to {group.path / file}", errno.EINVAL)
-        write(group, file, value)
 
     async with controlled(node, partition_writer=writer) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).put_threads({11})
         await client.result("sealCgroup", uuid=B)
-        write(node.root, "cpuset.cpus.exclusive", "")
-        monkeypatch.setattr(FakeCgroup, "write", taken)
+        node.root.write("cpuset.cpus.exclusive", "")
+        node.mount.behaviour.before_write = refuse
         with pytest.raises(CgroupError, match=r"cannot write '14-17'"):
             controller.loop.tree.unseal(node.instance(B))
         assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("member", CpuSet())
