@@ -6,7 +6,7 @@ import array
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 
@@ -17,6 +17,7 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
+from runner.controller.serve.methods import Method
 from runner.instance.parts.cgroups.controller import RegisteredCgroups, check_domain
 from runner.instance.parts.cgroups.entered import InForce
 from runner.kernel.cgroup import Cgroup
@@ -27,7 +28,7 @@ from runner.placement.backends import ControllerPlacement, CpuTuning
 from runner.placement.threads import CgroupPaths
 from runner.protocol.controller_client import PROTOCOL, Registration, deregister, register, tune
 from runner.protocol.jsonrpc_client import CONNECTED_WITHIN, CallRefusedError, ServerAbsentError, ServerBusyError
-from tests.support.fake_node import ENTRIES, A, B, Node, controlled, scope_path
+from tests.support.fake_node import ENTRIES, A, B, Node, Parts, controlled, scope_path
 
 CPUS = CpuSet.parse(ENTRIES[A]["instance"])
 
@@ -227,14 +228,13 @@ async def test_a_malformed_answer_is_an_error(tmp_path: Path, text: str, fds: in
     assert descriptors() == before
 
 
-async def test_a_controller_that_does_not_know_the_runners_protocol_is_asked_without_it(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_controller_that_does_not_know_the_runners_protocol_is_asked_without_it(node: Node) -> None:
     node.become(A)
-    async with controlled(node) as controller:
-        assert isinstance(controller.methods.methods, dict)
-        older = attrs.evolve(controller.methods.methods["registerCgroup"], optional=frozenset())
-        monkeypatch.setitem(controller.methods.methods, "registerCgroup", older)
+
+    def older(methods: Mapping[str, Method]) -> Mapping[str, Method]:
+        return {**methods, "registerCgroup": attrs.evolve(methods["registerCgroup"], optional=frozenset())}
+
+    async with controlled(node, parts=Parts(methods=older)) as controller:
         with ExitStack() as held:
             found = await register(PurePosixPath(node.socket), A, CPUS, Cgroup(node.path), held)
             assert found.cpus == CPUS

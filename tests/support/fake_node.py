@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,7 +25,7 @@ from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers
 from runner.controller.serve.endpoints import HttpEndpoints
 from runner.controller.serve.hang_ups import HangUps
-from runner.controller.serve.methods import RpcMethods, controller_methods
+from runner.controller.serve.methods import Method, RpcMethods, controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import MOST_WAITING, Registrations
 from runner.controller.serve.report_methods import LIMITS, report_methods
@@ -393,6 +393,22 @@ def in_a_thread(obey: Callable[[bytes], bytes]) -> Iterator[socket.socket]:
         thread.join()
 
 
+@attrs.frozen
+class Parts:
+    """What makes the parts of a controller: a test may give subclasses, which watch or replace a step of theirs."""
+
+    host_tuner: Callable[..., HostTuner] = HostTuner
+    loop: Callable[..., ReconcileLoop] = ReconcileLoop
+    methods: Callable[[Mapping[str, Method]], Mapping[str, Method]] = dict
+    """Returns the methods that this controller knows, of all."""
+    pods: Callable[..., PodCgroups] = PodCgroups
+    procfs: Callable[[Path], Procfs] = Procfs
+    seals: Callable[..., Seals] = Seals
+    seccomp: Callable[..., SeccompCheck] = SeccompCheck
+    source: Callable[[KubeletFiles, Path, CpuSet], CpuSource] = CpuSource
+    tree: Callable[..., Tree] = Tree
+
+
 @contextlib.asynccontextmanager
 async def controlled(
     node: Node,
@@ -412,7 +428,7 @@ async def controlled(
     counted_every: float = math.inf,
     require_seccomp: bool = False,
     most_waiting: int = MOST_WAITING,
-    cpu_source: Callable[[KubeletFiles, Path, CpuSet], CpuSource] = CpuSource,
+    parts: Parts = Parts(),
     report_intervals: ReportIntervals | None = None,
     report_limits: SocketLimits = LIMITS,
     passes_fds: bool = False,
@@ -422,13 +438,13 @@ async def controlled(
 
     With *passes_fds* the kernel refuses no descriptors, as before Linux 6.16.
     """
-    pods = PodCgroups(node.mount, Procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
+    pods = parts.pods(node.mount, parts.procfs(node.proc), kubelet=not own_cpus, trusting=trusting)
     device_filter = device_filter or DeviceFilter(node.root.path)
-    loop = ReconcileLoop(
-        tree=Tree(node.root, partition_writer),
+    loop = parts.loop(
+        tree=parts.tree(node.root, partition_writer),
         source=None
         if own_cpus
-        else cpu_source(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
+        else parts.source(KubeletFiles(node.kubelet, node.cdi), node.path / "sys", CpuSet.parse(reserved)),
         sys=node.path / "sys",
         intervals=attrs.evolve(
             intervals or Intervals(pause=0.005, readings=10, least=0.01), processes=counted_every, mount=counted_every
@@ -437,7 +453,7 @@ async def controlled(
         pods=pods,
         cgroup_writer=partition_writer,
     )
-    host_tuner = HostTuner(
+    host_tuner = parts.host_tuner(
         procfs=Procfs(node.proc),
         sys=node.path / "sys",
         host=node.host,
@@ -446,8 +462,8 @@ async def controlled(
         options=tuning or TuningOptions(),
     )
     callers = Callers(Peers(node.proc, NO_PIDFD), pods, loop.tree)  # /proc/self/fdinfo is the machine's
-    seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, require_seccomp)
-    seals = Seals(callers, loop, timeouts, partitions_required)
+    seccomp = parts.seccomp(loop.tree, pods.procfs, loop.log_limit, require_seccomp)
+    seals = parts.seals(callers, loop, timeouts, partitions_required)
     cpus = CpuSet.parse(own_cpus)
     registrations = Registrations(
         callers, loop, device_filter, seccomp, timeouts, cpus, partitions_required, most_waiting
@@ -462,6 +478,7 @@ async def controlled(
             processes += (partition_writer,)
         status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning_passes)
         methods = controller_methods(registrations, seals, status)
+        methods = attrs.evolve(methods, methods=parts.methods(methods.methods))
         server = UnixServer(methods, limits or SocketLimits(), hang_up)
         async with running_loop(loop):
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:

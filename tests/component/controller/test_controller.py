@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from tests.support.fake_node import (
     B,
     C,
     Node,
+    Parts,
     connected,
     controlled,
     scope_path,
@@ -785,18 +787,15 @@ async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-async def test_a_debugger_in_its_pid_namespace_is_not_taken_for_the_instance(
-    node: Node, monkeypatch: pytest.MonkeyPatch, *, backwards: bool
-) -> None:
+async def test_a_debugger_in_its_pid_namespace_is_not_taken_for_the_instance(node: Node, *, backwards: bool) -> None:
     """``kubectl debug --target``: a container beside the instance's; a hash of the names decides which is listed first."""
     node.become(B)
-    before = PodCgroups.processes
 
-    def processes(pods: PodCgroups, pod_uid: str) -> list[MemberProcess]:
-        return list(before(pods, pod_uid))[:: -1 if backwards else 1]
+    class OrderedPods(PodCgroups):
+        def processes(self, pod_uid: str) -> Iterator[MemberProcess]:
+            yield from list(super().processes(pod_uid))[:: -1 if backwards else 1]
 
-    monkeypatch.setattr(PodCgroups, "processes", processes)
-    async with controlled(node), connected(node.socket) as client:
+    async with controlled(node, parts=Parts(pods=OrderedPods)), connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         put_debugger(node, 4242)
         # PID 1 is in float since.

@@ -21,7 +21,7 @@ from runner.controller.tree.loop import Intervals
 from runner.kernel.kubelet_files import Frozen
 from runner.kubelet.pod_resources import GET_ALLOCATABLE, LIST
 from tests.support.fake_claims import FakeClaim, put_claims
-from tests.support.fake_node import ENTRIES, SHARED, B, C, Client, Controller, Node, connected, controlled
+from tests.support.fake_node import ENTRIES, SHARED, B, C, Client, Controller, Node, Parts, connected, controlled
 from tests.support.fake_node import QUICK as QUICK_TIMEOUTS
 from tests.support.fake_pod_resources import OK, RATE_LIMIT, FakeContainer, FakePodResources, serving
 
@@ -77,7 +77,10 @@ async def test_as_long_as_the_kubelet_does_not_tell_decisions_are_frozen(
     # The others answer, also on a machine where that takes longer.
     impatient = partial(CpuSource, answer_within=0.05) if api.silent else CpuSource
     node.put_state("4-11", ENTRIES)
-    async with serving(node.pod_resources, api), controlled(node, intervals=QUICK, cpu_source=impatient) as controller:
+    async with (
+        serving(node.pod_resources, api),
+        controlled(node, intervals=QUICK, parts=Parts(source=impatient)) as controller,
+    ):
         assert "CPUs 2-3 are neither in the shared pool nor any pod's" in controller.loop.frozen()
         assert controller.loop.frozen().endswith(reason)
     good = FakePodResources(allocatable=(0, 1, *range(4, 20)))
@@ -284,7 +287,7 @@ async def test_float_leaves_the_cpus_as_soon_as_the_driver_has_chosen_them(claim
 async def test_a_kubelet_that_lists_a_container_later_is_asked_again(claims: ClaimsNode) -> None:
     """After its start it knows its claims before it knows its pods. No file changes then."""
     claims.put(OF_B, listed=False)
-    async with claims.controlled(cpu_source=partial(CpuSource, asked_again=0.5)) as (controller, client):
+    async with claims.controlled(parts=Parts(source=partial(CpuSource, asked_again=0.5))) as (controller, client):
         assert claims.float() == "0-13,18-19"
         claims.api.containers = [OF_B.container("default/b")]
         await controller.until(

@@ -24,7 +24,7 @@ from runner.controller.tune.tuner_messages import Tuned, TunedInstance
 from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.host_settings import DEFAULT_AFFINITY, WORK_QUEUES, d3cold_path, governor_path, latency_path
 from tests.support.fake_host_settings import FakeResctrl
-from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, connected, controlled
+from tests.support.fake_node import HOST_NAMESPACE, SHARED, A, B, Client, Controller, Node, Parts, connected, controlled
 
 EVERYTHING = "0-19"
 
@@ -146,20 +146,25 @@ async def test_the_loop_itself_sees_instances_come_and_go(node: Node) -> None:
         await controller.eventually(lambda: mask(node, 24) == EVERYTHING)
 
 
-async def test_an_instance_that_ends_during_a_pass_leaves_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_instance_that_ends_during_a_pass_leaves_nothing(node: Node) -> None:
     """It had also ended when that pass was asked for, so that nothing seems to have changed in between."""
-    begun, go_on = deque[Mapping[str, TunedInstance]](), threading.Semaphore(0)
-    tune = HostTuner.tune
+    begun, go_on, blocked = deque[Mapping[str, TunedInstance]](), threading.Semaphore(0), threading.Event()
 
-    def blocked(self: HostTuner, instances: Mapping[str, TunedInstance]) -> Tuned:
-        begun.append(instances)
-        go_on.acquire()
-        return tune(self, instances)
+    class BlockedTuner(HostTuner):
+        def tune(self, instances: Mapping[str, TunedInstance]) -> Tuned:
+            if blocked.is_set():
+                begun.append(instances)
+                go_on.acquire()
+            return super().tune(instances)
 
-    async with controlled(node) as controller, connected(node.socket) as client, trio.open_nursery() as nursery:
+    async with (
+        controlled(node, parts=Parts(host_tuner=BlockedTuner)) as controller,
+        connected(node.socket) as client,
+        trio.open_nursery() as nursery,
+    ):
         await register(node, client, B, "14-17")
         await controller.eventually(lambda: mask(node, 24) == "0-13,18-19")
-        monkeypatch.setattr(HostTuner, "tune", blocked)
+        blocked.set()
         try:
             nursery.start_soon(controller.tuning.tune)
             await controller.eventually(lambda: len(begun) == 1)

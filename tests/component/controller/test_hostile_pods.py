@@ -24,6 +24,7 @@ from runner.controller.command_line import LimitOptions
 from runner.controller.serve.callers import BETWEEN_CHECKPOINTS, MOST_PROCESSES
 from runner.controller.serve.registrations import REST
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES, HeldFiles
 from runner.controller.tree.loop import Intervals, ReconcileLoop
 from runner.controller.tree.model import Evict, Observed, Requested
@@ -45,6 +46,7 @@ from tests.support.fake_node import (
     Client,
     Controller,
     Node,
+    Parts,
     connected,
     controlled,
     scope_path,
@@ -154,20 +156,21 @@ async def test_a_pod_that_may_write_its_groups_is_named(
         assert without_seccomp(controller) == ({B} if exposed else set())
 
 
-async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node) -> None:
     """A status may have 700 KB; one that cannot be read because of a lease is no good sign."""
     node.become(B)
     node.expose(os.getpid())
     read = list[int | str]()
 
-    def reading(procfs: Procfs, pid: int | str = "self") -> bool:
-        read.append(pid)
-        return original(procfs, pid)
+    class WatchedProcfs(Procfs):
+        def may_make_root(self, pid: int | str = "self") -> bool:
+            read.append(pid)
+            return super().may_make_root(pid)
 
-    original = Procfs.may_make_root
-    async with controlled(node) as controller, connected(node.socket) as client:
+    parts = Parts(procfs=WatchedProcfs)
+    async with controlled(node, parts=parts) as controller, connected(node.socket) as client:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        monkeypatch.setattr(Procfs, "may_make_root", reading)
+        read.clear()
         assert without_seccomp(controller) == set(), "it has no process there yet"
         node.pod(B).put_threads([os.getpid()])
         for _ in range(10):
@@ -183,21 +186,26 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node, monkey
             assert without_seccomp(controller) == {B}
 
 
-async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def counting_observations(looks: list[None]) -> Parts:
+    """Return the parts of a controller that adds to *looks* each time it reads the tree."""
+
+    class WatchedTree(Tree):
+        def observe(self) -> Observed:
+            looks.append(None)
+            return super().observe()
+
+    return Parts(tree=WatchedTree)
+
+
+async def test_the_tree_is_not_read_for_each_question(node: Node) -> None:
     """Any process may ask, and each look at the tree takes the longer the more instances there are."""
-    looks = list[None]()
-
-    def observing(tree: Tree) -> Observed:
-        looks.append(None)
-        return original(tree)
-
-    original = Tree.observe
+    looks, intervals = list[None](), attrs.evolve(OFTEN, recent=math.inf)
     async with (
-        controlled(node, intervals=attrs.evolve(OFTEN, recent=math.inf)) as controller,
+        controlled(node, intervals=intervals, parts=counting_observations(looks)) as controller,
         connected(node.socket) as client,
     ):
         await trio.testing.wait_all_tasks_blocked(0.05)
-        monkeypatch.setattr(Tree, "observe", observing)
+        looks.clear()
         for method in ("getStatus", "listInstances") * 3:
             await client.result(method)
         node.become(B)
@@ -208,57 +216,54 @@ async def test_the_tree_is_not_read_for_each_question(node: Node, monkeypatch: p
         assert len(looks) == 1
 
 
-async def test_a_registration_reads_the_tree_before_and_after_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_registration_reads_the_tree_before_and_after_it(node: Node) -> None:
     looks = list[None]()
-
-    def observing(tree: Tree) -> Observed:
-        looks.append(None)
-        return original(tree)
-
-    original = Tree.observe
     node.become(B)
-    async with controlled(node, intervals=Intervals(least=60)), connected(node.socket) as client:
+    async with (
+        controlled(node, intervals=Intervals(least=60), parts=counting_observations(looks)),
+        connected(node.socket) as client,
+    ):
         await trio.testing.wait_all_tasks_blocked(0.05)
-        monkeypatch.setattr(Tree, "observe", observing)
+        looks.clear()
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert len(looks) == 2
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert len(looks) == 3, "nothing was to be done"
 
 
-async def test_a_pod_that_registers_without_end_leaves_others_their_turn(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pod_that_registers_without_end_leaves_others_their_turn(node: Node) -> None:
     node.become(B)
-    passes, pass_over = list[float](), ReconcileLoop.pass_over
+    passes = list[float]()
 
-    def slow(loop: ReconcileLoop, requests: Mapping[str, Requested], observed: Observed | None = None) -> object:
-        if requests:
-            passes.append(time.monotonic())
-            time.sleep(0.02)
-        return pass_over(loop, requests, observed)
-
-    monkeypatch.setattr(ReconcileLoop, "pass_over", slow)
+    class SlowLoop(ReconcileLoop):
+        def pass_over(self, requests: Mapping[str, Requested], observed: Observed | None = None) -> tuple[Fault, ...]:
+            if requests:
+                passes.append(time.monotonic())
+                time.sleep(0.02)
+            return super().pass_over(requests, observed)
 
     async def register() -> None:
         async with connected(node.socket) as client:
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
 
-    async with controlled(node), trio.open_nursery() as nursery:
+    async with controlled(node, parts=Parts(loop=SlowLoop)), trio.open_nursery() as nursery:
         for _ in range(4):
             nursery.start_soon(register)
     assert len(passes) == 4
     assert min(after - before for before, after in pairwise(passes)) > 0.02 * REST
 
 
-async def test_what_a_process_may_do_is_not_read_for_each_registration(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_process_may_do_is_not_read_for_each_registration(node: Node) -> None:
     """The first process of any container may ask for one, and have a status of 700 KB."""
     node.become(B)
     read = list[int | str]()
-    monkeypatch.setattr(Procfs, "may_make_root", lambda _self, pid: read.append(pid))
-    async with controlled(node), connected(node.socket) as client:
+
+    class WatchedProcfs(Procfs):
+        def may_make_root(self, pid: int | str = "self") -> bool:
+            read.append(pid)
+            return False
+
+    async with controlled(node, parts=Parts(procfs=WatchedProcfs)), connected(node.socket) as client:
         for _ in range(10):
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
     assert read == [os.getpid()]

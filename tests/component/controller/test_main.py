@@ -25,7 +25,7 @@ from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.server import listening
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
-from tests.support.fake_node import B, Controller, Node, connected, controlled, register_beforehand
+from tests.support.fake_node import B, Controller, Node, Parts, connected, controlled, register_beforehand
 from tests.support.json_schemas import fitting
 
 PREFIX = "instance_cgroup_controller_"
@@ -402,14 +402,13 @@ async def test_a_node_whose_first_pass_failed_is_not_ready(node: Node) -> None:
         assert (await show("/readyz")).status == 200
 
 
-async def test_an_endpoint_for_which_the_host_cannot_be_read_is_unavailable(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreadable(_seccomp: SeccompCheck, _pod_uids: Collection[str]) -> frozenset[str]:
-        raise HostError("cannot read it")
+async def test_an_endpoint_for_which_the_host_cannot_be_read_is_unavailable(node: Node) -> None:
+    class UnreadableSeccomp(SeccompCheck):
+        def without(self, pod_uids: Collection[str]) -> frozenset[str]:
+            del pod_uids
+            raise HostError("cannot read it")
 
-    monkeypatch.setattr(SeccompCheck, "without", unreadable)
-    async with controlled(node) as controller:
+    async with controlled(node, parts=Parts(seccomp=UnreadableSeccomp)) as controller:
         answer = await controller.endpoints().respond("/metrics")
         assert (answer.status, answer.text) == (503, "cannot read it\n")
         assert (await controller.endpoints().respond("/healthz")).text == "ok\n", "it reads no pod"

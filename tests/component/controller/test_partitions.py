@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -24,6 +24,7 @@ from runner.check.checks import Place
 from runner.check.host import ask_controller
 from runner.check.node import judge_controller
 from runner.controller.privileged_process import serve
+from runner.controller.serve.methods import Method
 from runner.controller.serve.seals import Seals
 from runner.controller.tree.cgroup_writer import CgroupWriter, obey
 from runner.instance.parts.cgroups.controller import BUSY_FOR, _seal
@@ -35,7 +36,7 @@ from runner.protocol.controller_client import register, seal, unseal
 from runner.protocol.jsonrpc_client import CallRefusedError
 from runner.protocol.unix_server import SocketLimits
 from tests.support.fake_cgroupfs import FakeCgroup
-from tests.support.fake_node import LONG, A, B, Client, Node, connected, controlled, in_a_thread
+from tests.support.fake_node import LONG, A, B, Client, Node, Parts, connected, controlled, in_a_thread
 from tests.support.leases import leasing
 
 
@@ -295,26 +296,29 @@ async def test_while_decisions_are_frozen_partitions_still_end(node: Node, write
         await controller.eventually(lambda: node.instance(B).partition() == "member")
 
 
-def times_of_seals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the list that is given the time of each seal from now on; nothing is sealed."""
-    sealed = list[float]()
+def calling_at_seals(noted: Callable[[str], object]) -> Parts:
+    """Return the parts of a controller that calls *noted* with each instance to seal, and seals nothing."""
 
-    def seal_noted(_seals: Seals, pod_uid: str) -> str:
-        sealed.append(trio.current_time())
-        return pod_uid
+    class WatchedSeals(Seals):
+        def make(self, pod_uid: str) -> str:
+            noted(pod_uid)
+            return pod_uid
 
-    monkeypatch.setattr(Seals, "make", seal_noted)
-    return sealed
+    return Parts(seals=WatchedSeals)
 
 
 async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    node: Node, writer: CgroupWriter, autojump_clock: trio.testing.MockClock
 ) -> None:
     del autojump_clock
     node.become(B)
-    sealed = times_of_seals(monkeypatch)
+    sealed = list[float]()
+    parts = calling_at_seals(lambda _: sealed.append(trio.current_time()))
     timeouts = attrs.evolve(LONG, sealed_again=0.2)
-    async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
+    async with (
+        controlled(node, partition_writer=writer, timeouts=timeouts, parts=parts),
+        connected(node.socket) as client,
+    ):
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         async with trio.open_nursery() as nursery:
             for _ in range(4):
@@ -324,13 +328,14 @@ async def test_seals_of_an_instance_that_are_asked_for_together_are_as_far_apart
 
 
 async def test_seals_of_many_instances_are_apart(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    node: Node, writer: CgroupWriter, autojump_clock: trio.testing.MockClock
 ) -> None:
     del autojump_clock
-    sealed = times_of_seals(monkeypatch)
+    sealed = list[float]()
+    parts = calling_at_seals(lambda _: sealed.append(trio.current_time()))
     timeouts = attrs.evolve(LONG, seals_apart=0.2)
     async with (
-        controlled(node, partition_writer=writer, trusting=True, timeouts=timeouts),
+        controlled(node, partition_writer=writer, trusting=True, timeouts=timeouts, parts=parts),
         trio.open_nursery() as nursery,
     ):
         for number in range(4):
@@ -342,35 +347,28 @@ async def test_seals_of_many_instances_are_apart(
     assert min(after - before for before, after in pairwise(sealed)) > 0.19
 
 
-async def test_what_is_not_registered_takes_no_turn(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_not_registered_takes_no_turn(node: Node, writer: CgroupWriter) -> None:
     """Every container of the node may ask, five times at once; each request that waits keeps its connection."""
     node.become(B)
-    sealed = times_of_seals(monkeypatch)
-    timeouts = attrs.evolve(LONG, sealed_again=60)
-    async with controlled(node, partition_writer=writer, timeouts=timeouts):
+    sealed = list[str]()
+    parts, timeouts = calling_at_seals(sealed.append), attrs.evolve(LONG, sealed_again=60)
+    async with controlled(node, partition_writer=writer, timeouts=timeouts, parts=parts):
         for _ in range(5):
             assert await seal(PurePosixPath(node.socket), B) == "it is not registered"
     assert not sealed
 
 
 async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
-    node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+    node: Node, writer: CgroupWriter, autojump_clock: trio.testing.MockClock
 ) -> None:
     """And one for which that is asked several times together has one place among them."""
     del autojump_clock
     sealed = list[str]()
-
-    def seal_noted(_seals: Seals, pod_uid: str) -> str:
-        sealed.append(pod_uid)
-        return pod_uid
-
-    monkeypatch.setattr(Seals, "make", seal_noted)
+    parts = calling_at_seals(sealed.append)
     timeouts = attrs.evolve(LONG, sealed_again=0, seals_apart=1)
     pods, limits = [f"pod-{number}" for number in range(8)], SocketLimits(in_flight=16)
     async with (
-        controlled(node, partition_writer=writer, trusting=True, limits=limits, timeouts=timeouts),
+        controlled(node, partition_writer=writer, trusting=True, limits=limits, timeouts=timeouts, parts=parts),
         trio.open_nursery() as nursery,
     ):
         for pod in ["greedy", "greedy", "greedy", *pods]:
@@ -383,16 +381,25 @@ async def test_instances_are_sealed_in_the_order_in_which_that_was_asked_for(
     assert sealed == ["greedy", "greedy", *pods, "greedy"]
 
 
-async def test_what_is_sealed_takes_no_turn(node: Node, writer: CgroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_sealed_takes_no_turn(node: Node, writer: CgroupWriter) -> None:
     node.become(B)
-    timeouts = attrs.evolve(LONG, sealed_again=60, seals_apart=60)
-    async with controlled(node, partition_writer=writer, timeouts=timeouts), connected(node.socket) as client:
+    sealed = list[str]()
+
+    class WatchedSeals(Seals):
+        def make(self, pod_uid: str) -> str:
+            sealed.append(pod_uid)
+            return super().make(pod_uid)
+
+    parts, timeouts = Parts(seals=WatchedSeals), attrs.evolve(LONG, sealed_again=60, seals_apart=60)
+    async with (
+        controlled(node, partition_writer=writer, timeouts=timeouts, parts=parts),
+        connected(node.socket) as client,
+    ):
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).put_threads([11])
-        assert await seal(PurePosixPath(node.socket), B) == ""
-        monkeypatch.setattr(Seals, "make", None)
-        for _ in range(5):
+        for _ in range(6):
             assert await seal(PurePosixPath(node.socket), B) == ""
+    assert sealed == [B]
 
 
 async def test_only_the_instances_own_pod_may_ask(node: Node, writer: CgroupWriter) -> None:
@@ -445,11 +452,13 @@ async def test_where_partitions_are_required_a_runner_that_does_not_know_them_is
         assert node.instance(B).exists()
 
 
-async def test_a_controller_of_before_seals_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_controller_of_before_seals_nothing(node: Node) -> None:
     node.become(B)
-    async with controlled(node) as controller:
-        assert isinstance(controller.methods.methods, dict)
-        monkeypatch.delitem(controller.methods.methods, "sealCgroup")
+
+    def older(methods: Mapping[str, Method]) -> Mapping[str, Method]:
+        return {name: method for name, method in methods.items() if name != "sealCgroup"}
+
+    async with controlled(node, parts=Parts(methods=older)):
         assert await seal(PurePosixPath(node.socket), B) == "the controller is older than partitions; update it"
 
 

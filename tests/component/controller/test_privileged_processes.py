@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.privileges import CAP_SYS_ADMIN, CAP_SYS_PTRACE
 from runner.kernel.procfs import Procfs
 from tests.component.controller.test_main import asked_http, command, until
-from tests.support.fake_node import B, Node, connected, controlled, in_a_thread, register_beforehand
+from tests.support.fake_node import B, Node, Parts, connected, controlled, in_a_thread, register_beforehand
 
 PROC = Path("/proc")
 
@@ -156,15 +157,23 @@ def test_more_instances_than_a_line_has_room_for_do_not_end_the_host_tuner() -> 
         assert not process.lost
 
 
-async def test_a_bug_of_the_host_tuner_does_not_end_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tune(*_: object) -> Tuned:
-        raise KeyError("bug")
+async def test_a_bug_of_the_host_tuner_does_not_end_it(node: Node) -> None:
+    faulty = threading.Event()
 
-    async with controlled(node) as controller, connected(node.socket) as client:
-        with monkeypatch.context() as patched:
-            patched.setattr(HostTuner, "tune", tune)
-            await controller.tuning.tune()
-            assert [*controller.tuning.reasons] == ["the machine's settings stay as they are: KeyError('bug')"]
+    class FaultyTuner(HostTuner):
+        def tune(self, instances: Mapping[str, TunedInstance]) -> Tuned:
+            if faulty.is_set():
+                raise KeyError("bug")
+            return super().tune(instances)
+
+    async with (
+        controlled(node, parts=Parts(host_tuner=FaultyTuner)) as controller,
+        connected(node.socket) as client,
+    ):
+        faulty.set()
+        await controller.tuning.tune()
+        assert [*controller.tuning.reasons] == ["the machine's settings stay as they are: KeyError('bug')"]
+        faulty.clear()
         node.become(B)
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         await controller.tuning.tune()
