@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from runner.instance.parts.memory import guest_memory
 from runner.instance.parts.paused_qemu import OpenedFiles, QemuEndpoints, guest_agent_channel, opened_files, paused_qemu
 from runner.instance.parts.qemu import GuestEnd, Qemu, started_within
 from runner.instance.parts.state_directory import discard_leftovers
-from runner.instance.supervisor import Supervisor
+from runner.instance.supervisor import Supervisor, surviving
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
 from runner.kernel.child_processes import Process
@@ -46,6 +46,7 @@ from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
     from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
+    from runner.instance.parts.cgroups.active import ActivePlacement
     from runner.instance.watch.receipts import Receipts
     from runner.placement.threads import Receipt
 
@@ -59,11 +60,16 @@ IMPORTED_AGAIN = 1.0
 
 
 async def run_instance(
-    plan: InstancePlan, supervisor: Supervisor, show: Callable[[bytes], None], count_from: Callable[[Receipt], None]
+    plan: InstancePlan,
+    supervisor: Supervisor,
+    show: Callable[[bytes], None],
+    count_from: Callable[[Receipt], None],
+    enter: Callable[..., AbstractAsyncContextManager[ActivePlacement]] = entered_cgroups,
 ) -> GuestEnd:
     """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
 
-    *show* is called with the guest's output, *count_from* with the places of its threads, first while it does not run yet.
+    *show* is called with the guest's output, *count_from* with the places of its threads, first while it does not run yet;
+    *enter* holds its placement.
 
     Raises :exc:`~runner.base.errors.RunnerError` when the start failed; everything acquired has then been released, and failed releases are
     in ``supervisor.faults``.
@@ -80,7 +86,7 @@ async def run_instance(
             _state(supervisor, plan) as directory,
             anchored(supervisor, plan.anchor) as anchors,
             _opened(supervisor, plan) as opened,
-            entered_cgroups(supervisor, plan.placement, anchors) as active,
+            enter(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
             MACVTAPS.held(plan, supervisor, plan.networks) as macvtaps,
             NETWORKS.held(plan, supervisor, plan.networks, macvtaps, active.in_pod_cgroup) as nic_backends,
@@ -145,7 +151,7 @@ async def _ended(
         if supervisor.held.resuming:
             verify = partial(optional_parts.verify_guest(), machine, receipts)
             await held.enter_async_context(supervisor.background_task(verify))
-        await supervisor.surviving(wait)
+        await surviving(supervisor.renewal, supervisor.faults, supervisor.stop, wait)
     return ended
 
 

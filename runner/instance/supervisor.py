@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +18,7 @@ from runner.base.events import InstanceEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.base.tasks import Announcements
 from runner.base.values import define, frozen
+from runner.facts.roots import Roots
 from runner.instance.gate import Changes, StopRequest
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
@@ -153,6 +155,7 @@ class Supervisor:
     stop: StopRequest
     changes: Changes
     faults: Faults
+    roots: Roots
     procfs: Procfs
     counters: Counters = attrs.field(factory=Counters)
     restarted: Announcements = attrs.field(factory=Announcements)
@@ -185,7 +188,7 @@ class Supervisor:
         async def run() -> None:
             try:
                 with scope:
-                    await self.surviving(task)
+                    await surviving(self.renewal, self.faults, self.stop, task)
             finally:
                 ended.set()
 
@@ -199,20 +202,21 @@ class Supervisor:
             with trio.move_on_after(ENDS_WITHIN, shield=True):
                 await ended.wait()
 
-    async def surviving(self, task: Callable[[], Awaitable[None]]) -> None:
-        """Run *task*; while the guest runs, a bug of this program in it does not end the guest.
 
-        This process continues as a fresh image of the same program, or if that is not allowed, asks the guest to power down.
-        """
-        try:
-            await task()
-        except Exception as error:
-            if self.renewal.resume_after_fault is None:
-                raise
-            log.exception(InstanceEvent.BUG)
-            await self.renewal.resume_after_fault(error)
-            self.faults.own = error
-            self.stop.ask("a fault of instance-runner")
+async def surviving(renewal: Renewal, faults: Faults, stop: StopRequest, task: Callable[[], Awaitable[None]]) -> None:
+    """Run *task*; while the guest runs, a bug of this program in it does not end the guest.
+
+    This process continues as a fresh image of the same program, or if that is not allowed, asks the guest to power down.
+    """
+    try:
+        await task()
+    except Exception as error:
+        if renewal.resume_after_fault is None:
+            raise
+        log.exception(InstanceEvent.BUG)
+        await renewal.resume_after_fault(error)
+        faults.own = error
+        stop.ask("a fault of instance-runner")
 
 
 def kernel_time(moment: float, clock: trio.abc.Clock) -> float:
@@ -232,17 +236,18 @@ async def open_supervisor(
     prefix: tuple[str, ...] = (),
     renewal: Renewal | None = None,
     timeouts: InstanceTimeouts = InstanceTimeouts(),  # noqa: B008 - frozen
+    roots: Roots = Roots(),  # noqa: B008 - frozen
 ) -> AsyncIterator[Supervisor]:
     """Hold the reaper and the nursery of background tasks. *prefix* goes before every child's argv."""
     renewal = renewal or Renewal()
     held = renewal.held
-    async with open_processes(prefix) as processes, trio.open_nursery() as nursery:
+    observing = partial(surviving, renewal, faults, stop)
+    async with open_processes(prefix, observing) as processes, trio.open_nursery() as nursery:
         processes.orphans = held.current("orphans", lambda: processes.orphans)
-        counters, changes = held.value("counters", Counters), Changes(stop)
+        counters, changes, procfs = held.value("counters", Counters), Changes(stop), Procfs(roots.proc)
         supervisor = Supervisor(
-            processes, nursery, stop, changes, faults, Procfs(), counters, renewal=renewal, timeouts=timeouts
+            processes, nursery, stop, changes, faults, roots, procfs, counters, renewal=renewal, timeouts=timeouts
         )
-        processes.observing = supervisor.surviving
         try:
             yield supervisor
         finally:

@@ -322,6 +322,14 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").strip()
 
 
+Observing = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
+"""Runs a task, in a way that an error of the task does not end the program."""
+
+
+async def _alone(task: Callable[[], Awaitable[None]]) -> None:
+    await task()
+
+
 @define
 class Processes:
     """The children of this process; made by :func:`open_processes`."""
@@ -329,6 +337,7 @@ class Processes:
     _nursery: trio.Nursery
     _prefix: tuple[str, ...]
     _environment: Mapping[str, str]
+    _observing: Observing
     _owned: dict[int, Process] = attrs.field(factory=dict)
     orphans: int = 0
     """Number of reaped orphans, children of other processes."""
@@ -338,8 +347,6 @@ class Processes:
     """Returns the memory that was short for the kernel's kills since the last call; called for each child killed by SIGKILL."""
     oom_score: int = 0
     """The addition to the children's ``oom_score_adj`` (:func:`more_likely_to_be_killed`)."""
-    observing: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None
-    """Runs each task of this class in a way that an error of the task does not end the program."""
 
     def __iter__(self) -> Iterator[Process]:
         """Iterate over the living children, in the order of their starts."""
@@ -387,11 +394,8 @@ class Processes:
             ) from error
         self.begun += 1
         process.user_id, process.on_line = command.user_id or 0, command.on_line
-        self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
+        self._nursery.start_soon(self._observing, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
-
-    async def _observe(self, task: Callable[[], Awaitable[None]]) -> None:
-        await (task() if self.observing is None else self.observing(task))
 
     def adopt(self, record: ProcessRecord) -> Process:
         """Own a child that this process started before it became this program; the caller stops it.
@@ -409,7 +413,7 @@ class Processes:
         if not same:
             raise HostError(f"cannot take over {record.role}: pid {record.pid} is another process now")
         self._owned[record.pid] = process
-        self._nursery.start_soon(self._observe, process._log_output)  # noqa: SLF001 - a process and its table are one thing
+        self._nursery.start_soon(self._observing, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process
 
     @asynccontextmanager
@@ -472,7 +476,7 @@ class Processes:
                 await anext(signals)
 
         with scope:
-            await self._observe(reap)
+            await self._observing(reap)
 
     def _reap_some(self) -> bool:
         """Reap up to :data:`REAPED_AT_ONCE` zombies; return whether there may be more."""
@@ -495,8 +499,8 @@ class Processes:
 
 
 @asynccontextmanager
-async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processes]:
-    """Reap for as long as the block runs; *prefix* is put before every argv.
+async def open_processes(prefix: tuple[str, ...] = (), observing: Observing = _alone) -> AsyncIterator[Processes]:
+    """Reap for as long as the block runs; *prefix* is put before every argv, and *observing* runs each task that reads outputs.
 
     Children are to be stopped inside the block: those that still live at its end are left alone.
     """
@@ -506,7 +510,7 @@ async def open_processes(prefix: tuple[str, ...] = ()) -> AsyncIterator[Processe
     reaping = trio.CancelScope(shield=True)
     with received(signal.SIGCHLD) as signals:
         async with trio.open_nursery() as nursery:
-            processes = Processes(nursery, prefix, environment, out_of_memory=OutOfMemory().kills)
+            processes = Processes(nursery, prefix, environment, observing, out_of_memory=OutOfMemory().kills)
             nursery.start_soon(processes._reap, signals, reaping)  # noqa: SLF001 - made in this function
             try:
                 yield processes

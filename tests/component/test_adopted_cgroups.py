@@ -16,8 +16,6 @@ from runner.base.cpuset import CpuSet
 from runner.facts.roots import Roots
 from runner.instance.gate import StopRequest
 from runner.instance.optional_parts import entered_cgroups
-from runner.instance.parts.cgroups import delegated
-from runner.instance.parts.cgroups import float as float_module
 from runner.instance.parts.cgroups.controller import RegisteredCgroups
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce
 from runner.instance.parts.cgroups.float import entered_float, is_frozen
@@ -26,6 +24,7 @@ from runner.instance.supervisor import Faults, Renewal, open_supervisor
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.child_processes import Command
 from runner.kernel.files import Descriptor, owned
+from runner.kernel.procfs import Procfs
 from runner.kernel.scheduler import read_mask
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement
 from runner.placement.threads import CgroupPaths
@@ -72,17 +71,16 @@ async def test_registered_cgroups_are_taken_over(tmp_path: Path, caplog: pytest.
 
 
 async def test_out_of_float_into_a_frozen_cgroup_no_process_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``podman pause``: this process would stop there for good, and so would the end of the instance."""
     (tmp_path / "pod").mkdir()
     (tmp_path / "pod/cgroup.events").write_text("populated 1\nfrozen 0\n")
-    monkeypatch.setattr(float_module, "Roots", lambda: Roots(cgroup=tmp_path))
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
     renewal, faults = Renewal(), Faults()
     placement = ControllerPlacement(CpuSet([1]), (1,), PurePosixPath(tmp_path / "no-controller.sock"), "a")
     async with (
-        open_supervisor(StopRequest(), faults, renewal=renewal) as supervisor,
+        open_supervisor(StopRequest(), faults, renewal=renewal, roots=Roots(cgroup=tmp_path)) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
         renewal.held.found = {**registered(placement, numbers), "vCPU threads": set()}
@@ -122,14 +120,13 @@ async def test_a_container_without_cgroupfs_is_seen_to_be_frozen_at_its_anchors(
             assert is_frozen("/nowhere", supervisor, [anchor]) is frozen
 
 
-async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path) -> None:
     """Nothing of the tree is written to; at the end it is removed, and the controllers are those of before the first start."""
     scope = tmp_path / "pod"
     for name in ("float", "instance"):
         (scope / name).mkdir(parents=True)
     control = scope / "cgroup.subtree_control"
     control.write_text("cpu cpuset\n")
-    monkeypatch.setattr(delegated, "Roots", lambda: Roots(cgroup=tmp_path))
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
     paths = CgroupPaths("/pod", "/pod/float", "/pod/instance")
     placement = DelegatedPlacement(CpuSet([1]), (1,), CpuSet([0]), shared=False)
@@ -144,7 +141,7 @@ async def test_the_containers_own_cgroup_is_taken_over(tmp_path: Path, monkeypat
     }
     renewal, faults = Renewal(), Faults()
     async with (
-        open_supervisor(StopRequest(), faults, renewal=renewal) as supervisor,
+        open_supervisor(StopRequest(), faults, renewal=renewal, roots=Roots(cgroup=tmp_path)) as supervisor,
         restarted_child(supervisor, Command("anchor", ("sleep", "infinity")), "anchor 0") as anchor,
     ):
         held = renewal.held
@@ -182,9 +179,7 @@ async def test_the_mask_of_before_the_start_is_given_back() -> None:
         os.sched_setaffinity(0, set(before))
 
 
-async def test_a_cpu_mask_of_before_the_start_is_lifted_in_float(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cpu_mask_of_before_the_start_is_lifted_in_float(tmp_path: Path) -> None:
     """What is started from then on has float's CPUs, and the anchors have the container's."""
     cpus = read_mask()
     [one, *_] = cpus
@@ -194,8 +189,8 @@ async def test_a_cpu_mask_of_before_the_start_is_lifted_in_float(
     numbers = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in FILES]
     with ExitStack() as held:
         fds = CgroupFds(*(held.enter_context(owned(number)) for number in numbers))
-        monkeypatch.setattr(float_module, "_read_paths", lambda _supervisor, _placement, named: named)
-        cgroups = EnteredCgroups(CgroupPaths("/pod", "/pod/float", "/pod/instance"), None, fds, InForce(placement))
+        own = Procfs().cgroup().rpartition("/")[2]  # this process is in its float already
+        cgroups = EnteredCgroups(CgroupPaths("/pod", own, "instance"), None, fds, InForce(placement))
         try:
             os.sched_setaffinity(0, {one})
             async with (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,11 +18,16 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RunnerError, Status, explain
 from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
+from runner.facts.roots import Roots
 from runner.instance.change.vcpus import Vcpus
-from runner.instance.parts.cgroups.affinity import FloatMask
+from runner.instance.parts.cgroups.affinity import FloatMask, pinned_off_vcpus
+from runner.instance.parts.daemons import RestartedChild
 from runner.instance.parts.qemu import GuestEnd
+from runner.instance.supervisor import Supervisor
 from runner.instance.timeouts import InstanceTimeouts
+from runner.placement.backends import AffinityPlacement, Placement
 from runner.plan.instance import InstancePlan
+from tests.support.fake_cgroupfs import fake_sysfs
 from tests.support.fake_host import FakeHost
 from tests.support.json_schemas import fitting_answer
 
@@ -230,15 +237,12 @@ async def test_a_guest_that_does_not_run_on_is_no_success(fake_host: FakeHost, a
 
 
 async def test_nothing_is_unplugged_where_the_containers_cpus_cannot_be_read(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, container: Container
 ) -> None:
     plan = fake_host.plan(TWO, qemu=NEWEST)
 
-    def hidden(_active: FloatMask) -> CpuSet:
-        raise HostError("cannot read which CPUs the container has")
-
     async def act() -> None:
-        monkeypatch.setattr(FloatMask, "container_cpus", hidden)
+        container.hidden = True
         with pytest.raises(RunnerError, match="cannot read which CPUs the container has"):
             await asked(plan, "cpu.set", count=1)
         assert "device_del" not in fake_host.commands()
@@ -333,19 +337,63 @@ async def test_without_kvm_no_vcpu_is_plugged_after_one_was_unplugged(fake_host:
 # -- CPUs that the container loses -----------------------------------------------------------------------------------
 
 
+class ResizedFloat(FloatMask):
+    """Float of a container whose CPUs may change, unlike those of CPU masks alone."""
+
+    container: Container
+
+    @property
+    def loses_cpus(self) -> bool:
+        return True
+
+    def container_cpus(self) -> CpuSet:
+        if self.container.hidden:
+            raise HostError("cannot read which CPUs the container has")
+        return self.container.cpus
+
+    async def follow(self, placement: Placement) -> None:
+        if self.container.controller_away:
+            raise PlacementError("the controller is away")
+        await super().follow(placement)
+
+
+@attrs.define
 class Container:
     """The CPUs of the container, as a kubelet changes them."""
 
-    def __init__(self, fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cpus = CPUS
-        fake_host.timeouts = InstanceTimeouts(cpus_looked=0.02, vcpu_looked=0.05)
-        monkeypatch.setattr(FloatMask, "loses_cpus", True)
-        monkeypatch.setattr(FloatMask, "container_cpus", lambda _: self.cpus)
+    cpus: CpuSet = CPUS
+    hidden: bool = False
+    """Whether its CPUs cannot be read."""
+    controller_away: bool = False
+    refused: frozenset[tuple[int, int]] = frozenset()
+    """Threads, each with a CPU that the cgroup of the vCPUs lacks."""
+
+    @asynccontextmanager
+    async def enter(
+        self, supervisor: Supervisor, placement: Placement, anchors: Sequence[RestartedChild]
+    ) -> AsyncIterator[FloatMask]:
+        """Hold a placement by CPU masks in this container."""
+        assert isinstance(placement, AffinityPlacement)
+        async with pinned_off_vcpus(supervisor, placement, anchors):
+            active = ResizedFloat(placement, supervisor)
+            active.container = self
+            yield active
 
 
 @pytest.fixture
 def container(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Container:
-    return Container(fake_host, monkeypatch)
+    container, set_mask = Container(), os.sched_setaffinity
+
+    def set_unless_refused(tid: int, cpus: Iterable[int]) -> None:
+        wanted = set(cpus)
+        if wanted and all((tid, cpu) in container.refused for cpu in wanted):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        set_mask(tid, wanted)
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_unless_refused)
+    fake_host.timeouts = InstanceTimeouts(cpus_looked=0.02, vcpu_looked=0.05)
+    fake_host.enter = container.enter
+    return container
 
 
 TWO = "[cpu]\ncount = 2\n[hotplug]\ncpus = 2\n"
@@ -496,11 +544,10 @@ async def test_a_mask_that_another_program_has_changed_is_put_right(
 
 
 async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, container: Container
 ) -> None:
     """The container's cgroup names the CPU still: the kubelet writes that last."""
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.5)
-    monkeypatch.setattr("runner.instance.change.cpu_watch._may_have", lambda *_: False)
     plan = fake_host.plan(TWO, qemu=NEWEST)
     assert container.cpus == CPUS
     kept = CpuSet([plan.placement.pins[0]])
@@ -509,6 +556,7 @@ async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
         second = (await asked(plan, "cpu.list"))["vcpus"][1]
         began = trio.current_time()
         os.sched_setaffinity(second["thread"], kept)
+        container.refused = frozenset({(second["thread"], second["cpu"])})
         while vcpus_of_qemu(fake_host) != [0] or vcpus_of_receipt(plan.state_directory) != {0: str(kept)}:
             await trio.sleep(0.01)
         assert trio.current_time() >= began + 0.5
@@ -516,19 +564,10 @@ async def test_threads_that_cannot_be_on_their_cpus_are_believed_after_a_while(
     await run(fake_host, plan, act)
 
 
-async def test_while_the_controller_is_away_the_guest_runs_on(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_while_the_controller_is_away_the_guest_runs_on(fake_host: FakeHost, container: Container) -> None:
     """The vCPUs have left the lost CPU, and are not ready; when it comes back they are as before."""
     plan = fake_host.plan(TWO, qemu=NEWEST)
-    follow, away = FloatMask.follow, [True]
-
-    async def failing(active: FloatMask, placement: Any) -> None:
-        if away:
-            raise PlacementError("the controller is away")
-        await follow(active, placement)
-
-    monkeypatch.setattr(FloatMask, "follow", failing)
+    container.controller_away = True
     kept = CpuSet([plan.placement.pins[0]])
 
     async def act() -> None:
@@ -541,7 +580,7 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
         assert "the container has no longer the CPUs" in status["placement"]["misplaced"][0]
         assert not Path(plan.state_directory / "ready").exists()
         assert vcpus_of_qemu(fake_host) == [0], f"thread {other['thread']} has ended"
-        away.clear()
+        container.controller_away = False
         while not (await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
         assert os.sched_getaffinity(before["thread"]) == {before["cpu"]}
@@ -551,29 +590,17 @@ async def test_while_the_controller_is_away_the_guest_runs_on(
 
 
 @pytest.mark.usefixtures("container")
-async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
-    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    online: list[CpuSet | None] = [CPUS]
-    refused = 0
-
-    def read(_: Path) -> CpuSet:
-        nonlocal refused
-        if online[0] is None:  # as while this process may open no more files
-            refused += 1
-            raise HostError("cannot read '/sys/devices/system/cpu/online'")
-        return online[0]
-
-    monkeypatch.setattr("runner.instance.change.cpu_watch.read_online", read)
+async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(fake_host: FakeHost, tmp_path: Path) -> None:
+    online = fake_sysfs(tmp_path / "sys", cpus=str(CPUS)) / "devices/system/cpu/online"
+    fake_host.roots = Roots(sys=tmp_path / "sys")
     plan = fake_host.plan(TWO, qemu=NEWEST)
     gone = CpuSet([plan.placement.pins[1]])
 
     async def act() -> None:
-        online[0] = None
-        while refused < 10:
-            await trio.sleep(0.01)
+        online.unlink()  # as while this process may open no more files
+        await trio.sleep(0.2)
         assert (await asked(plan, "status"))["ready"]
-        online[0] = CPUS - gone
+        online.write_text(f"{CPUS - gone}\n")
         while (status := await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
         sentence = f"the CPUs '{gone}' of vCPUs are offline: these share the instance's other CPUs"
@@ -581,7 +608,7 @@ async def test_a_cpu_that_goes_offline_and_comes_back_is_logged_and_shown(
         assert (
             f"CPUs of vCPUs went offline: the vCPUs share the instance's other CPUs cpus={gone}" in fake_host.logged()
         )
-        online[0] = CPUS
+        online.write_text(f"{CPUS}\n")
         while not (await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
         assert f"CPUs of vCPUs are online again cpus={gone}" in fake_host.logged()
@@ -608,26 +635,18 @@ async def test_cpus_that_no_vcpu_has_are_given_up_as_well(fake_host: FakeHost, c
 
 
 async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, container: Container
 ) -> None:
     """The container has another CPU, and the instance's cgroup has not: the vCPU must not go back to the one that is lost."""
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, displaced=0.05)
-    monkeypatch.setattr("runner.instance.change.cpu_watch._may_have", lambda *_: False)
-    monkeypatch.setattr(Vcpus, "leave", lambda *_: None)
-    put, away = Vcpus._pin, [True]
-
-    def failing(vcpus: Vcpus, pins: Any) -> None:
-        if away:
-            raise PlacementError("the controller is away")
-        put(vcpus, pins)
-
-    monkeypatch.setattr(Vcpus, "_pin", failing)
     plan = fake_host.plan(GROWING, qemu=NEWEST)
     [first] = plan.placement.pins
     container.cpus = CpuSet([first])
     other = CPUS - CpuSet([first])
 
     async def act() -> None:
+        [vcpu] = (await asked(plan, "cpu.list"))["vcpus"]
+        container.refused = frozenset((vcpu["thread"], cpu) for cpu in other)
         container.cpus = other
         while "the vCPUs cannot be placed anew yet" not in fake_host.logged():
             await trio.sleep(0.01)
@@ -635,7 +654,7 @@ async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
         assert f"no longer the CPUs '{first}'" in fake_host.logged()
         assert f"no longer the CPUs '{other}'" not in (await asked(plan, "status"))["not_ready"]
         assert f"no longer the CPUs '{first}'" in (await asked(plan, "status"))["not_ready"]
-        away.clear()
+        container.refused = frozenset()
         while not (await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
         assert CpuSet.parse(vcpus_of_receipt(plan.state_directory)[0]) <= other
@@ -643,28 +662,17 @@ async def test_cpus_that_the_controller_has_not_given_yet_are_not_lost(
     await run(fake_host, plan, act)
 
 
-async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(
-    fake_host: FakeHost, container: Container, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cpus_that_come_back_meanwhile_are_the_vcpus_again(fake_host: FakeHost, container: Container) -> None:
     plan = fake_host.plan(TWO, qemu=NEWEST | {"vcpu_del": None})
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, vcpu_released=0.3)
-    refused: list[str] = []
-    unplug = Vcpus._unplug
-
-    async def given_back(vcpus: Vcpus, count: int) -> None:
-        try:
-            await unplug(vcpus, count)
-        except RunnerError as error:
-            refused.append(str(error))
-            container.cpus = CPUS
-            raise
-
-    monkeypatch.setattr(Vcpus, "_unplug", given_back)
 
     async def act() -> None:
         vcpus = (await asked(plan, "cpu.list"))["vcpus"]
         container.cpus = CpuSet([plan.placement.pins[0]])
-        while not refused or not (await asked(plan, "status"))["ready"]:
+        while "device_del" not in fake_host.commands():
+            await trio.sleep(0.01)
+        container.cpus = CPUS  # before QEMU's guest has refused
+        while not (await asked(plan, "status"))["ready"]:
             await trio.sleep(0.01)
         assert [os.sched_getaffinity(each["thread"]) for each in vcpus] == [{each["cpu"]} for each in vcpus]
 

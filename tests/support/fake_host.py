@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -21,9 +21,12 @@ from runner.base.rate_limit import LogRateLimit
 from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
+from runner.facts.roots import Roots
 from runner.instance.change.disk_hotplug import DiskHotplug
 from runner.instance.gate import Changes, StopRequest
 from runner.instance.lifecycle import run_instance
+from runner.instance.optional_parts import entered_cgroups
+from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import GuestEnd, Qemu
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
@@ -81,6 +84,9 @@ class FakeHost:
     stop: StopRequest = attrs.field(factory=StopRequest)
     faults: Faults = attrs.field(factory=Faults)
     timeouts: InstanceTimeouts = attrs.field(factory=InstanceTimeouts)
+    roots: Roots = attrs.field(factory=Roots)
+    enter: Callable[..., AbstractAsyncContextManager[ActivePlacement]] = entered_cgroups
+    """Enters the placement of an instance."""
     when_over: Callable[[], None] = lambda: None
     """Called when the instance has ended, before the result is inspected."""
     logged: Callable[[], str] = str
@@ -181,14 +187,16 @@ class FakeHost:
     ) -> GuestEnd | RunnerError:
         """Run *plan* on a fresh host with its *inherited_fds*; *meanwhile* runs at the same time, with figures shown at *http*."""
         with NonBlockingWriter(1) as stdout:
-            async with open_supervisor(self.stop, self.faults, timeouts=self.timeouts) as bare:
+            async with open_supervisor(self.stop, self.faults, timeouts=self.timeouts, roots=self.roots) as bare:
                 supervisor = attrs.evolve(bare, inherited_fds=inherited_fds or {})
                 nobody = nullcontext[Callable[[Receipt], None]](lambda _: None)
                 try:
                     async with nobody if http is None else figures_shown(supervisor, plan, http) as count_from:
                         if meanwhile is not None:
                             supervisor.nursery.start_soon(meanwhile, supervisor)
-                        ended: GuestEnd | RunnerError = await run_instance(plan, supervisor, stdout.write, count_from)
+                        ended: GuestEnd | RunnerError = await run_instance(
+                            plan, supervisor, stdout.write, count_from, self.enter
+                        )
                 except RunnerError as error:
                     ended = error
                 self.when_over()

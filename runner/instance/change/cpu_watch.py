@@ -17,7 +17,6 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, Status, explain
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
-from runner.facts.roots import Roots
 from runner.instance.change.vcpus import Vcpus
 from runner.instance.gate import Kind, LiveChange
 from runner.instance.parts.qemu import GuestEnd
@@ -109,7 +108,7 @@ def _watch_offline(receipts: Receipts) -> None:
 def _offline(receipts: Receipts) -> CpuSet:
     """Return the vCPUs' CPUs that are offline; the last known ones if the kernel's list cannot be read."""
     try:
-        return CpuSet(receipts.active.placement.pins) - read_online(Roots().sys)
+        return CpuSet(receipts.active.placement.pins) - read_online(receipts.supervisor.roots.sys)
     except HostError:
         return receipts.supervisor.guest_state.offline
 

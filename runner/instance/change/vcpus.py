@@ -21,7 +21,6 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen, short_text, whole_number
 from runner.facts.hardware import Hardware
 from runner.facts.host import format_version, parse_version
-from runner.facts.roots import Roots
 from runner.instance.gate import Kind
 from runner.instance.parts.thread_placement import QemuThreads, enter_places
 from runner.instance.watch.receipts import Receipts
@@ -140,7 +139,7 @@ class Vcpus:
     async def _grow(self, count: int, plan: VcpuHotplugPlan) -> float:
         """Plug vCPUs until there are *count*; return the pause of the guest in seconds."""
         receipts, before = self._receipts, self._placement
-        wanted = self._with_more(count, plan, read_hardware(Roots().sys.parent))
+        wanted = self._with_more(count, plan, read_hardware(self._receipts.supervisor.roots.sys.parent))
         slots = await self._slots()
         threads, first = receipts.threads, len(receipts.threads.vcpus)
         await receipts.active.change(wanted)

@@ -20,7 +20,6 @@ from runner.base.errors import Problem, RefusedError, RunnerError, SpecError, ex
 from runner.base.events import InstanceEvent
 from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
-from runner.facts.roots import Roots
 from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
 from runner.instance.change.running_instance import RunningInstance
 from runner.instance.change.vcpus import Vcpus
@@ -73,7 +72,7 @@ def control_server(
 async def _accept(running: RunningInstance, listener: Socket) -> None:
     """Serve the *running* instance to the clients that connect to *listener*, until cancelled."""
     async with trio.open_nursery() as nursery:
-        methods = ControlMethods(running, Peers(Roots().proc), nursery)
+        methods = ControlMethods(running, Peers(running.supervisor.roots.proc), nursery)
         await UnixServer(methods, LIMITS).accept(listener)
 
 
@@ -211,7 +210,7 @@ def _refuse_path_in_share(running: RunningInstance, path: PurePosixPath, what: s
     """Raise :exc:`~runner.base.errors.RefusedError`, beginning with *what*, if the guest may change the files at or below *path*."""
     for share in running.plan.shares:
         if not share.read_only:
-            directories = shared_directories((share.path,), Roots())
+            directories = shared_directories((share.path,), running.supervisor.roots)
             if directories.holding(path) is not None or directories.lies_below(path):
                 raise RefusedError(
                     f"{what}: the guest may change {str(path)!r} by the share {share.tag!r}", remedy=remedy

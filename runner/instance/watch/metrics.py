@@ -14,7 +14,6 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import short_text, whole_number
 from runner.base.version import VERSION
-from runner.facts.roots import Roots
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.instance.watch.guest_state import RunningQemu
@@ -190,7 +189,7 @@ def _charged(supervisor: Supervisor, receipt: Receipt) -> Samples:
     cgroups = receipt.rules.cgroups
     path = supervisor.procfs.cgroup() if cgroups is None else cgroups.pod
     try:
-        charge = Cgroup(Roots().cgroup).at(path).charge()
+        charge = Cgroup(supervisor.roots.cgroup).at(path).charge()
     except (HostError, ValueError):  # cgroup v2, or the pod's part of it, is not mounted here
         return ()
     return ((("memory",), charge.memory), (("hugetlb",), charge.hugetlb))

@@ -21,7 +21,6 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError
 from runner.base.values import frozen
-from runner.facts.roots import Roots
 from runner.instance.parts.cgroups.entered import EnteredCgroups, InForce, adopted_fds
 from runner.instance.parts.cgroups.float import entered_float
 from runner.instance.parts.daemons import RestartedChild
@@ -79,7 +78,7 @@ async def delegated_cgroups(
     """
     held = supervisor.held
     pod = held.value("pod's cgroup", supervisor.procfs.cgroup)
-    scope = Cgroup(Roots().cgroup).at(pod)
+    scope = Cgroup(supervisor.roots.cgroup).at(pod)
     before = held.value("controllers", scope.enabled)
     float_cgroup, instance = scope.child("float"), scope.child("instance")
     in_force = InForce(placement)

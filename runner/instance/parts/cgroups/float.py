@@ -13,7 +13,6 @@ import attrs
 
 from runner.base.errors import HostError, PlacementError
 from runner.base.events import InstanceEvent
-from runner.facts.roots import Roots
 from runner.instance.parts.cgroups.entered import EnteredCgroups, P
 from runner.instance.parts.cgroups.strays import processes_of_others, sweep
 from runner.instance.parts.daemons import RestartedChild
@@ -74,7 +73,7 @@ def is_frozen(pod: str, supervisor: Supervisor, anchors: Sequence[RestartedChild
     """
     events = None
     with contextlib.suppress(HostError):
-        events = Cgroup(Roots().cgroup).at(pod).read_if_there("cgroup.events")
+        events = Cgroup(supervisor.roots.cgroup).at(pod).read_if_there("cgroup.events")
     if events is not None:
         return "frozen 1" in events.splitlines()
     return any(supervisor.procfs.waits_in(anchor.process.pid) in FROZEN_IN for anchor in anchors)
