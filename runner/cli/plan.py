@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.show_argv:
         print(pasteable(plan, _seed_image(plan.machine.seed)), end="")
     elif arguments.nccl:
-        _print_nccl(plan)
+        print_nccl(plan)
     elif arguments.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
@@ -134,7 +134,8 @@ def _refuse_without_document(arguments: argparse.Namespace) -> None:
         raise UsageError("cannot read standard input twice: name a file for a SPEC")
 
 
-def _print_nccl(plan: InstancePlan) -> None:
+def print_nccl(plan: InstancePlan) -> None:
+    """Print NCCL's topology file of the guest. Raises :exc:`~runner.base.errors.UsageError` if it has none."""
     from runner.plan.nccl import nccl_topology  # here, because few guests have GPUs
 
     topology = nccl_topology(plan.machine)

@@ -10,7 +10,8 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -257,7 +258,7 @@ async def observe_node(
                 reported=reports.get(pod_uid),
             )
         )
-    return Observation("node", tuple(instances), await _kubelet(roots, root, kubelet))
+    return Observation("node", tuple(instances), await followed(partial(_kubelet, roots, root, KubeletFiles(kubelet))))
 
 
 async def _reports(controller: PurePosixPath) -> Mapping[str, Mapping[str, object]]:
@@ -383,18 +384,17 @@ def _hidden_by(table: ProcessTable, members: Iterable[int]) -> str:
     return table.hidden
 
 
-async def _kubelet(roots: Roots, root: Cgroup, directory: Path) -> KubeletObservation | Unknown:
-    """Return the kubelet's CPUs and the cgroups'; if they differ, read them again for :data:`FOLLOWS_WITHIN` seconds."""
-    files = KubeletFiles(directory)
-    kubelet = await _kubelet_now(roots, root, files)  # however long it takes on a busy node
+async def followed(read: Callable[[], Awaitable[KubeletObservation | Unknown]]) -> KubeletObservation | Unknown:
+    """Return the kubelet's CPUs and the cgroups' from *read*; if they differ, read them again for :data:`FOLLOWS_WITHIN` seconds."""
+    kubelet = await read()  # however long it takes on a busy node
     with trio.move_on_after(FOLLOWS_WITHIN):
         while not isinstance(kubelet, Unknown) and not kubelet.is_followed:
             await trio.sleep(_AGAIN)
-            kubelet = await _kubelet_now(roots, root, files)
+            kubelet = await read()
     return kubelet
 
 
-async def _kubelet_now(roots: Roots, root: Cgroup, files: KubeletFiles) -> KubeletObservation | Unknown:
+async def _kubelet(roots: Roots, root: Cgroup, files: KubeletFiles) -> KubeletObservation | Unknown:
     try:
         present = read_online_cpus(roots.sys)
         state = await settled_cpu_state(files, present, pause=_PAUSE, readings=_READINGS)

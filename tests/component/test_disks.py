@@ -10,6 +10,8 @@ import shutil
 import struct
 import subprocess
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -546,17 +548,26 @@ def test_without_locks_a_disk_is_used_and_remarked(tmp_path: Path, number: int) 
     )
 
 
+@contextmanager
+def mounted_again(directory: Path, *, read_only: bool) -> Iterator[None]:
+    """Mount *directory* onto itself."""
+    subprocess.run(["mount", "--bind", directory, directory], check=True)
+    try:
+        options = f"remount,bind,{'ro' if read_only else 'rw'}"
+        subprocess.run(["mount", "-o", options, directory], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
 @pytest.mark.parametrize("mounted_read_only", [False, True])
-def test_locks_of_other_readers_keep_no_one_from_a_read_only_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, mounted_read_only: bool
-) -> None:
+def test_locks_of_other_readers_keep_no_one_from_a_read_only_mount(tmp_path: Path, *, mounted_read_only: bool) -> None:
     """Whoever may read an image may lock it: a QEMU under its guest's control could keep all others from starting with it."""
     path = tmp_path / "base"
     path.write_bytes(bytes(MIB))
-    monkeypatch.setattr(file_prober, "_mounted_read_only", lambda _: mounted_read_only)
     base = DiskSpec(path=PurePosixPath(path), read_only=True)
-    nodes = list(block_nodes(planned(base), lambda _: str(path)))
-    with path.open("rb") as hostile:
+    with mounted_again(tmp_path, read_only=mounted_read_only), path.open("rb") as hostile:
+        nodes = list(block_nodes(planned(base), lambda _: str(path)))
         every_permission = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 100, 200, 0)
         fcntl.fcntl(hostile, F_OFD_SETLK, every_permission)
         words = [word for node in nodes for word in ("-blockdev", json.dumps(node))]

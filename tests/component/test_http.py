@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 import pytest
 import trio
@@ -13,7 +14,7 @@ import trio.testing
 
 from runner.base.errors import HostError
 from runner.protocol.exposition import counter, gauge, metrics_response
-from runner.protocol.http import HttpResponse, ok, open_http_listeners, parse_address, serve_http
+from runner.protocol.http import HttpResponse, Respond, ok, open_http_listeners, parse_address, serve_http
 from tests.support.exposition import families, figures
 
 A = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -27,11 +28,11 @@ async def show(target: str) -> HttpResponse:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[int]:
+async def served(respond: Respond = show) -> AsyncIterator[int]:
     with contextlib.ExitStack() as held, trio.fail_after(30):
         [listener] = map(held.enter_context, open_http_listeners("127.0.0.1", 0))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve_http, [listener], show)
+            nursery.start_soon(serve_http, [listener], respond)
             yield listener.getsockname()[1]
             nursery.cancel_scope.cancel()
 
@@ -127,14 +128,13 @@ async def test_a_response_to_head_has_no_body() -> None:
         assert await answer(port, A) == got
 
 
-async def test_a_fault_in_one_connection_ends_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with served() as port:
-        with monkeypatch.context() as patched:
-            patched.setattr("runner.protocol.http._response", lambda _event, _respond: 1 / 0)
-            assert await answer(port, A) == b""
-        assert b" 200 " in await answer(port, A)
+async def test_a_fault_in_one_connection_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def respond(path: str) -> HttpResponse:
+        return HttpResponse(HTTPStatus.OK, "no text of UTF-8: \udc80") if path == "/a" else await show(path)
+
+    async with served(respond) as port:
+        assert await answer(port, A) == b""
+        assert b" 200 " in await answer(port, A.replace(b"/a", b"/b"))
     assert "connection ended by a fault of this program" in caplog.text
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.__main__ import main
 from runner.cli.documents import yaml_problems
-from runner.plan.instance import InstancePlan
+from runner.cli.plan import print_nccl
 from tests.support.fake_kernel import FAKE_KERNEL
 from tests.support.json_schemas import fitting
 from tests.support.user_data import YAML_NOT_READ, YAML_READ
@@ -308,15 +307,8 @@ def test_the_models_of_every_qemu_cost_no_process(spec: Path, tmp_path: Path) ->
         assert ("-cpu help" in log.read_text().splitlines()) == (model == "EPYC")
 
 
-def test_nccls_file_is_printed_as_the_guest_gets_it(
-    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nccls_file_is_printed_as_the_guest_gets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For a host with eight GPUs, which this one is not."""
     planned, _ = board(tmp_path, "hgx-h200")
-
-    async def plan_here(*_: object) -> InstancePlan:
-        return planned
-
-    monkeypatch.setattr("runner.cli.plan.plan_here", plan_here)
-    assert main(["plan", "--nccl", str(spec)]) == 0
+    print_nccl(planned)
     assert capsys.readouterr().out == (NCCL / "hgx-h200.xml").read_text()

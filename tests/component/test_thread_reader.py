@@ -73,19 +73,16 @@ def test_a_mask_that_is_not_the_groups_is_seen(process: int) -> None:
     assert [each.cpus for each in reader.threads(process)][3] == CpuSet([cpu])
 
 
-def test_one_thread_of_a_group_and_every_other_thread_are_read_in_full(
-    process: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_thread_of_a_group_and_every_other_thread_are_read_in_full(process: int) -> None:
     tids = Procfs().thread_ids(process)
     full: list[int] = []
-    thread = Procfs.thread
 
-    def watched(procfs: Procfs, pid: int, tid: int) -> ThreadStatus | None:
-        full.append(tid)
-        return thread(procfs, pid, tid)
+    class WatchedProcfs(Procfs):
+        def thread(self, pid: int, tid: int) -> ThreadStatus | None:
+            full.append(tid)
+            return super().thread(pid, tid)
 
-    monkeypatch.setattr(Procfs, "thread", watched)
-    assert len(list(ThreadReader(Procfs(), [frozenset(tids[1:3]), frozenset(tids[3:4])]).threads(process))) == 5
+    assert len(list(ThreadReader(WatchedProcfs(), [frozenset(tids[1:3]), frozenset(tids[3:4])]).threads(process))) == 5
     assert full == [tids[0], tids[1], tids[3], tids[4]]
 
 

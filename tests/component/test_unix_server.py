@@ -24,7 +24,6 @@ import pytest
 import trio
 import trio.testing
 
-import runner.protocol.unix_server
 from runner.controller.serve.methods import reported_end
 from runner.controller.serve.server import listening
 from runner.controller.tree.held_files import SentFiles
@@ -427,17 +426,17 @@ class Turns(trio.abc.Instrument):
         self.count += 1
 
 
-async def test_one_message_of_each_peer_is_parsed_in_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_message_of_each_peer_is_parsed_in_a_turn(tmp_path: Path) -> None:
     """However many connections it has: a long one takes milliseconds, and each connection has one ready."""
-    path, turns, parsed = tmp_path / "socket", Turns(), list[tuple[int, int]]()
+    path, turns, parsed = tmp_path / "socket", Turns(), list[tuple[int, str]]()
 
-    async def answer(message: bytes, _call: object) -> None:
-        await trio.lowlevel.checkpoint()
-        parsed.append((turns.count, int(message.split()[0])))
+    class WatchedService(Service):
+        async def call(self, identify: Identify, method: str, params: Mapping[str, object] | list[object]) -> RpcResult:
+            parsed.append((turns.count, method))
+            return await super().call(identify, method, params)
 
-    monkeypatch.setattr(runner.protocol.unix_server, "answer", answer)
     limits = SocketLimits(connections=32, connections_per_peer=8)
-    async with served(path, limits) as (service, _), AsyncExitStack() as held:
+    async with served(path, limits, WatchedService()) as (service, _), AsyncExitStack() as held:
         trio.lowlevel.add_instrument(turns)
         held.callback(trio.lowlevel.remove_instrument, turns)
         clients = []
@@ -447,7 +446,7 @@ async def test_one_message_of_each_peer_is_parsed_in_a_turn(tmp_path: Path, monk
                 clients.append((key, await held.enter_async_context(connected(path))))
                 await trio.testing.wait_all_tasks_blocked()
         for key, client in clients:
-            await client.send(b"%d\n" % key * 3)
+            await client.send(b'{"jsonrpc":"2.0","method":"of %d","id":1}\n' % key * 3)
         await trio.testing.wait_all_tasks_blocked()
     assert len(parsed) == 48
     assert len(set(parsed)) == 48, "none shares a turn with another one of its peer"

@@ -61,7 +61,7 @@ async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
 async def by_inspect(kubelet: KubeletFiles) -> KubeletObservation | Unknown:
     root = kubelet.directory.parent
     roots = Roots(sys=root / "sys")
-    return await observe._kubelet_now(roots, Cgroup(root / "stelia"), kubelet)
+    return await observe._kubelet(roots, Cgroup(root / "stelia"), kubelet)
 
 
 def by_plan(kubelet: KubeletFiles) -> CpuState | None:
@@ -157,43 +157,32 @@ async def test_all_read_the_same_resource_claims(kubelet: KubeletFiles) -> None:
 
 async def test_inspect_waits_for_its_first_reading(
     kubelet: KubeletFiles,
-    monkeypatch: pytest.MonkeyPatch,
     autojump_clock: object,  # noqa: ARG001  # its presence is its effect
 ) -> None:
     """On an overloaded node it takes longer than a controller that follows the kubelet may; without it nothing is known."""
     shutil.copy(FILES / "cpu_none", kubelet.cpu_state)
-    now = observe._kubelet_now
 
-    async def slow(roots: Roots, root: Cgroup, files: KubeletFiles) -> KubeletObservation | Unknown:
+    async def read_slowly() -> KubeletObservation | Unknown:
         await trio.sleep(10 * observe.FOLLOWS_WITHIN)
-        return await now(roots, root, files)
+        return await by_inspect(kubelet)
 
-    monkeypatch.setattr(observe, "_kubelet_now", slow)
-    assert isinstance(await by_inspect_in_time(kubelet), KubeletObservation)
+    assert isinstance(await observe.followed(read_slowly), KubeletObservation)
 
 
 @pytest.mark.parametrize(("float_cpus", "waits"), [("4-7", False), ("4-5", False), ("2-5", True)])
 async def test_inspect_waits_for_a_controller_that_has_not_followed_yet_and_for_no_other(
     float_cpus: str,
     waits: bool,  # noqa: FBT001  # a column of the table
-    kubelet: KubeletFiles,
-    monkeypatch: pytest.MonkeyPatch,
     autojump_clock: object,  # noqa: ARG001  # its presence is its effect
 ) -> None:
     """Under resource claims float may lack reserved CPUs for good, because no file names them."""
     pool, online, given = CpuSet.parse("4-7"), CpuSet.parse("0-7"), {A: CpuSet.parse("0-3")}
     found = KubeletObservation((CpuSet.parse(float_cpus),), pool, online, {}, given, by_claims=True)
 
-    async def now(*_: object) -> KubeletObservation:
+    async def read() -> KubeletObservation:
         await trio.lowlevel.checkpoint()
         return found
 
-    monkeypatch.setattr(observe, "_kubelet_now", now)
     begun = trio.current_time()
-    assert await by_inspect_in_time(kubelet) == found
+    assert await observe.followed(read) == found
     assert (trio.current_time() - begun >= observe.FOLLOWS_WITHIN) == waits
-
-
-async def by_inspect_in_time(kubelet: KubeletFiles) -> KubeletObservation | Unknown:
-    root = kubelet.directory.parent
-    return await observe._kubelet(Roots(sys=root / "sys"), Cgroup(root / "stelia"), kubelet.directory)
