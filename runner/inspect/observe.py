@@ -298,8 +298,8 @@ def _rules_on_node(root: Cgroup, pod_uid: str, cpus: CpuSet, threads: Iterable[O
     """
     vcpus = sum(each.role is Role.VCPU for each in threads)
     number = max(len(cpus), vcpus) if vcpus else 0
-    floating, of_vcpus = (f"/{root.name}/{group(pod_uid)}" for group in (float_group, vcpus_group))
-    cgroups = CgroupPaths("", floating, of_vcpus, ends=True)
+    of_float, of_vcpus = (f"/{root.name}/{group(pod_uid)}" for group in (float_group, vcpus_group))
+    cgroups = CgroupPaths("", of_float, of_vcpus, ends=True)
     return ThreadRules(cpus, (None,) * number, shared=False, cgroups=cgroups)
 
 

@@ -220,15 +220,15 @@ class ThreadRules:
         """Yield the threads with fewer CPUs than float has, judged by the CPUs of all the instance's threads there."""
         if self.cgroups is None or not self.cgroups.float_cgroup:
             return
-        floating = [
+        in_float = [
             each
             for each in threads
             if self.cgroups.of(each.role) == self.cgroups.float_cgroup and not self.cgroups.misses(each)
         ]
-        most = CpuSet.union(each.thread.cpus for each in floating)
+        most = CpuSet.union(each.thread.cpus for each in in_float)
         if not self.shared:
             most -= self.cpus  # a thread that may run there is an intruder
-        yield from (NarrowMask(each, most) for each in floating if not most <= each.thread.cpus)
+        yield from (NarrowMask(each, most) for each in in_float if not most <= each.thread.cpus)
 
     def _of_vcpus(self, threads: Sequence[ObservedThread]) -> Iterator[Violation]:
         vcpus = [observed for observed in threads if observed.role is Role.VCPU]

@@ -191,21 +191,19 @@ def test_a_node_that_does_not_answer_keeps_its_instances_and_no_others(kubectl: 
             until(lambda: bound_to(kubectl, pod) == node.name, f"{pod} to be bound", SOON)  # noqa: B023
             node.run(pod)
         node.fall_silent()
-        patience = SILENT_SECONDS + UNREACHABLE_SECONDS + SOON
+        limit = SILENT_SECONDS + UNREACHABLE_SECONDS + SOON
 
         def deleted(pod: str) -> bool:
             found = kubectl.pod(pod)
             return found is None or "deletionTimestamp" in found["metadata"]
 
         try:
-            until(lambda: deleted("other"), "the other pod to be deleted", patience)
+            until(lambda: deleted("other"), "the other pod to be deleted", limit)
             taints = {each["key"] for each in kubectl.json("get", "node", node.name)["spec"]["taints"]}
             assert "node.kubernetes.io/unreachable" in taints
             assert not deleted("instance")
             kubectl("taint", "nodes", node.name, "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
-            until(
-                lambda: kubectl.pod("instance") is None, "the instance to be removed from a node that is off", patience
-            )
+            until(lambda: kubectl.pod("instance") is None, "the instance to be removed from a node that is off", limit)
         finally:
             end(kubectl, cluster / "instance", ["instance", "other"])
 

@@ -54,11 +54,11 @@ def test_the_version_is_read_on_request() -> None:
     [("version", "--version"), ("help", "--help"), ("help plan", "plan --help"), ("help ctl disk", "ctl disk --help")],
 )
 def test_a_word_does_what_the_option_does(words: str, option: str) -> None:
-    said, meant = (
+    by_word, by_option = (
         subprocess.run([*PROGRAM, *each.split()], check=True, capture_output=True, text=True)
         for each in (words, option)
     )
-    assert said.stdout == meant.stdout != ""
+    assert by_word.stdout == by_option.stdout != ""
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,7 @@ async def test_a_client_of_another_pid_namespace_is_refused(fake_host: FakeHost)
     path = str(fake_host.root / "state" / "console.sock")
     new = ("unshare", "--pid", "--fork", "--kill-child")
     command = Command("stranger", (*new, sys.executable, "-S", "-c", STRANGER, path))
-    said: list[str] = []
+    lines: list[str] = []
 
     async def beside(host: Supervisor) -> None:
         try:
@@ -409,10 +409,10 @@ async def test_a_client_of_another_pid_namespace_is_refused(fake_host: FakeHost)
                     await trio.sleep(0.005)
                 stranger = host.processes.spawn(command)
                 await stranger.wait()
-                said.extend(stranger.last_lines)
+                lines.extend(stranger.last_lines)
         finally:
             fake_host.stop.ask("test")
 
     await fake_host.run(fake_host.plan(), meanwhile=beside)
-    (line,) = said
+    (line,) = lines
     assert "only root in the instance's own PID namespace may attach" in json.loads(line)["error"]

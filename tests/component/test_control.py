@@ -222,20 +222,20 @@ async def told_when(fake_host: FakeHost, plan: InstancePlan, happens: Callable[[
     """Attach a disk, have *happens* happen while it is being detached, and return what the one who has asked for it is told."""
     (fake_host.root / "disk").write_bytes(bytes(1 << 20))
     await ask_instance(plan.state_directory, "disk.attach", {"path": str(fake_host.root / "disk")})
-    told = ""
+    message = ""
 
     async def detach() -> None:
-        nonlocal told
+        nonlocal message
         with pytest.raises(RunnerError) as error:
             await ask_instance(plan.state_directory, "disk.detach", {"name": "disk0"})
-        told = explain(error.value)
+        message = explain(error.value)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(detach)
         while "device_del" not in fake_host.commands():
             await trio.sleep(0.005)
         happens()
-    return told
+    return message
 
 
 def kill_qemu(fake_host: FakeHost) -> None:
@@ -243,7 +243,7 @@ def kill_qemu(fake_host: FakeHost) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "told", "status"),
+    ("happens", "message", "status"),
     [
         (kill_qemu, "the instance ends: QEMU was killed by SIGKILL", Status.MACHINE_DIED),
         (lambda host: host.stop.ask("test"), "the instance was asked to stop (test)", Status.STOPPED),
@@ -251,7 +251,7 @@ def kill_qemu(fake_host: FakeHost) -> None:
     ids=["QEMU is killed", "asked to stop"],
 )
 async def test_the_end_of_the_instance_ends_a_change_at_once_and_says_why(
-    fake_host: FakeHost, happens: Callable[[FakeHost], None], told: str, status: Status
+    fake_host: FakeHost, happens: Callable[[FakeHost], None], message: str, status: Status
 ) -> None:
     plan = fake_host.plan("[hotplug]\ndisks = 1\n", qemu={"unplugs": False}, grace=2)
     sentences = list[str]()
@@ -263,7 +263,7 @@ async def test_the_end_of_the_instance_ends_a_change_at_once_and_says_why(
     assert isinstance(ended, GuestEnd)
     assert ended.status is status
     later = "the guest may release the disk 'disk0' later; detach it again"
-    assert sentences == [f"cannot change a disk: {told}; {later}"]
+    assert sentences == [f"cannot change a disk: {message}; {later}"]
 
 
 async def test_a_change_is_not_waited_for_when_qemu_is_silent_and_goes_on_with_it(

@@ -105,15 +105,15 @@ def link() -> Iterator[None]:
 @contextmanager
 def serving(argv: list[str]) -> Iterator[list[str]]:
     """Run dnsmasq once it has said that it serves; yield a list that has its other lines at the end."""
-    said = list[str]()
+    output = list[str]()
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "LC_ALL": "C"}) as dnsmasq:
         assert dnsmasq.stderr is not None
         try:
             assert any(DNSMASQ_UP in line for line in dnsmasq.stderr)
-            yield said
+            yield output
         finally:
             dnsmasq.terminate()
-            said += dnsmasq.stderr.read().splitlines()
+            output += dnsmasq.stderr.read().splitlines()
 
 
 def ask(options: str, *more: str) -> None:
@@ -152,9 +152,9 @@ def test_what_dnsmasq_says_of_a_guest_without_an_address() -> None:
     found, reasons = plan(("a.example",), 1), list[str]()
     network = found.dhcp[0].network
     watch = AddressWatch(network, lambda bridge, reason: reasons.append(f"{bridge} {reason}"))
-    with serving(dnsmasq_argv(found.dhcp[0])) as said:
+    with serving(dnsmasq_argv(found.dhcp[0])) as output:
         ask("-t 2 -s /bin/true")
-    for line in said:
+    for line in output:
         watch.read(f"dnsmasq: {line}")
     assert reasons == ["vmbr0 "]
     for line in (

@@ -309,8 +309,8 @@ def test_a_child_that_the_kernel_ends_for_want_of_memory_was_out_of_memory() -> 
     version_1 = Path(next(own_groups("memory")), "memory.limit_in_bytes").exists()
     limit = "memory.limit_in_bytes" if version_1 else "memory.max"
     with own_group("memory", limit, str(64 << 20)) as group:
-        said = run_in(group, f"exec {sys.executable} -c 'held = bytearray(256 << 20)'")
-        assert said.startswith(
+        output = run_in(group, f"exec {sys.executable} -c 'held = bytearray(256 << 20)'")
+        assert output.startswith(
             f"was killed by the kernel: out of memory, as the container may have 64 MiB of memory ({limit} of '{group}')"
         )
         assert run_in(group, "kill -KILL $$") == "was killed by SIGKILL\n"
@@ -324,7 +324,7 @@ def test_a_child_for_which_there_is_no_process_left_is_told_the_limit() -> None:
         )
     with own_group("pids", "pids.max", "2") as group:
         script = "import os\ntry:\n    os.fork()\nexcept OSError as error:\n    print('cannot create thread:', error.strerror)"
-        said = run_in(group, f'exec {sys.executable} -c "{script}"')
-        assert said.startswith(
+        output = run_in(group, f'exec {sys.executable} -c "{script}"')
+        assert output.startswith(
             "exited with status 0, saying 'cannot create thread: Resource temporarily unavailable'; the container may"
         )

@@ -260,10 +260,10 @@ def test_a_directory_that_is_changed_later_and_removed_is_of_no_consequence(
 
 
 def test_the_digest_is_what_the_shell_says(program: ProgramDirectory) -> None:
-    said = subprocess.run(
+    output = subprocess.run(
         ("sh", "-c", SHELL_DIGEST), cwd=program.path, check=True, capture_output=True, text=True
     ).stdout
-    assert program.digest == f"sha256:{said.split()[0]}"
+    assert program.digest == f"sha256:{output.split()[0]}"
 
 
 def do(path: Path, at: int, statements: str) -> None:

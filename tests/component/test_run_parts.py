@@ -66,13 +66,13 @@ def test_parts_of_a_full_lane_wait_for_each_other_and_let_the_next_pass(tmp_path
 
 def test_progress_names_what_runs_until_it_ends(tmp_path: Path) -> None:
     """The part ends when the line that names it has been read."""
-    told = tmp_path / "told"
-    os.mkfifo(told)
-    with program(tmp_path, slow=f"echo '.... [ 37%]'; read -r word <{told}") as process:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with program(tmp_path, slow=f"echo '.... [ 37%]'; read -r word <{fifo}") as process:
         assert process.stdout is not None
         while "slow: [ 37%]" not in process.stdout.readline():
             pass
-        told.write_text("word\n")
+        fifo.write_text("word\n")
         assert "ended" in process.communicate()[0].splitlines()
 
 

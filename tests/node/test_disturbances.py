@@ -82,8 +82,8 @@ def test_settings_leave_the_cpus_and_come_back(machine: Machine, before: dict[st
         assert all(refusal(number, machine.shared) in {errno.EIO, errno.EPERM} for number in refused)
         delivered = {number for number in refused if effective(number) & machine.a}
         assert isinstance(status["disturbances"], list)
-        told = " ".join(status["disturbances"])
-        assert ("isolcpus=managed_irq" in told) == bool(delivered), status
+        sentences = " ".join(status["disturbances"])
+        assert ("isolcpus=managed_irq" in sentences) == bool(delivered), status
         result(pod.call(machine.socket, "deregisterCgroup", uuid=A))
         until(lambda: settings() == before)
 

@@ -246,8 +246,8 @@ def test_an_end_for_want_of_memory_in_float_is_told_everywhere(start: Start, con
     listed = {each["uuid"]: each["oom_kills"] for each in ask(controller.socket, "listInstances")["instances"]}
     assert listed[instance.uid] == 2
     most = instance.domain.read("memory.max")  # the log is limited to one line for both, as they may come in two
-    told = rf"out of memory in float uuid={instance.uid} processes=[12] most={most}\n"
-    assert len(re.findall(told, controller.log.read_text())) == 1
+    pattern = rf"out of memory in float uuid={instance.uid} processes=[12] most={most}\n"
+    assert len(re.findall(pattern, controller.log.read_text())) == 1
     with urlopen("http://127.0.0.1:9440/metrics", timeout=SECONDS) as page:
         assert b"instance_cgroup_controller_oom_kills_total 2.0" in page.read()
     os.kill(instance.running.pid, signal.SIGCONT)

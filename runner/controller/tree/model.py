@@ -133,8 +133,8 @@ class Observed:
 
     def shares_float(self, pod_uid: str) -> bool:
         """Tell whether the vCPUs' group of *pod_uid* has only CPUs of its float, as after :func:`evictions`."""
-        vcpus, floating = self.groups.get(vcpus_group(pod_uid)), self.groups.get(float_group(pod_uid))
-        return vcpus is not None and floating is not None and bool(vcpus.cpus) and vcpus.cpus <= floating.cpus
+        vcpus, float_cgroup = self.groups.get(vcpus_group(pod_uid)), self.groups.get(float_group(pod_uid))
+        return vcpus is not None and float_cgroup is not None and bool(vcpus.cpus) and vcpus.cpus <= float_cgroup.cpus
 
     def populated_outdated(self) -> tuple[str, ...]:
         """Return the groups of :attr:`outdated` that are in use."""

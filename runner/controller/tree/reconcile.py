@@ -162,20 +162,20 @@ def evictions(desired: Desired, observed: Observed, requests: Mapping[str, Reque
 
 def _evictions(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[Action]:
     for pod_uid in sorted(_without_pod(desired, observed, requests)):
-        vcpus, floating = observed.groups.get(vcpus_group(pod_uid)), observed.groups.get(float_group(pod_uid))
-        of_vcpus, of_float = (group is not None and group.populated for group in (vcpus, floating))
+        vcpus, float_cgroup = observed.groups.get(vcpus_group(pod_uid)), observed.groups.get(float_group(pod_uid))
+        of_vcpus, of_float = (group is not None and group.populated for group in (vcpus, float_cgroup))
         if not of_vcpus and not (of_float and desired.kills):
             continue
         if vcpus is not None and of_vcpus:
             if vcpus.was_sealed:
                 yield Unseal(vcpus_group(pod_uid))
-            if floating is not None and floating.cpus and not observed.shares_float(pod_uid):
-                yield Write(vcpus_group(pod_uid), "cpuset.cpus", str(floating.cpus))
+            if float_cgroup is not None and float_cgroup.cpus and not observed.shares_float(pod_uid):
+                yield Write(vcpus_group(pod_uid), "cpuset.cpus", str(float_cgroup.cpus))
         if observed.domains[pod_uid].limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
             yield Restrict(instance_group(pod_uid), "pids.max", NO_PROCESSES)
         if desired.kills:
             yield Kill(pod_uid)
-        elif floating is not None:
+        elif float_cgroup is not None:
             yield Evict(pod_uid)
 
 
@@ -495,8 +495,8 @@ def _targets(
     and follow float until their processes have ended.
     """
     targets, owned, orphaned = _owned(desired, observed, groups, requests, without_pod)
-    floating = _left_to_float(desired, owned, orphaned)
-    if not floating:
+    pool = _left_to_float(desired, owned, orphaned)
+    if not pool:
         return targets
     grants = granted(requests)
     uids = sorted({*observed.domains, *grants})
@@ -504,7 +504,7 @@ def _targets(
     following = [
         vcpus_group(uid) for uid in uids if vcpus_group(uid) in groups and _follows(uid, observed, without_pod)
     ]
-    return {**dict.fromkeys((*floats, *following), floating), **targets}
+    return {**dict.fromkeys((*floats, *following), pool), **targets}
 
 
 def _follows(pod_uid: str, observed: Observed, without_pod: frozenset[str]) -> bool:

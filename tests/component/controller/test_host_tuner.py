@@ -443,8 +443,8 @@ async def test_a_machine_without_any_of_it_runs_instances(tmp_path: Path, *, rea
     async with controlled(node) as controller, connected(node.socket) as client:
         await register(node, client, B, "14-17")
         await settled(controller)
-        told = [f"cannot read {node.host.root}: No such file or directory"] * (not readable)
-        assert [reason.partition(";")[0] for reason in controller.tuning.reasons] == told
+        expected = [f"cannot read {node.host.root}: No such file or directory"] * (not readable)
+        assert [reason.partition(";")[0] for reason in controller.tuning.reasons] == expected
 
 
 async def test_a_damaged_file_of_records_is_replaced(node: Node) -> None:

@@ -93,10 +93,10 @@ def test_at_the_users_limit_a_watch_is_refused_and_can_be_had_later(tmp_path: Pa
         text=True,
         check=True,
     )
-    said, reported = ended.stdout.splitlines()
-    assert f"cannot watch {tmp_path}" in said
-    assert reason in said
-    assert f"raise fs.inotify.max_user_{limit}" in said
+    sentence, reported = ended.stdout.splitlines()
+    assert f"cannot watch {tmp_path}" in sentence
+    assert reason in sentence
+    assert f"raise fs.inotify.max_user_{limit}" in sentence
     assert reported == "reported"
 
 

@@ -128,15 +128,15 @@ def test_the_example_from_its_start_to_its_stop() -> None:
 
     systemctl("stop", INSTANCE)
     assert (show(INSTANCE, "Result"), show(INSTANCE, "ExecMainStatus")) == ("success", "0")
-    said = journal(f"CONTAINER_ID_FULL={name}")  # not of the containers before it, which had the same name
+    lines = journal(f"CONTAINER_ID_FULL={name}")  # not of the containers before it, which had the same name
     steps = (
         "the guest runs",
         "asked to stop reason=SIGTERM",
         "the guest powered down",
         "ended outcome=stopped status=0 faults=0",
     )
-    assert [said.count(each) for each in steps] == [1] * len(steps), said
-    assert sorted(steps, key=said.index) == [*steps]
+    assert [lines.count(each) for each in steps] == [1] * len(steps), lines
+    assert sorted(steps, key=lines.index) == [*steps]
     assert podman("ps", "--all", "--format", "{{.Names}}") == "systemd-instance-cgroup-controller"
     assert not group.exists()
     assert not scope.exists()

@@ -285,9 +285,9 @@ def test_a_refused_change_is_tried_again_and_changes_nothing_else() -> None:
 def test_a_value_that_takes_effect_later_is_taken_back() -> None:
     """Irqbalance shows what it was told only after it has looked at the machine again."""
     setting = Setting("irqbalance", "irqbalance", "", Added(cpus("2-3")), "77")
-    told = decide([setting], {})
-    assert [change.value for change in told.changes] == ["2-3"]
-    ended = decide([attrs.evolve(setting, rule=Added(cpus("")))], told.records)
+    decision = decide([setting], {})
+    assert [change.value for change in decision.changes] == ["2-3"]
+    ended = decide([attrs.evolve(setting, rule=Added(cpus("")))], decision.records)
     assert [change.value for change in ended.changes] == [""]
     shown_late = decide([attrs.evolve(setting, current="2-3", rule=Added(cpus("")))], ended.records)
     assert [change.value for change in shown_late.changes] == [""]

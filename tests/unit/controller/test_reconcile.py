@@ -68,7 +68,7 @@ BYSTANDER = "f"
 
 def tree(base: Observed, groups: Mapping[str, Group]) -> Observed:
     """Return *base* with *groups*: ``instance-a`` names the vCPUs of pod ``a``, ``float`` all floats, one of a bystander too."""
-    floating = groups.get(FLOAT)
+    float_cgroup = groups.get(FLOAT)
     vcpus = {uid: group for name, group in groups.items() if (uid := instance_uid(name)) is not None}
     below = frozenset({"cpu", "cpuset", "pids"} & base.enabled)
     offered = {
@@ -77,10 +77,10 @@ def tree(base: Observed, groups: Mapping[str, Group]) -> Observed:
     domain = Domain(enabled=below, limits=offered)
     found = {vcpus_group(uid): with_limits_of(below, group) for uid, group in vcpus.items()}
     uids = [*vcpus]
-    if floating is not None:
+    if float_cgroup is not None:
         uids.append(BYSTANDER)
-        found |= {float_group(uid): floating for uid in uids}
-        found[float_group(BYSTANDER)] = attrs.evolve(floating, populated=True)
+        found |= {float_group(uid): float_cgroup for uid in uids}
+        found[float_group(BYSTANDER)] = attrs.evolve(float_cgroup, populated=True)
     return attrs.evolve(base, domains=dict.fromkeys(uids, domain), groups=found)
 
 
@@ -92,7 +92,7 @@ def with_limits_of(controllers: frozenset[str], group: Group) -> Group:
     return attrs.evolve(group, limits={file: value for file, value in limits.items() if offers(controllers, file)})
 
 
-def floating(observed: Observed) -> CpuSet:
+def of_floats(observed: Observed) -> CpuSet:
     """Return the CPUs that each float has."""
     [cpus] = {group.cpus for group in observed.floats().values()}
     return cpus
@@ -284,8 +284,8 @@ def trees() -> Iterator[Observed]:
         HALF_BUILT,
         *(threaded(cpus, populated=populated) for cpus in SETS for populated in (False, True)),
     ]
-    for floating, a, b in itertools.product(floats, instances, instances):
-        groups = {FLOAT: floating, "instance-a": a, "instance-b": b}
+    for float_cgroup, a, b in itertools.product(floats, instances, instances):
+        groups = {FLOAT: float_cgroup, "instance-a": a, "instance-b": b}
         yield tree(BUILT, {name: group for name, group in groups.items() if group is not None})
 
 
@@ -315,7 +315,7 @@ def check_case(desired: Desired, observed: Observed) -> None:
         assert {instance_uid(one), instance_uid(other)} & (set(orphans) | blocked)
         assert (one, other) in before or (one == FLOAT and desired.shared_pool - owned <= held)
     if desired.shared_pool - held and not blocked and after.floats():
-        assert floating(after) == desired.shared_pool - held == float_cpus(desired, observed)
+        assert of_floats(after) == desired.shared_pool - held == float_cpus(desired, observed)
     for uid, group in after.instances().items():
         if uid in desired.choices and desired.choices[uid][0].isdisjoint(held):
             assert (group.kind, group.cpus, group.mems) == ("threaded", desired.choices[uid][0], MEMS)
@@ -434,14 +434,14 @@ def test_a_domain_has_the_memory_nodes_of_its_pod_and_no_page_of_a_guest_moves(
     """A process that moves between its pod's own cgroup and its float keeps its pages where they are."""
     requests = {} if wanted is None else {"a": Requested(CpuSet([1]), memory_nodes=CpuSet.parse(wanted))}
     limits = {"cgroup.max.descendants": "2", "cpuset.mems": found}
-    for floating, vcpus in ((False, False), (True, False), (False, True)):
+    for in_float, vcpus in ((False, False), (True, False), (False, True)):
         groups = {
-            float_group("a"): threaded(CpuSet([0, 2]), populated=floating),
+            float_group("a"): threaded(CpuSet([0, 2]), populated=in_float),
             vcpus_group("a"): threaded(CpuSet([1]), populated=vcpus),
         }
         observed = attrs.evolve(BUILT, domains={"a": Domain(CPUSET, limits=limits)}, groups=groups)
         after = run(observed, reconcile(POD, observed, requests))
-        assert after.domains["a"].limits["cpuset.mems"] == (if_populated if floating or vcpus else if_empty)
+        assert after.domains["a"].limits["cpuset.mems"] == (if_populated if in_float or vcpus else if_empty)
         assert {group.mems for group in after.groups.values()} == {MEMS}, "all that the domain has"
         assert reconcile(POD, after, requests) == reconcile(POD, after, {}) == ()
 
@@ -482,7 +482,7 @@ def test_under_policy_none_only_running_instances_keep_cpus() -> None:
     desired = desire(CpuState("none", NONE), MACHINE, LIMITS)
     observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]), populated=True)})
     after = run(observed, reconcile(desired, observed, {}))
-    assert str(floating(after)) == "0,2"
+    assert str(of_floats(after)) == "0,2"
     assert after.groups["instance-a/vcpus"] == observed.groups["instance-a/vcpus"]
 
 
@@ -495,7 +495,7 @@ def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
     orphan = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([0]), populated=True)})
     for shared, expected in (("0", "0"), ("0-1", "1")):
         desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, LIMITS)
-        assert str(floating(run(orphan, reconcile(desired, orphan, {})))) == expected
+        assert str(of_floats(run(orphan, reconcile(desired, orphan, {})))) == expected
 
 
 def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
@@ -507,7 +507,7 @@ def test_without_a_kubelet_float_has_the_cpus_that_no_instance_holds() -> None:
     desired = desire_without_kubelet(MACHINE, LIMITS)
     observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]))})
     after = run(observed, reconcile(desired, observed, {"b": Requested(CpuSet([2]))}))
-    assert str(floating(after)) == "0"
+    assert str(of_floats(after)) == "0"
     assert str(after.groups["instance-a/vcpus"].cpus) == "1"
 
 
@@ -559,9 +559,9 @@ def limited_trees() -> Iterator[Observed]:
     whole = LIMITS.of_domain(8 << 20, gone=False)
     limits: list[Mapping[str, str]] = [{}, {"pids.max": "10"}, whole, LIMITS.of_domain(12 << 20, gone=True)]
     enabled = [CPUSET, CPUSET | {"pids"}, LIMITED.enabled]
-    for vcpus, floating, found, on, gone in itertools.product(instances, floats, limits, enabled, (False, True)):
+    for vcpus, float_cgroup, found, on, gone in itertools.product(instances, floats, limits, enabled, (False, True)):
         below = on & {"cpu", "cpuset", "pids"}
-        groups = {vcpus_group("a"): vcpus, float_group("a"): floating}
+        groups = {vcpus_group("a"): vcpus, float_group("a"): float_cgroup}
         domain = Domain(below, limits={file: value for file, value in found.items() if offers(on, file)})
         yield attrs.evolve(
             LIMITED,
@@ -599,14 +599,14 @@ def test_a_crash_at_any_point_of_a_pass_ends_in_the_same_tree(
 def check_pod(observed: Observed, end: Observed, desired: Desired, requests: Mapping[str, Requested]) -> None:
     """Check what became of pod ``a``."""
     before = observed.instances().get("a")
-    instance, floating, domain = end.instances().get("a"), end.floats().get("a"), end.domains.get("a")
+    instance, float_cgroup, domain = end.instances().get("a"), end.floats().get("a"), end.domains.get("a")
     live = "a" in desired.choices or "a" in requests
     if "a" in requests:
         assert instance is not None
-        assert floating is not None
+        assert float_cgroup is not None
     if observed.gone and not live:
         # Without a kubelet what cannot be moved, for want of a float, stays.
-        assert instance is None or (not desired.kills and floating is None), "its CPUs are free"
+        assert instance is None or (not desired.kills and float_cgroup is None), "its CPUs are free"
         assert domain is None or not desired.kills
     elif before is not None and before.populated:
         assert instance is not None
@@ -614,7 +614,7 @@ def check_pod(observed: Observed, end: Observed, desired: Desired, requests: Map
     if instance is not None and live:
         assert instance.limits == {"cgroup.max.descendants": "0", "cpu.weight": "1"}
     if domain is not None:
-        assert (floating, instance) != (None, None)
+        assert (float_cgroup, instance) != (None, None)
         assert domain.enabled == {"cpu", "cpuset", "pids"}
         found = observed.domains["a"].memory_max
         assert domain.limits == LIMITS.of_domain(found or 8 << 20, gone=bool(observed.gone) and not live)
@@ -665,10 +665,10 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
         observed = attrs.evolve(tree(LIMITED, groups), gone=frozenset("a"))
         for state, granted in ((desired, requests), (NO_POD, {}), (c, {})):
             observed = refilled(observed, state, granted)
-            assert observed.groups["instance-a/vcpus"].cpus == floating(observed)
+            assert observed.groups["instance-a/vcpus"].cpus == of_floats(observed)
             assert observed.domains["a"].limits["pids.max"] == "0"
             held = observed.instances()["b"].cpus if "b" in observed.instances() else CpuSet()
-            assert floating(observed) == state.shared_pool - held
+            assert of_floats(observed) == state.shared_pool - held
 
 
 def test_what_could_not_be_moved_keeps_its_cpus() -> None:

@@ -63,7 +63,7 @@ GROUP = "sys/fs/cgroup/pod/container"
 
 
 @pytest.mark.parametrize(
-    ("number", "use", "files", "said"),
+    ("number", "use", "files", "sentence"),
     [
         (errno.ENFILE, "file", {}, "all processes of the machine may have 4096 files open: raise fs.file-max"),
         (
@@ -135,15 +135,15 @@ GROUP = "sys/fs/cgroup/pod/container"
     ],
 )
 def test_an_errno_is_told_as_limit_value_and_user(
-    tmp_path: Path, number: int, use: Use, files: dict[str, str], said: str
+    tmp_path: Path, number: int, use: Use, files: dict[str, str], sentence: str
 ) -> None:
     found = limit_behind(number, use, USER, host(tmp_path, files))
-    assert found.startswith(said.replace("{root}", str(tmp_path)))
-    assert bool(found) == bool(said)
+    assert found.startswith(sentence.replace("{root}", str(tmp_path)))
+    assert bool(found) == bool(sentence)
 
 
 @pytest.mark.parametrize(
-    ("which", "value", "number", "use", "said"),
+    ("which", "value", "number", "use", "sentence"),
     [
         (
             resource.RLIMIT_NOFILE,
@@ -176,10 +176,10 @@ def test_an_errno_is_told_as_limit_value_and_user(
     ],
 )
 def test_a_limit_of_this_process_is_told_with_its_value(
-    tmp_path: Path, which: int, value: int, number: int, use: Use, said: str
+    tmp_path: Path, which: int, value: int, number: int, use: Use, sentence: str
 ) -> None:
     with soft(which, value):
-        assert limit_behind(number, use, USER, host(tmp_path)).startswith(said)
+        assert limit_behind(number, use, USER, host(tmp_path)).startswith(sentence)
 
 
 def test_without_a_limit_of_files_the_file_system_is_it(tmp_path: Path) -> None:

@@ -328,12 +328,12 @@ def test_the_driver_says_the_numa_node_where_the_firmware_does_not(
     plan = plan_of(f'{KERNEL}{ON_BOTH}[[device]]\nclaim = "gpus"\n', facts)
     [device] = plan.machine.passthrough.devices
     assert device.host_numa_node == expected
-    said = [
+    remarks = [
         each
         for each in map(str, plan.remarks)
         if "by the driver of the claim 'gpus'" in each or "does not report" in each
     ]
-    assert bool(said) is remark
+    assert bool(remarks) is remark
 
 
 # -- refusals and backends
