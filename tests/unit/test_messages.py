@@ -17,7 +17,7 @@ MADE_BY = re.compile(
 """The names of what makes a message: its strings, one after the other, are the sentence and its remedy."""
 TAKES_REMEDY = re.compile(
     r"(Usage|Refused|RequestRefused|Host|NoInstance|Placement|Peer|Controller|Cgroup|GuestStopped|Rpc)Error"
-    r"|Problem|Fault|doing"
+    r"|Problem|Fault|Unset|doing"
 )
 """The names of what takes a remedy beside its sentence, by ``remedy=``."""
 
@@ -87,8 +87,8 @@ def test_a_message_has_at_most_200_characters() -> None:
 def joined(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield what could be a remedy in a sentence of *tree*: what follows ``; `` in it, unless it is what else has happened."""
     for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and TAKES_REMEDY.fullmatch(getattr(call.func, "id", "")):
-            for each in call.args[:2]:
+        if isinstance(call, ast.Call) and TAKES_REMEDY.fullmatch(name := getattr(call.func, "id", "")):
+            for each in call.args[2:3] if name == "Unset" else call.args[:2]:
                 _, semicolon, rest = text_of(each, constants()).partition("; ")
                 if semicolon and not re.match("and |the program before continues", rest):
                     yield call.lineno, rest
@@ -100,6 +100,7 @@ def test_a_remedy_stands_beside_its_sentence() -> None:
     assert [*joined(ast.parse('with doing(f"open {it}; give it"): pass'))] == [(1, "give it")]
     assert [*joined(ast.parse('Problem("cpu", "is missing; give it", "or not; all")'))] == [(1, "give it")]
     assert [*joined(ast.parse('Fault(group, "cannot; restart it")'))] == [(1, "restart it")]
+    assert [*joined(ast.parse('Unset("all", path, "cannot; mount it")'))] == [(1, "mount it")]
 
 
 def test_a_remark_names_the_value_that_it_is_about() -> None:

@@ -31,8 +31,8 @@ class CacheTuner:
                 Unset(
                     "cache",
                     each.group,
-                    f"cannot give instance {each.pod_uid!r} cache or memory bandwidth: resctrl is not mounted; put "
-                    f"`resctrl /{RESCTRL} resctrl defaults 0 0` into the node's /etc/fstab",
+                    f"cannot give instance {each.pod_uid!r} cache or memory bandwidth: resctrl is not mounted",
+                    remedy=f"put `resctrl /{RESCTRL} resctrl defaults 0 0` into the node's /etc/fstab",
                 )
                 for each in requests
             ]

@@ -327,6 +327,10 @@ class Unset:
     path: str
     """The setting, or the pod UID or group that requested it."""
     reason: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 MOST_REASONS = 4
@@ -343,7 +347,7 @@ def sentences(unset: Iterable[Unset], managed: Mapping[str, str], occupied: CpuS
         )
     reasons: dict[UnsetKind, list[str]] = {}
     for each in unset:
-        reasons.setdefault(each.kind, []).append(each.reason)
+        reasons.setdefault(each.kind, []).append(str(each))
     for kind, several in reasons.items():
         yield from several[:MOST_REASONS]
         if len(several) > MOST_REASONS:

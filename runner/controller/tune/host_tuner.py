@@ -100,7 +100,7 @@ class HostTuner:
         occupied = CpuSet.union(each.cpus for each in instances.values())
         records, unset = self._records(), list[Unset]()
         if occupied and (error := self.host.error()):
-            unset.append(Unset("all", "", f"{error}; run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
+            unset.append(Unset("all", "", error, remedy="run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
         irqbalance = find_irqbalance(self.procfs)
         plan = self.caches.plan(self._cache_requests(instances, unset), unset)
         settings = [
@@ -145,7 +145,7 @@ class HostTuner:
         for pod_uid, instance in instances.items() if unset else ():
             own = {pod_uid, instance_group(pod_uid), RESCTRL, *map(d3cold_path, instance.tuning.devices)}
             own |= {path(cpu) for cpu in instance.cpus for path in (latency_path, self.host.governor)}
-            if reasons := tuple(each.reason for each in unset if each.path in own):
+            if reasons := tuple(str(each) for each in unset if each.path in own):
                 found[pod_uid] = reasons
         return found
 
