@@ -88,11 +88,11 @@ def _run(options: Options, output: NonBlockingWriter) -> int:
         raise_limits()  # files: some 20 for each instance (runner/controller/tree/held_files.py)
         trio.run(control, options, privileged, output)
     except RunnerError as error:
-        return _failed(error)
+        return _log_failure(error)
     except Exception as error:
         ours, others = error.split(RunnerError) if isinstance(error, ExceptionGroup) else (None, error)
         if ours is not None and others is None:
-            return max(map(_failed, _leaves(ours)))
+            return max(map(_log_failure, _leaves(ours)))
         # Not left to the interpreter, whose own report could block until the log is read.
         log.exception(ControllerEvent.CONTROLLER_BUG)
         return Status.BUG
@@ -104,7 +104,8 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
 
     The log's backlog is written to *output* as its reader makes room.
     """
-    kubelet, trusting = options.cpus is None, options.insecure_trust_peer
+    kubelet = options.cpus is None
+    trusting = options.insecure_trust_peer
     pods = PodCgroups(Cgroup(options.cgroupfs), Procfs(options.procfs), kubelet=kubelet, trusting=trusting)
     files = KubeletFiles(options.kubelet_dir, options.cdi_dir)
     loop = ReconcileLoop(
@@ -118,8 +119,10 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
     )
     timeouts = Timeouts(handover=options.handover)
     callers = Callers(Peers(options.procfs, look_up=privileged.namespace_reader.look_up), pods, loop.tree)
-    device_filter, reports = privileged.device_filter, Reports()
-    tuning, processes = TuningPasses(loop, privileged.tuner), privileged.processes
+    device_filter = privileged.device_filter
+    processes = privileged.processes
+    reports = Reports()
+    tuning = TuningPasses(loop, privileged.tuner)
     seccomp = SeccompCheck(loop.tree, pods.procfs, loop.log_limit, options.require_seccomp)
     seals = Seals(callers, loop, timeouts, options.partitions == "required")
     registrations = Registrations(
@@ -175,7 +178,8 @@ def _host_tuner(options: Options) -> HostTuner:
     )
 
 
-def _failed(error: RunnerError) -> int:
+def _log_failure(error: RunnerError) -> int:
+    """Log *error*, and return the exit status for it."""
     log.critical(ControllerEvent.CONTROLLER_FAILED, explain(error))
     return error.status
 

@@ -143,7 +143,7 @@ class LiveChange:
     """A clause that names it, such as ``a disk is being attached``."""
     since: float = attrs.field(factory=trio.current_time)
     """The time of the request, or once the change is in progress, the time of its begin, on trio's clock."""
-    done: str = ""
+    left: str = ""
     """The part of the change that remains when it is overtaken, as a clause; empty if none does."""
     by: LiveChange | None = None
     """The change that has overtaken it."""
@@ -265,7 +265,7 @@ class Changes:
         if change.kind is Kind.START:
             raise StopRequestedError(self._stop.reason)
         if change.by is not None:
-            raise OvertakenError("; ".join(filter(None, (f"cannot {change.kind.value}: {other.what}", change.done))))
+            raise OvertakenError("; ".join(filter(None, (f"cannot {change.kind.value}: {other.what}", change.left))))
         if other.kind is Kind.STOP:
             raise RefusedError(f"cannot {change.kind.value} now: {other.what}")
         raise RefusedError(f"cannot {change.kind.value} now: {other}", remedy="ask again later")

@@ -3,7 +3,7 @@
 The descriptor store of systemd works in the same way (``FileDescriptorStoreMax=`` of systemd.service(5)). A part of the instance asks for
 its resource by name, and cannot tell whether it was created now, or years ago by another version of this program::
 
-    directory = stack.enter_context(held.fd("state directory", partial(claimed_directory, path)))
+    directory = stack.enter_context(held.fd("state directory", lambda: claimed(path)))
     process = held.child("qemu", processes, start, lambda: machine.process)
     counters = held.value("counters", Counters)
     await held.once("guest runs", begin)
@@ -203,7 +203,7 @@ class Held:
     def _take(self, name: str) -> Any:
         assert self.found is not None  # noqa: S101 - the caller has asked
         if name not in self.found:
-            raise HostError(f"cannot take over {name}: the runner before has not held it")
+            raise HostError(f"cannot take over {name}: the previous program did not hold it")
         return self.found.pop(name)
 
     @contextmanager

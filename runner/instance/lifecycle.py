@@ -191,7 +191,7 @@ async def _cpus_lost(receipts: Receipts) -> GuestEnd:
     """Follow the CPUs of the container; return when the guest cannot run on the remaining ones."""
     if not receipts.active.loses_cpus:
         await trio.sleep_forever()
-    return await optional_parts.lost_cpus_left()(receipts)
+    return await optional_parts.keep_vcpus_on_container_cpus()(receipts)
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over: float) -> GuestEnd:

@@ -264,11 +264,11 @@ def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
     return accept
 
 
-def lost_cpus_left() -> Callable[[Receipts], Awaitable[GuestEnd]]:
+def keep_vcpus_on_container_cpus() -> Callable[[Receipts], Awaitable[GuestEnd]]:
     """Import the watch over the container's CPUs, if the placement can lose some."""
-    from runner.instance.change.cpu_watch import lost_cpus_left
+    from runner.instance.change.cpu_watch import keep_vcpus_on_container_cpus
 
-    return lost_cpus_left
+    return keep_vcpus_on_container_cpus
 
 
 def verify_guest() -> Callable[[Qemu, Receipts], Awaitable[None]]:

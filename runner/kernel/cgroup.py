@@ -30,7 +30,7 @@ from runner.facts.memory import MemoryCharge
 from runner.kernel.leases import open_at_once, read_at_once
 
 MEMORY_EVENTS = "memory.events"
-"""The only file of an instance's domain of which its pod gets a descriptor."""
+"""A file that can only be read."""
 THREADED_CONTROLLERS = frozenset({"cpu", "cpuset", "perf_event", "pids"})
 """Controllers a threaded subtree may use; any other is a *domain* controller ("Threads": "threaded controllers")."""
 
@@ -72,6 +72,11 @@ class CgroupError(HostError):
     def __init__(self, sentence: str, number: int, *, remedy: str = "") -> None:
         super().__init__(sentence, remedy=remedy)
         self.errno = number
+
+    @property
+    def gone(self) -> bool:
+        """Return whether the group or the file does not exist, or does not exist any more."""
+        return self.errno in {errno.ENOENT, errno.ENODEV}
 
 
 class LeasedError(CgroupError):
@@ -227,7 +232,7 @@ class Cgroup:
         try:
             return self.read(file)
         except CgroupError as error:
-            if error.errno in (errno.ENOENT, errno.ENODEV):
+            if error.gone:
                 return None
             raise
 
@@ -410,7 +415,7 @@ class Cgroup:
         files = self.path.glob("hugetlb.*B.current")
         return MemoryCharge(int(self.read("memory.current")), sum(int(self.read(file.name)) for file in files))
 
-    def huge_page_limits(self) -> Iterator[str]:
+    def huge_page_limit_files(self) -> Iterator[str]:
         """Yield the names of the files that limit the group's huge pages: for each page size, pages in use and pages reserved."""
         return (file.name for file in self.path.glob("hugetlb.*B.*max"))
 

@@ -304,8 +304,8 @@ async def test_qemu_stopped_or_killed_from_outside(fake_host: FakeHost, number: 
         ({"before_greeting": "long line"}, "cannot start QEMU: cannot understand QEMU: it sent a line of more than"),
         ({"vcpus": 3}, "cannot pin the vCPUs: QEMU has 3 vCPU threads for 1 CPUs"),
         ({"vcpus": 0}, "cannot pin the vCPUs: QEMU has 0 vCPU threads for 1 CPUs"),
-        ({"tid": "gone"}, "cannot pin thread 4000000 for vCPU 0: it is none of QEMU's"),
-        ({"tid": "the runner's"}, f"cannot pin thread {os.getpid()} for vCPU 0: it is none of QEMU's"),
+        ({"tid": "gone"}, "cannot pin thread 4000000 for vCPU 0: it is not a thread of QEMU"),
+        ({"tid": "the runner's"}, f"cannot pin thread {os.getpid()} for vCPU 0: it is not a thread of QEMU"),
     ],
 )
 async def test_a_start_that_fails_says_why_and_is_reversed(

@@ -472,7 +472,7 @@ async def test_lost_cpus_do_not_wait_for_a_guest_to_release_a_disk(fake_host: Fa
             await trio.sleep(0.01)
 
     await run(fake_host, plan, act)
-    lost = f"the container has no longer the CPUs '{CPUS - CpuSet([kept])}' of some vCPUs, and '{kept}' are left"
+    lost = f"the container no longer has the CPUs '{CPUS - CpuSet([kept])}' of some vCPUs; it has '{kept}'"
     later = "the guest may release the disk 'disk0' later; detach it again"
     assert refused == [f"cannot change a disk: {lost}; {later}"]
 
@@ -515,7 +515,7 @@ async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_it
 
     ended = await run(fake_host, plan, act, Status.CPUS_LOST, stop=False)
     assert reason in ended.detail
-    assert f"the container has no longer the CPUs '{CPUS - CpuSet([min(CPUS)])}' of some vCPUs" in ended.detail
+    assert f"the container no longer has the CPUs '{CPUS - CpuSet([min(CPUS)])}' of some vCPUs" in ended.detail
     assert "system_powerdown" in fake_host.commands()
     assert ["the container has no longer" in each for each in seen] == [True] * bool(qemu)
 
@@ -576,8 +576,8 @@ async def test_while_the_controller_is_away_the_guest_runs_on(fake_host: FakeHos
         while "the vCPUs cannot be placed anew yet" not in fake_host.logged():
             await trio.sleep(0.01)
         status = await asked(plan, "status")
-        assert "the container has no longer the CPUs" in status["not_ready"]
-        assert "the container has no longer the CPUs" in status["placement"]["misplaced"][0]
+        assert "the container no longer has the CPUs" in status["not_ready"]
+        assert "the container no longer has the CPUs" in status["placement"]["misplaced"][0]
         assert not Path(plan.state_directory / "ready").exists()
         assert vcpus_of_qemu(fake_host) == [0], f"thread {other['thread']} has ended"
         container.controller_away = False

@@ -79,8 +79,11 @@ class Callers:
         container = self.pods.container(peer.cgroup)
         return container.owner if container is not None else ""
 
-    async def owner(self, request: RpcRequest) -> ContainerIdentity | None:
-        """Return the peer's container as :meth:`identified` does, if it has the instance's CPUs."""
+    async def authorize(self, request: RpcRequest) -> ContainerIdentity | None:
+        """Check that the peer may act for the instance, as :meth:`check_owner` does, and return its container as :meth:`identified` does.
+
+        Raises :class:`RequestRefusedError` unless it may.
+        """
         caller = await self.identified(request)
         self.check_owner(request, caller)
         return caller

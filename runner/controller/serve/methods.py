@@ -33,7 +33,6 @@ wait of minutes takes no connection of the controller's, and goes on while the c
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -181,7 +180,7 @@ def reported_end(group: Cgroup, held: ExitStack) -> Sequence[int]:
     try:
         return [held.enter_context(owned(group.open("cgroup.events"))).number]
     except CgroupError as error:
-        if error.errno not in (errno.ENOENT, errno.ENODEV):
+        if not error.gone:
             raise
         reason = f"cannot answer: {explain(error)}"  # they have already ended
         raise RpcError(BUSY, reason, {"reason": identity.BUSY}, remedy="ask again") from error
@@ -211,7 +210,7 @@ async def _tune(callers: Callers, loop: ReconcileLoop, host: TuningPasses, reque
     pod_uid = request.pod_uid
     with checked("tuning"):
         tuning = Tuning.parse(request.arguments["tuning"])
-    await callers.owner(request)
+    await callers.authorize(request)
     callers.check_registered("tune", pod_uid)
     loop.tree.domain(pod_uid).set_attribute(TUNING, tuning.to_json())
     loop.observe()

@@ -66,8 +66,10 @@ class Registrations:
     async def register(self, request: RpcRequest) -> RpcResult:
         """Answer ``registerCgroup``."""
         # First, because parsing the list is worthwhile only for a peer that may act.
-        caller, pod_uid, arguments = await self.callers.identified(request), request.pod_uid, request.arguments
-        asked, protocol = parse_cpuset(arguments["cpuset"]), parse_number(arguments, "protocol", PROTOCOL)
+        caller = await self.callers.identified(request)
+        pod_uid, arguments = request.pod_uid, request.arguments
+        asked = parse_cpuset(arguments["cpuset"])
+        protocol = parse_number(arguments, "protocol", PROTOCOL)
         memory = MemoryRequest(parse_number(arguments, "overhead", 0), charged=arguments.get("charged") is True)
         if protocol < PROTOCOL:
             raise RequestRefusedError(
@@ -151,7 +153,7 @@ class Registrations:
         faults = [
             (fault.reason, fault.remedy)
             for fault in self.loop.pass_over({pod_uid: Requested(asked, memory_max, mems)}, observed)
-            if fault.pod_uid in (pod_uid, None) and not fault.unlimited
+            if fault.pod_uid in (pod_uid, None) and not fault.group_usable
         ]
         others = floats_on(asked, self.loop.recently_observed(), but=pod_uid)
         faults += [(f"the float of pod {other!r} could not be shrunk, and runs on them still", "") for other in others]
@@ -213,7 +215,7 @@ class Registrations:
 
     async def deregister(self, request: RpcRequest) -> RpcResult:
         """Answer ``deregisterCgroup``."""
-        await self.callers.owner(request)
+        await self.callers.authorize(request)
         pod_uid, group = request.pod_uid, self.loop.tree.vcpus_of(request.pod_uid)
         if not group.exists():
             return RpcResult({"removed": False})

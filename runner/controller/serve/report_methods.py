@@ -55,7 +55,7 @@ class _ReportMethod:
         if proved == request.pod_uid:
             self.callers.check_owner(request, caller)
         else:
-            caller = await self.callers.owner(request)
+            caller = await self.callers.authorize(request)
         self.callers.check_registered("take a report of", request.pod_uid)
         self._proved[request.identify] = request.pod_uid, caller
         with checked("report"):

@@ -44,7 +44,7 @@ class Seals:
 
     async def seal(self, request: RpcRequest) -> RpcResult:
         """Answer ``sealCgroup``."""
-        caller = await self.callers.owner(request)
+        caller = await self.callers.authorize(request)
         reason = await self._in_turn(request, caller)
         if not reason:
             return RpcResult({"guarantee": "enforced"})
@@ -62,7 +62,7 @@ class Seals:
 
     async def unseal(self, request: RpcRequest) -> RpcResult:
         """Answer ``unsealCgroup``."""
-        await self.callers.owner(request)
+        await self.callers.authorize(request)
         return RpcResult({"unsealed": unsealed(self.loop, request.pod_uid)})
 
     async def _in_turn(self, request: RpcRequest, caller: ContainerIdentity | None) -> str:

@@ -22,8 +22,8 @@ class Fault:
     group: str
     reason: str
     remedy: str = ""
-    unlimited: bool = False
-    """Whether only a limit is missing, so that the group can be used."""
+    group_usable: bool = False
+    """Whether only a limit or the partition is missing, so that the group can be used, and the node is ready."""
 
     @property
     def pod_uid(self) -> str | None:
@@ -59,7 +59,7 @@ def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterato
             yield Fault(
                 PARENT,
                 f"cannot limit what is in {root} by the {name} controller: {root.parent} does not offer it",
-                unlimited=True,
+                group_usable=True,
             )
     for pod_uid, charged in left_behind(desired, observed).items():
         yield Fault(
@@ -67,12 +67,12 @@ def _missing_limits(root: Path, desired: Desired, observed: Observed) -> Iterato
             f"cannot remove {root / instance_group(pod_uid)}: {charged >> 20} MiB are charged to it that another program holds, "
             "in a memfd, in tmpfs or in a pipe",
             "end that program: until then --memory-max has that much less to give",
-            unlimited=True,
+            group_usable=True,
         )
     for file, value in withheld(desired, observed):
         yield Fault(
             ROOT,
             f"cannot lower {root / file} to {value}: more than that is in use, or given to instances",
             f"end instances, or give --{file.replace('.', '-')} a larger value",
-            unlimited=True,
+            group_usable=True,
         )

@@ -225,7 +225,7 @@ class ReconcileLoop:
         machine = self.machine()
         desired = self.desired(machine)
         if isinstance(desired, Frozen):
-            observed = self.observe()
+            observed = observed or self.observe()
             faults: tuple[Fault, ...] = ()
             if actions := unseals(observed, requests):
                 faults = self._apply(actions, observed, requests, machine)
@@ -236,14 +236,14 @@ class ReconcileLoop:
         observed, faults = self._without_strangers(desired, machine, requests, observed or self.observe())
         actions = reconcile(desired, observed, requests)
         faults += self._apply(actions, observed, requests, machine)
-        failed = {fault.group for fault in faults if not fault.unlimited}
+        failed = {fault.group for fault in faults if not fault.group_usable}
         after = self.observe() if actions else observed
         self.pass_log.left = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(standing_faults(self.tree.root.path, desired, after, machine.online, failed))
         faults += (self.mount_options.fault,) if self.mount_options.fault is not None else ()
         self.pass_log.add_faults(faults)
         self._evicting = _evicted(evictions(desired, after, requests))
-        outcome = "faulty" if any(not fault.unlimited for fault in faults) else "changed" if actions else "clean"
+        outcome = "faulty" if any(not fault.group_usable for fault in faults) else "changed" if actions else "clean"
         self.pass_log.count(outcome, time.perf_counter() - started)
         return faults
 
@@ -253,7 +253,7 @@ class ReconcileLoop:
         """Apply *actions*, log those that succeeded, and return the faults."""
         self._changed |= bool(actions)
         faults = self.tree.apply(actions, machine.online)
-        failed = {(fault.group, fault.unlimited) for fault in faults}
+        failed = {(fault.group, fault.group_usable) for fault in faults}
         done = [
             action
             for action in actions
@@ -367,7 +367,7 @@ class ReconcileLoop:
                     self.disturb()
             await self.next_pass()
 
-    async def limit_processes(self) -> None:
+    async def end_crowded_pods(self) -> None:
         """End the pods that :meth:`Tree.crowded` yields; never return.
 
         The kernel counts a process that is moved into a cgroup, but refuses no move because of ``pids.max`` ("PID"). So a pod could fork
@@ -399,7 +399,7 @@ class ReconcileLoop:
             if self.source is not None:
                 await self.settle(self.source)
             faults = self.pass_over({})
-            self.error = "; ".join(str(fault) for fault in faults if not fault.unlimited)
+            self.error = "; ".join(str(fault) for fault in faults if not fault.group_usable)
         except HostError as error:
             self.error = explain(error)
             self.log_limit.log(log.error, ControllerEvent.PASS_FAILED, self.error)
@@ -424,7 +424,7 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 ("reconcile", partial(loop.follow, watches)),
                 ("leases", partial(loop.held.outwait_leases, loop.disturb)),
                 ("reclaim", loop.reclaim),
-                ("processes", loop.limit_processes),
+                ("processes", loop.end_crowded_pods),
                 ("mount", loop.keep_mount_options),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)

@@ -55,7 +55,7 @@ class MountOptions:
                 PARENT,
                 f"cgroup v2 is mounted without nsdelegate, so a pod may open its cgroup files again{reason}",
                 f"mount -o remount,nsdelegate {mounts.unified}, as root on the node",
-                unlimited=True,
+                group_usable=True,
             )
 
     def _add(self) -> tuple[CgroupMounts, str]:

@@ -59,7 +59,7 @@ class PassLog:
                 continue
             # A fault of no pod is due to the kernel or this program's options, and there may be several.
             peer = fault if fault.pod_uid is None else fault.group
-            if fault.unlimited:
+            if fault.group_usable:
                 self.limit.log(log.warning, ControllerEvent.LIMIT_MISSING, fault.group, str(fault), peer=peer)
             else:
                 self.limit.log(log.error, ControllerEvent.GROUP_FAILED, fault.group, str(fault), peer=peer)

@@ -119,7 +119,7 @@ class Tree:
         if not self.root.exists():
             return Observed(offered, delegated, exists=False)
         domains, groups, outdated, enabled = {}, {}, dict(self._outdated()), self.root.enabled()
-        huge_pages = tuple(self.root.huge_page_limits())
+        huge_pages = tuple(self.root.huge_page_limit_files())
         observe_domain = partial(_observe_domain, limits=(*_DOMAIN_LIMITS, *huge_pages))
         for pod_uid, each in self._domains():
             if each.name in outdated or (domain := _while_there(observe_domain, each)) is None:
@@ -167,7 +167,7 @@ class Tree:
         those written.
         """
         faults: dict[str, Fault] = {}
-        unlimited: list[Fault] = []
+        without: list[Fault] = []
         for action in actions:
             if action.group in faults or ROOT in faults:
                 continue
@@ -175,10 +175,10 @@ class Tree:
                 self._perform(action, online)
             except CgroupError as error:
                 if isinstance(action, Restrict | Seal):
-                    unlimited.append(Fault(action.group, *explained(error), unlimited=True))
+                    without.append(Fault(action.group, *explained(error), group_usable=True))
                 else:
                     faults[action.group] = Fault(action.group, *explained(error))
-        return (*faults.values(), *unlimited)
+        return (*faults.values(), *without)
 
     def _perform(self, action: Action, online: CpuSet) -> None:
         group = self.group(action.group)
@@ -292,7 +292,7 @@ def _while_there(read: Callable[[Cgroup], T], group: Cgroup) -> T | None:
     try:
         return read(group)
     except CgroupError as error:
-        if error.errno in (errno.ENOENT, errno.ENODEV):
+        if error.gone:
             return None
         raise
 
@@ -355,7 +355,7 @@ def _observe(group: Cgroup) -> Group:
         exclusive, partition = group.exclusive_cpus() or CpuSet(), group.partition()
         return Group(kind, cpus, mems, effective, populated, limits, exclusive, partition)
     except CgroupError as error:
-        if error.errno not in (errno.ENOENT, errno.ENODEV):
+        if not error.gone:
             raise
         # No cpuset files: the controller is disabled in an ancestor, or the group was just removed.
         return Group(kind, CpuSet(), CpuSet(), CpuSet(), populated, limits)

@@ -98,7 +98,8 @@ class HostTuner:
         """Adapt the settings to *instances*, by pod UID. Raises :class:`HostError`, ``OSError`` and ``ValueError``."""
         machine = read_online_cpus(self.sys)
         occupied = CpuSet.union(each.cpus for each in instances.values())
-        records, unset = self._records(), list[Unset]()
+        records = self._records()
+        unset = list[Unset]()
         if occupied and (error := self.host.error()):
             unset.append(Unset("all", "", error, remedy="run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
         irqbalance = find_irqbalance(self.procfs)

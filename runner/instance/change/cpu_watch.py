@@ -39,10 +39,10 @@ class LostCpus:
     """Whether the container's own cgroup shows the loss; otherwise only the vCPU threads' masks do."""
 
     def __str__(self) -> str:
-        return f"the container has no longer the CPUs '{self.cpus}' of some vCPUs, and '{self.available}' are left"
+        return f"the container no longer has the CPUs '{self.cpus}' of some vCPUs; it has '{self.available}'"
 
 
-async def lost_cpus_left(receipts: Receipts) -> GuestEnd:
+async def keep_vcpus_on_container_cpus(receipts: Receipts) -> GuestEnd:
     """Put the vCPUs on the remaining CPUs, each time the container has lost some; return when that fails."""
     supervisor, vcpus = receipts.supervisor, Vcpus(receipts)
     try:

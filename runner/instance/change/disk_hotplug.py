@@ -137,7 +137,7 @@ class DiskHotplug:
                 self._machine.disk_events.watch(plan.name)
                 attached = AttachedDisk(plan, number, await self._create(plan, numbers))
             self._attached[plan.name] = attached
-            change.done = f"the disk {plan.name!r} is attached"
+            change.left = f"the disk {plan.name!r} is attached"
             await self._add(attached)
             failure: RunnerError | None = None
             try:
@@ -255,9 +255,9 @@ class DiskHotplug:
                     f"cannot detach {name!r}: the machine was started with it",
                     remedy="what `disk attach` has added can be detached",
                 )
-            change.done = f"the guest may release the disk {name!r} later; detach it again"
+            change.left = f"the guest may release the disk {name!r} later; detach it again"
             await self._detach(self._find(name))
-            change.done = f"the disk {name!r} is detached"
+            change.left = f"the disk {name!r} is detached"
             await self._verify_after(f"the disk {name!r} is detached")
             log.info(InstanceEvent.DISK_DETACHED, name)
 
@@ -293,7 +293,7 @@ class DiskHotplug:
             before = (await self._sizes()).get(name, 0)
             with self._in_pod_cgroup() if disk.layers[0].block else nullcontext():
                 size = _target_size(disk, before, size)
-            change.done = f"the disk {name!r} may have {format_size(size)} now"
+            change.left = f"the disk {name!r} may have {format_size(size)} now"
             await self._machine.monitor.execute("block_resize", {"node-name": name, "size": size})
             await self._verify_after(f"the disk {name!r} has {format_size(size)}")
             log.info(InstanceEvent.DISK_GROWN, name, format_size(before), format_size(size))

@@ -168,7 +168,7 @@ class Vcpus:
         given, pins = self._receipts.active.container_cpus(), self._placement.pins
         available = given & hardware.online
         if lost := CpuSet(pins) - available:
-            why = "are offline" if lost <= given else "are the container's no longer"
+            why = "are offline" if lost <= given else "no longer belong to the container"
             raise RefusedError(f"cannot have {count} vCPUs: the CPUs '{lost}' of some vCPUs {why}")
         if count > len(available):
             raise RefusedError(

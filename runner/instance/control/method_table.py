@@ -24,7 +24,7 @@ class ControlMethod:
     needs_qemu: bool = True
     """It is refused while QEMU does not answer."""
     waits_for_qemu: bool = False
-    """Whether it may wait for QEMU without a time limit of its own."""
+    """Whether its client is answered as soon as QEMU falls silent, while the change goes on."""
 
 
 _QEMU = ("qemu", "digest", "no_way_back")

@@ -1,4 +1,4 @@
-"""The child processes other than QEMU, and what the death of each means."""
+"""The child processes other than QEMU: those that are started again when they end, and those that serve QEMU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STOPPED_WITHIN = 2.0
 
 
 class RestartedChildRecord(NamedTuple):
-    """A child that is started again whenever it ends."""
+    """The state of a :class:`RestartedChild` that the next program needs."""
 
     process: ProcessRecord
     born: float

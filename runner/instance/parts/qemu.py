@@ -204,7 +204,7 @@ class Qemu:
         vcpus = await self._monitor.vcpu_threads()
         for vcpu in vcpus:
             if not os.path.exists(f"/proc/{self.process.pid}/task/{vcpu.tid}"):  # noqa: ASYNC240, PTH110 - the kernel's
-                raise BadReplyError(f"cannot pin thread {vcpu.tid} for vCPU {vcpu.index}: it is none of QEMU's")
+                raise BadReplyError(f"cannot pin thread {vcpu.tid} for vCPU {vcpu.index}: it is not a thread of QEMU")
         return vcpus
 
     async def iothreads(self) -> dict[int, str]:

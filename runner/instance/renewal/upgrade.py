@@ -98,7 +98,7 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
 async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program after its own fault; return if there were too many faults, or it is impossible."""
     renewal = supervisor.renewal
-    if not _is_survivable(renewal):
+    if not _count_fault(renewal):
         return
     try:
         await _become(supervisor, _again(renewal), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
@@ -108,15 +108,15 @@ async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
 
 def execute_again(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program at once, even in the middle of a change; return if that is not allowed, or fails."""
-    if _is_survivable(supervisor.renewal):
+    if _count_fault(supervisor.renewal):
         try:
             _execute(supervisor, _again(supervisor.renewal), "fault", _reason(error))
         except HostError as failure:
             log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400 - the log is for operators
 
 
-def _is_survivable(renewal: Renewal) -> bool:
-    """Count a fault of this program, and tell whether it may be survived; log if there were too many."""
+def _count_fault(renewal: Renewal) -> bool:
+    """Count a fault of this program; tell whether it may be survived, and log if there were too many."""
     now = time.monotonic()
     renewal.own_faults = [each for each in renewal.own_faults if now - each < FORGIVEN]
     if len(renewal.own_faults) >= MOST_FAULTS:

@@ -112,10 +112,8 @@ def _vcpus(supervisor: Supervisor, receipt: Receipt, foreign: Mapping[int, float
     waited: dict[tuple[object, ...], float] = {}
     involuntary: dict[tuple[object, ...], float] = {}
     stolen: dict[tuple[object, ...], float] = {}
-    steal, pins = (
-        supervisor.procfs.steal(),
-        {vcpu: cpu for vcpu, cpu in enumerate(receipt.rules.pins) if cpu is not None},
-    )
+    steal = supervisor.procfs.steal()
+    pins = {vcpu: cpu for vcpu, cpu in enumerate(receipt.rules.pins) if cpu is not None}
     for each in receipt.threads:
         if each.vcpu is None or (times := supervisor.procfs.times(each.thread.pid, each.thread.tid)) is None:
             continue

@@ -776,7 +776,7 @@ async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog
     for _ in range(50):
         await trio.lowlevel.checkpoint()  # as between two passes
         pass_log.add_actions([written], observed, ())
-        pass_log.add_faults((Fault(group, "refused", unlimited=True),))
+        pass_log.add_faults((Fault(group, "refused", group_usable=True),))
         pass_log.add_faults(())
     assert [record.getMessage().split(" group")[0] for record in caplog.records] == [
         "cpuset changed by others",

@@ -30,7 +30,7 @@ async def in_progress(changes: Changes, kind: Kind, over: trio.Event, log: list[
     async def change() -> None:
         try:
             async with changes.begin(kind, "the first is being made") as made:
-                made.done = "half of it stays"
+                made.left = "half of it stays"
                 begun.set()
                 await over.wait()
             log.append("first made")

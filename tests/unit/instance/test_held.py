@@ -68,9 +68,9 @@ async def test_an_act_is_done_once(events: Events) -> None:
 
 def test_a_name_that_is_missing_is_an_error_unless_it_is_newer(events: Events) -> None:
     held = renewed(events)
-    with pytest.raises(HostError, match="cannot take over thing: the runner before has not held it"):
+    with pytest.raises(HostError, match="cannot take over thing: the previous program did not hold it"):
         held.value("thing", events.made)
-    assert events.names == ["back: cannot take over thing: the runner before has not held it"]
+    assert events.names == ["back: cannot take over thing: the previous program did not hold it"]
     held.newer = lambda name: name == "thing"
     assert held.value("thing", events.made) == "made"
 

@@ -77,7 +77,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
     """Cgroups that the node's controller made."""
 
     sealing: Callable[[], AbstractAsyncContextManager[str]] = attrs.field(kw_only=True)
-    """Returns the context manager of :meth:`sealed`."""
+    """Makes the instance an isolated partition while the context manager is entered, and gives the guarantee that is in force."""
 
     @contextmanager
     def in_pod_cgroup(self) -> Iterator[None]:
@@ -107,9 +107,7 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
             with ExitStack() as held:
                 registration = await _register(placement, self.cgroups.pod, held)
             if registration.cpus != placement.cpus:
-                raise PlacementError(
-                    f"cannot have the CPUs '{placement.cpus}': the controller gives '{registration.cpus}'"
-                )
+                raise HostError(f"cannot have the CPUs '{placement.cpus}': the controller gives '{registration.cpus}'")
         self.adopt(placement)
 
     async def follow(self, placement: Placement) -> None:
@@ -283,7 +281,7 @@ async def registered_cgroups(
                     held.pop_all()  # it refused, so there is nothing to take back
                     raise
                 if registration.cpus != placement.cpus:
-                    raise PlacementError(
+                    raise HostError(
                         f"cannot place the vCPUs: the controller gives CPUs '{registration.cpus}' instead of '{placement.cpus}'"
                     )
                 below = registration.below_tree
@@ -367,7 +365,7 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
                         log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
                     waiting = True
                 await trio.sleep(supervisor.timeouts.controller_asked)
-    what = "it is not there" if waiting else "it does not answer"
+    what = "it did not appear" if waiting else "it did not answer"
     raise HostError(
         f"cannot register with the controller at {str(placement.socket)!r}: {what} within {REGISTERED_WITHIN:g} s",
         remedy="let its DaemonSet run on this node",
