@@ -124,13 +124,17 @@ class SpecError(RunnerError):
 
 
 class RefusedError(RunnerError):
-    """The refusal of a document that does not fit this host or pod; nothing was touched."""
+    """The refusal of a document that does not fit this host or pod, before anything is touched, or of a change of a running instance."""
 
     status = Status.REFUSED
 
 
 class HostError(RunnerError):
-    """The kernel, or a program we started, did not do what was asked of it."""
+    """The kernel, or a program we started, did not do what was asked of it.
+
+    Its status is that of a failed start; where the guest already runs, the end of the instance has its own
+    (:func:`runner.instance.init.of_running_guest`).
+    """
 
 
 class NoInstanceError(RunnerError):

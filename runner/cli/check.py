@@ -18,6 +18,7 @@ from runner.base.subject import judgement_lines, rank
 from runner.check.checks import CheckedHost
 from runner.check.host import CheckReport, check_host
 from runner.cli.options import absolute_path, add_json, add_spec, read_spec, source_of
+from runner.facts.roots import KUBELET_DIRECTORY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kubelet-dir",
         type=Path,
-        default=Path("/var/lib/kubelet"),
+        default=Path(KUBELET_DIRECTORY),
         metavar="DIR",
         help="the kubelet's --root-dir (default: %(default)s)",
     )

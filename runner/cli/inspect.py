@@ -18,7 +18,7 @@ from runner.base.errors import HostError, NoInstanceError, Status, escaped
 from runner.base.judgement import Level
 from runner.base.values import frozen
 from runner.cli.options import add_json, add_state_dir
-from runner.facts.roots import Roots
+from runner.facts.roots import CONTROLLER_CGROUP, CONTROLLER_SOCKET, KUBELET_DIRECTORY, Roots
 from runner.inspect.cpu_time import TraceReport
 from runner.inspect.observation import Observation
 from runner.inspect.observe import observe_container, observe_node
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--root",
         type=Path,
-        default=Path("/sys/fs/cgroup/stelia"),
+        default=Path(CONTROLLER_CGROUP),
         metavar="DIR",
         help="the controller's cgroup (default: %(default)s)",
     )
@@ -92,14 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--socket",
         type=PurePosixPath,
-        default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
+        default=CONTROLLER_SOCKET,
         metavar="PATH",
         help="the controller's socket, which is asked for what instances report (default: %(default)s)",
     )
     add(
         "--kubelet-dir",
         type=Path,
-        default=Path("/var/lib/kubelet"),
+        default=Path(KUBELET_DIRECTORY),
         metavar="DIR",
         help="the kubelet's --root-dir (default: %(default)s)",
     )

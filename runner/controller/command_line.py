@@ -24,6 +24,7 @@ from runner.controller.tree.limits import (
 )
 from runner.controller.tree.pods import PodCgroups
 from runner.facts.hardware import hugetlb_name
+from runner.facts.roots import CONTROLLER_CGROUP, CONTROLLER_SOCKET, KUBELET_DIRECTORY
 from runner.kernel.device_filter import DeviceRule
 from runner.protocol.http import parse_address
 
@@ -121,14 +122,14 @@ def command_line() -> argparse.ArgumentParser:
     add_version(parser)
     add = parser.add_argument
     for option, path, text in (
-        ("--root", "/sys/fs/cgroup/stelia", "the tree's own cgroup"),
+        ("--root", CONTROLLER_CGROUP, "the tree's own cgroup"),
         ("--cgroupfs", "/sys/fs/cgroup", "where cgroup v2 is mounted"),
         (
             "--state-dir",
             "/var/lib/instance-cgroup-controller",
             "for the record of the machine's settings; no pod may reach it",
         ),
-        ("--kubelet-dir", "/var/lib/kubelet", "the kubelet's --root-dir"),
+        ("--kubelet-dir", KUBELET_DIRECTORY, "the kubelet's --root-dir"),
         (
             "--cdi-dir",
             "/var/run/cdi",
@@ -138,8 +139,7 @@ def command_line() -> argparse.ArgumentParser:
         ("--procfs", "/proc", "where procfs is mounted"),
     ):
         add(option, type=Path, default=Path(path), metavar="DIR", help=text)
-    socket = Path("/run/instance-cgroup-controller/controller.sock")
-    add("--socket", type=Path, default=socket, metavar="PATH", help="where runners connect")
+    add("--socket", type=Path, default=Path(CONTROLLER_SOCKET), metavar="PATH", help="where runners connect")
     add(
         "--cpus",
         type=argument_type(_some_cpus),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 
 from runner.base.values import frozen
+
+CONTROLLER_CGROUP = PurePosixPath("/sys/fs/cgroup/stelia")
+"""The cgroup of the node's controller, by default."""
+CONTROLLER_SOCKET = PurePosixPath("/run/instance-cgroup-controller/controller.sock")
+"""Its socket, by default."""
+KUBELET_DIRECTORY = PurePosixPath("/var/lib/kubelet")
+"""The kubelet's ``--root-dir``, by default."""
 
 
 @frozen

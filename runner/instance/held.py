@@ -83,7 +83,8 @@ class Held:
     ) -> T:
         """Return the value held as *name*, in a fresh start the result of *make*.
 
-        *now* returns the value for the next program, by default the same object. *adopt* converts the found value.
+        *now* returns the value for the next program, by default the same object. *adopt* converts the found value. *now* is called only
+        later, so it may be a lambda that names the variable to which the result of this call is assigned.
         """
         with self.guarded():
             value: T = adopt(self._take(name)) if self._finds(name) else make()

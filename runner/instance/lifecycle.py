@@ -88,12 +88,12 @@ async def run_instance(
             _opened(supervisor, plan) as opened,
             enter(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
-            MACVTAPS.held(plan, supervisor, plan.networks) as macvtaps,
-            NETWORKS.held(plan, supervisor, plan.networks, macvtaps, active.in_pod_cgroup) as nic_backends,
-            BRIDGES.held(plan, supervisor, plan),
-            SHARES.held(plan, supervisor, plan.shares, directory) as shares,
+            MACVTAPS.of(plan)(supervisor, plan.networks) as macvtaps,
+            NETWORKS.of(plan)(supervisor, plan.networks, macvtaps, active.in_pod_cgroup) as nic_backends,
+            BRIDGES.of(plan)(supervisor, plan),
+            SHARES.of(plan)(supervisor, plan.shares, directory) as shares,
             console_shown(supervisor, plan.console, watch_and_show, directory) as console,
-            RETURNED_DEVICES.held(plan, supervisor, plan, active.in_pod_cgroup),
+            RETURNED_DEVICES.of(plan)(supervisor, plan, active.in_pod_cgroup),
             guest_agent_channel(supervisor, plan.machine.guest) as agent,
             paused_qemu(
                 supervisor,
@@ -104,7 +104,7 @@ async def run_instance(
                 readiness.observe,
             ) as machine,
             placed_threads()(supervisor, plan, active, machine, count_from) as receipts,  # imported while QEMU started
-            DISPLAY.held(plan, supervisor, machine, directory),
+            DISPLAY.of(plan)(supervisor, machine, directory),
             _controlled(supervisor, directory, receipts),
         ):
             passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
@@ -124,7 +124,7 @@ async def run_instance(
                     with supervisor.renewal.possible(
                         partial(optional_parts.resume_after_fault, supervisor), unfinished
                     ):
-                        ended = await _ended(supervisor, machine, daemons, receipts)
+                        ended = await _ended(supervisor, daemons, receipts)
                 over = trio.current_time()
                 why = f"the instance ends: {ended.detail}" if ended.detail else supervisor.stop.clause
                 async with supervisor.changes.begin(Kind.STOP, why):
@@ -136,12 +136,12 @@ async def run_instance(
 
 async def _ended(
     supervisor: Supervisor,
-    machine: Qemu,
     daemons: Callable[[], Sequence[Process]],
     receipts: Receipts,
 ) -> GuestEnd:
     """Wait for the end; where a bug of this program cannot be survived, let the guest power down."""
-    ended = GuestEnd(Status.STOPPED, "")
+    machine = receipts.machine
+    ended = GuestEnd(Status.STOPPED, "")  # after a bug that is not survived, which has asked to stop
 
     async def wait() -> None:
         nonlocal ended

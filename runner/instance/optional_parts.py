@@ -4,7 +4,7 @@ PID 1 lives as long as its guest: each module that it imports costs every start 
 part is imported only for plans that have it, and before the guest runs: later, files and memory may be short. Each such part is a row of
 the table at the end, and is held by one line, whether the plan has it or not::
 
-    optional_parts.DISPLAY.held(plan, supervisor, machine, directory),
+    optional_parts.DISPLAY.of(plan)(supervisor, machine, directory),
 
 Parts that do not depend on the plan have only a getter: those needed once QEMU has been started, at a client's first connection, for an
 option of the command line, or when another program takes over. A module named here has all its imports at its head, as every other module,
@@ -68,9 +68,9 @@ class OptionalPart(Generic[P, R]):
         self.nothing = nothing
         """The value held in place of a part that is left out."""
 
-    def held(self, plan: InstancePlan, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Hold the part, or :attr:`nothing` if *plan* leaves it out."""
-        return self.get()(*args, **kwargs) if self.wanted(plan) else self.nothing
+    def of(self, plan: InstancePlan) -> Callable[P, R]:
+        """Return the context manager that holds the part, or one for :attr:`nothing` if *plan* leaves it out."""
+        return self.get() if self.wanted(plan) else lambda *_args, **_kwargs: self.nothing
 
 
 # -- parts that depend on the plan -----------------------------------------------------------------------------------------------

@@ -196,6 +196,7 @@ class Supervisor:
         try:
             yield
         finally:
+            # If the block ends during a takeover, the previous program continues: nothing may be released before that.
             self.held.go_back()
             scope.cancel()
             # The task may be about to act: a child must not be started again after it was stopped.

@@ -15,6 +15,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import Problem, SpecError
 from runner.base.values import frozen
 from runner.facts.descriptor import DESCRIPTOR_NAME
+from runner.facts.roots import CONTROLLER_SOCKET
 from runner.spec.document_parser import parse_document
 from runner.spec.ports import EVERY_PORT, MOST_OF_ALL, PortForward
 from runner.spec.readiness import AgentSign, PortSign, ReadySign, ready_sign
@@ -134,7 +135,7 @@ class CpuSpec:
     )
     controller: PurePosixPath = key(
         path(),
-        default=PurePosixPath("/run/instance-cgroup-controller/controller.sock"),
+        default=CONTROLLER_SOCKET,
         doc="the Unix socket of the Kubernetes node's controller",
     )
     exclusive: ExclusiveChoice = key(
