@@ -67,6 +67,7 @@ async def test_it_comes_back_with_what_was_seen_beside_it(node: Node, caplog: py
     ],
 )
 async def test_where_it_cannot_be_added_that_is_a_fault(node: Node, number: int, why: str) -> None:
+    node.become(B)  # first: it exchanges /proc/self
     mount(node, "memory_recursiveprot")
     with writing(lambda _: number) as writer:
         async with (
@@ -74,7 +75,6 @@ async def test_where_it_cannot_be_added_that_is_a_fault(node: Node, number: int,
             connected(node.socket) as client,
         ):
             await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
-            node.become(B)
             status = await client.result("getStatus")
             assert isinstance(status, dict)
             sentence = f"cgroup v2 is mounted without nsdelegate, so a pod may open its cgroup files again{why}"
