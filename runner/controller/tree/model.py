@@ -26,6 +26,11 @@ BELOW = ("cpu", "pids")
 """The controllers that a domain switches on for its children, besides cpuset."""
 
 
+def groups_below(pod_uid: str) -> tuple[str, str]:
+    """Return the two groups below the domain of *pod_uid*."""
+    return float_group(pod_uid), vcpus_group(pod_uid)
+
+
 @frozen
 class Group:
     """The float or the vCPUs' group of an instance, as observed."""
@@ -125,7 +130,7 @@ class Observed:
 
     def is_left_over(self, pod_uid: str) -> bool:
         """Tell whether the domain of *pod_uid* has no groups any more, and exists only for what is charged to it."""
-        return not any(path in self.groups for path in (float_group(pod_uid), vcpus_group(pod_uid)))
+        return not any(path in self.groups for path in groups_below(pod_uid))
 
     def left_over(self, more: int) -> Iterator[str]:
         """Yield the pods that have nothing left but the domain, if more than *more* bytes are charged to it."""

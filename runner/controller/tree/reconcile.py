@@ -27,8 +27,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from typing import Self
 
 from runner.base.cpuset import CpuSet
+from runner.base.values import frozen
 from runner.controller.tree.limits import (
     FLOAT_LIMITS,
     LEFT_BEHIND,
@@ -59,6 +61,7 @@ from runner.controller.tree.model import (
     Unseal,
     Write,
     granted,
+    groups_below,
 )
 from runner.facts.hardware import OnlineCpus
 from runner.kernel.cgroup import THREADED_CONTROLLERS
@@ -102,7 +105,7 @@ def reconcile(desired: Desired, observed: Observed, requests: Mapping[str, Reque
     """
     if observed.populated_outdated():
         return ()
-    return tuple(_actions(desired, observed, requests))
+    return tuple(_actions(_Pass.over(desired, observed, requests)))
 
 
 def unseals(observed: Observed, requests: Mapping[str, Requested]) -> tuple[Action, ...]:
@@ -184,22 +187,49 @@ def _without_pod(desired: Desired, observed: Observed, requests: Mapping[str, Re
     return observed.gone.intersection(observed.domains) - {*desired.choices, *granted(requests)}
 
 
-def _actions(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[Action]:
+@frozen
+class _Pass:
+    """The values from which a pass decides, and those that follow from them alone."""
+
+    desired: Desired
+    observed: Observed
+    requests: Mapping[str, Requested]
+    grants: Mapping[str, CpuSet]
+    """The CPUs granted in *requests*, by the pods' UIDs."""
+    removed: frozenset[str]
+    """The groups to remove."""
+    groups: Mapping[str, Group]
+    """The groups that stay."""
+    without_pod: frozenset[str]
+    """The pods that are gone and that neither the kubelet nor a grant names."""
+
+    @classmethod
+    def over(cls, desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Self:
+        """Return the pass over *observed* that is to bring it to *desired* and to answer *requests*."""
+        removed = frozenset(_removed(desired, observed, requests))
+        groups = {path: group for path, group in observed.groups.items() if path not in removed}
+        without_pod = _without_pod(desired, observed, requests)
+        return cls(desired, observed, requests, granted(requests), removed, groups, without_pod)
+
+    def follows_float(self, pod_uid: str) -> bool:
+        """Tell whether the vCPUs' group of *pod_uid* has float's CPUs until its processes have ended."""
+        return pod_uid in self.without_pod and self.observed.shares_float(pod_uid)
+
+
+def _actions(this: _Pass) -> Iterator[Action]:
+    desired, observed, groups = this.desired, this.observed, this.groups
     for path in observed.outdated:
         yield Remove(path)
     yield from _parent_actions(desired, observed)
     yield from _root_actions(desired, observed)
     yield from _root_limits(desired, observed)
-    removed = frozenset(_removed(desired, observed, requests))
-    groups = {path: group for path, group in observed.groups.items() if path not in removed}
-    without_pod = _without_pod(desired, observed, requests)
-    targets = _targets(desired, observed, groups, requests, without_pod)
-    sealed = _sealed(desired, observed, targets, requests, without_pod)
+    targets = _targets(this)
+    sealed = _sealed(this, targets)
     yield from _unseal_actions(sealed, observed)
     for path in observed.groups:
-        if path in removed:
+        if path in this.removed:
             yield Remove(path)
-    yield from _domains(desired, observed, groups, requests, without_pod)
+    yield from _domains(this)
     for path in targets:
         if path not in groups:
             yield Make(path)
@@ -212,27 +242,21 @@ def _actions(desired: Desired, observed: Observed, requests: Mapping[str, Reques
     for path in targets:
         limits = VCPUS_LIMITS if path.endswith(f"/{VCPUS}") else FLOAT_LIMITS
         yield from _restrictions(path, limits, groups[path].limits if path in groups else {}, observed)
-    yield from _seal_actions(sealed, desired, observed, removed)
+    yield from _seal_actions(this, sealed)
 
 
-def _domains(
-    desired: Desired,
-    observed: Observed,
-    groups: Mapping[str, Group],
-    requests: Mapping[str, Requested],
-    without_pod: frozenset[str],
-) -> Iterator[Action]:
-    """Yield the actions that make and limit the domains of *groups* and of granted CPUs, and remove the others."""
-    grants = granted(requests)
+def _domains(this: _Pass) -> Iterator[Action]:
+    """Yield the actions that make and limit the domains of the groups that stay and of granted CPUs, and remove the others."""
+    desired, observed = this.desired, this.observed
     promised = {pod_uid: domain.memory_max or 0 for pod_uid, domain in observed.domains.items()}
-    for pod_uid in sorted({*observed.domains, *grants}):
-        if pod_uid in grants or any(path in groups for path in (float_group(pod_uid), vcpus_group(pod_uid))):
-            found, request = observed.domains.get(pod_uid), requests.get(pod_uid, Requested())
+    for pod_uid in sorted({*observed.domains, *this.grants}):
+        if pod_uid in this.grants or any(path in this.groups for path in groups_below(pod_uid)):
+            found, request = observed.domains.get(pod_uid), this.requests.get(pod_uid, Requested())
             if found is None:
                 yield Make(instance_group(pod_uid))
             others = sum(promised.values()) - promised.get(pod_uid, 0)
             promised[pod_uid] = _memory_of(found, request.memory, desired.limits, others)
-            wanted = {**desired.limits.of_domain(promised[pod_uid], gone=pod_uid in without_pod)}
+            wanted = {**desired.limits.of_domain(promised[pod_uid], gone=pod_uid in this.without_pod)}
             if request.memory_nodes is not None:
                 wanted[MEMORY_NODES] = _memory_nodes(pod_uid, request.memory_nodes, desired, observed)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)
@@ -298,7 +322,7 @@ def _memory_of(found: Domain | None, wanted: int | None, limits: Limits, others:
 def _memory_nodes(pod_uid: str, wanted: CpuSet, desired: Desired, observed: Observed) -> str:
     """Return ``cpuset.mems`` of the domain of a pod that may use the memory nodes *wanted*; it is empty for all."""
     found = observed.domains.get(pod_uid, Domain()).limits.get(MEMORY_NODES, "")
-    groups = (observed.groups.get(path) for path in (float_group(pod_uid), vcpus_group(pod_uid)))
+    groups = map(observed.groups.get, groups_below(pod_uid))
     if any(group is not None and group.populated for group in groups):
         return found and str(CpuSet.parse(found) | wanted)
     return "" if desired.mems <= wanted else str(wanted)
@@ -318,25 +342,19 @@ def _domain_actions(path: str, desired: Desired, observed: Observed, found: Doma
             yield Restrict(path, "cgroup.subtree_control", f"+{name}")
 
 
-def _sealed(
-    desired: Desired,
-    observed: Observed,
-    targets: Mapping[str, CpuSet],
-    requests: Mapping[str, Requested],
-    without_pod: frozenset[str],
-) -> Mapping[str, CpuSet]:
+def _sealed(this: _Pass, targets: Mapping[str, CpuSet]) -> Mapping[str, CpuSet]:
     """Return the groups that are to be isolated partitions, with their CPUs.
 
     Only the group itself records that an instance was sealed; the kernel keeps it when this program ends. A group without threads needs no
     CPUs, and one without a pod has float's.
     """
-    if observed.exclusive is None or not desired.partitions:
+    if this.observed.exclusive is None or not this.desired.partitions:
         return {}
-    asked = {pod_uid: each.sealed for pod_uid, each in requests.items() if each.sealed is not None}
+    asked = {pod_uid: each.sealed for pod_uid, each in this.requests.items() if each.sealed is not None}
     return {
         vcpus_group(pod_uid): targets.get(vcpus_group(pod_uid), group.cpus)
-        for pod_uid, group in observed.instances().items()
-        if group.populated and asked.get(pod_uid, group.was_sealed) and pod_uid not in without_pod
+        for pod_uid, group in this.observed.instances().items()
+        if group.populated and asked.get(pod_uid, group.was_sealed) and pod_uid not in this.without_pod
     }
 
 
@@ -347,9 +365,8 @@ def _unseal_actions(sealed: Mapping[str, CpuSet], observed: Observed) -> Iterato
             yield Unseal(name)
 
 
-def _seal_actions(
-    sealed: Mapping[str, CpuSet], desired: Desired, observed: Observed, removed: frozenset[str]
-) -> Iterator[Action]:
+def _seal_actions(this: _Pass, sealed: Mapping[str, CpuSet]) -> Iterator[Action]:
+    observed = this.observed
     if observed.exclusive is None:
         return
     together = CpuSet.union(sealed.values())
@@ -364,23 +381,16 @@ def _seal_actions(
         path = vcpus_group(pod_uid)
         group, cpus = observed.groups.get(path), sealed.get(path, CpuSet())
         unsealed = group is not None and group.was_sealed and not cpus
-        if (
-            path not in missing
-            and domain.exclusive != cpus
-            and not unsealed
-            and not _leaves(pod_uid, desired, observed, removed)
-        ):
+        if path not in missing and domain.exclusive != cpus and not unsealed and not _leaves(this, pod_uid):
             yield Restrict(instance_group(pod_uid), "cpuset.cpus.exclusive", str(cpus))
     if not missing and observed.exclusive != together:
         yield Restrict(ROOT, "cpuset.cpus.exclusive", str(together))
 
 
-def _leaves(pod_uid: str, desired: Desired, observed: Observed, removed: frozenset[str]) -> bool:
-    """Tell whether no group of *pod_uid* stays."""
-    below = (float_group(pod_uid), vcpus_group(pod_uid))
-    return not any(path in observed.groups and path not in removed for path in below) and not keeps_domain(
-        pod_uid, desired, observed
-    )
+def _leaves(this: _Pass, pod_uid: str) -> bool:
+    """Tell whether neither a group nor the domain of *pod_uid* stays."""
+    stays = any(path in this.groups for path in groups_below(pod_uid))
+    return not stays and not keeps_domain(pod_uid, this.desired, this.observed)
 
 
 def _has_exclusively(group: Group, cpus: CpuSet | None) -> bool:
@@ -468,9 +478,7 @@ def _root_actions(desired: Desired, observed: Observed) -> Iterator[Action]:
 
 def float_cpus(desired: Desired, observed: Observed) -> CpuSet:
     """Return the CPUs for every float: the shared pool, except those that instances still hold."""
-    removed = frozenset(_removed(desired, observed, {}))
-    groups = {path: group for path, group in observed.groups.items() if path not in removed}
-    _, owned, orphaned = _owned(desired, observed, groups, {}, _without_pod(desired, observed, {}))
+    _, owned, orphaned = _owned(_Pass.over(desired, observed, {}))
     return _left_to_float(desired, owned, orphaned)
 
 
@@ -482,57 +490,39 @@ def _left_to_float(desired: Desired, owned: CpuSet, orphaned: CpuSet) -> CpuSet:
     return desired.shared_pool - owned - orphaned or desired.shared_pool - owned
 
 
-def _targets(
-    desired: Desired,
-    observed: Observed,
-    groups: Mapping[str, Group],
-    requests: Mapping[str, Requested],
-    without_pod: frozenset[str],
-) -> Mapping[str, CpuSet]:
+def _targets(this: _Pass) -> Mapping[str, CpuSet]:
     """Return the CPUs for each of our groups; the floats come first, then the vCPUs' groups in order.
 
-    Without any CPU for float, floats are left unchanged, and none is made. The vCPUs' groups of the pods *without_pod* have float's CPUs,
-    and follow float until their processes have ended.
+    Without any CPU for float, floats are left unchanged, and none is made.
     """
-    targets, owned, orphaned = _owned(desired, observed, groups, requests, without_pod)
-    pool = _left_to_float(desired, owned, orphaned)
-    if not pool:
+    targets, owned, orphaned = _owned(this)
+    left = _left_to_float(this.desired, owned, orphaned)
+    if not left:
         return targets
-    grants = granted(requests)
-    uids = sorted({*observed.domains, *grants})
-    floats = [float_group(uid) for uid in uids if uid in grants or float_group(uid) in groups]
-    following = [
-        vcpus_group(uid) for uid in uids if vcpus_group(uid) in groups and _follows(uid, observed, without_pod)
-    ]
-    return {**dict.fromkeys((*floats, *following), pool), **targets}
+    uids = sorted({*this.observed.domains, *this.grants})
+    floats = [float_group(uid) for uid in uids if uid in this.grants or float_group(uid) in this.groups]
+    following = [vcpus_group(uid) for uid in uids if vcpus_group(uid) in this.groups and this.follows_float(uid)]
+    return {**dict.fromkeys((*floats, *following), left), **targets}
 
 
-def _follows(pod_uid: str, observed: Observed, without_pod: frozenset[str]) -> bool:
-    return pod_uid in without_pod and observed.shares_float(pod_uid)
-
-
-def _owned(
-    desired: Desired,
-    observed: Observed,
-    groups: Mapping[str, Group],
-    requests: Mapping[str, Requested],
-    without_pod: frozenset[str],
-) -> tuple[Mapping[str, CpuSet], CpuSet, CpuSet]:
+def _owned(this: _Pass) -> tuple[Mapping[str, CpuSet], CpuSet, CpuSet]:
     """Return the CPUs for each group of vCPUs, those of all together, and those of instances whose pod is gone.
 
     An instance whose pod the kubelet no longer names still has live threads, or it would be stale: it is left alone
     until they end, and no other instance gets its CPUs meanwhile.
     """
-    grants, targets = granted(requests), dict[str, CpuSet]()
-    orphaned, owned, contested = CpuSet(), CpuSet(), _contested(desired)
-    instances = [(uid, groups[vcpus_group(uid)]) for uid in sorted(observed.domains) if vcpus_group(uid) in groups]
+    choices, grants, groups = this.desired.choices, this.grants, this.groups
+    contested = _contested(this.desired)
+    targets = dict[str, CpuSet]()
+    orphaned = owned = CpuSet()
+    instances = [(uid, groups[vcpus_group(uid)]) for uid in sorted(this.observed.domains) if vcpus_group(uid) in groups]
     for pod_uid, group in instances:
-        if not _follows(pod_uid, observed, without_pod) and pod_uid not in grants and pod_uid not in desired.choices:
+        if not this.follows_float(pod_uid) and pod_uid not in grants and pod_uid not in choices:
             orphaned |= group.cpus
     for pod_uid, group in instances:
-        if pod_uid in grants or pod_uid not in desired.choices:
+        if pod_uid in grants or pod_uid not in choices:
             continue
-        target = _choose(group.cpus, desired.choices[pod_uid], contested)
+        target = _choose(group.cpus, choices[pod_uid], contested)
         if target.isdisjoint(orphaned):
             targets[vcpus_group(pod_uid)] = target
             owned |= target
