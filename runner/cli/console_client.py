@@ -38,9 +38,9 @@ def attached(
     Yields it with the runner's reply, and the guest's earlier output as far as it has arrived. Raises
     :exc:`~runner.base.errors.HostError` when no runner listens there, it refuses, or does not answer *within* so many seconds.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            line = held.enter_context(connected(directory, CONSOLE_SOCKET, within))
+            line = stack.enter_context(connected(directory, CONSOLE_SOCKET, within))
             line.sendall(json.dumps(attrs.asdict(request)).encode() + b"\n")
             reply, output = _attach_reply(line)
         except BlockingIOError:

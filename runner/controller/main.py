@@ -136,7 +136,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
             with (
                 listening(options.socket) as listener,
                 listening(options.socket.with_name(REPORT_SOCKET)) as report_listener,
-                contextlib.ExitStack() as held,
+                contextlib.ExitStack() as stack,
             ):
                 # A copy of each stays open until the process exits: the last close closes what clients have left in the queue.
                 for each in (listener, report_listener):
@@ -151,7 +151,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                     "reports": partial(report_server.accept, report_listener),
                 }
                 if options.metrics is not None:
-                    http = [held.enter_context(each) for each in open_http_listeners(*options.metrics)]
+                    http = [stack.enter_context(each) for each in open_http_listeners(*options.metrics)]
                     endpoints = HttpEndpoints(loop, device_filter, processes, reports, seccomp)
                     tasks["endpoints"] = partial(serve_http, http, endpoints.respond)
                 async with trio.open_nursery() as nursery:

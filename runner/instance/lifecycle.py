@@ -147,10 +147,10 @@ async def _ended(
         nonlocal ended
         ended = await _wait_for_the_end(supervisor, machine, daemons, partial(_cpus_lost, receipts))
 
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as stack:
         if supervisor.held.resuming:
             verify = partial(optional_parts.verify_guest(), machine, receipts)
-            await held.enter_async_context(supervisor.background_task(verify))
+            await stack.enter_async_context(supervisor.background_task(verify))
         await surviving(supervisor.renewal, supervisor.faults, supervisor.stop, wait)
     return ended
 

@@ -33,8 +33,8 @@ class CgroupFds:
         return always if self.memory_events is None else (*always, self.memory_events)
 
 
-def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, held: ExitStack) -> CgroupFds:
-    """Open the control files by the cgroups' paths; *held* closes them. Raises ``CgroupError``."""
+def open_cgroup_fds(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup, stack: ExitStack) -> CgroupFds:
+    """Open the control files by the cgroups' paths; *stack* closes them. Raises ``CgroupError``."""
     procs, threads = "cgroup.procs", "cgroup.threads"
     files = ((float_cgroup, procs), (instance, threads), (pod, procs), (float_cgroup, threads))
-    return CgroupFds(*(held.enter_context(owned(group.open(file))) for group, file in files))
+    return CgroupFds(*(stack.enter_context(owned(group.open(file))) for group, file in files))

@@ -90,12 +90,12 @@ def tap(name: str, queues: int = 1, device: Path = Path("/dev/net/tun")) -> Iter
     """
     flags = IFF_TAP | IFF_NO_PI | _IFF_VNET_HDR | (IFF_MULTI_QUEUE if queues > 1 else 0)
     request = struct.pack("16sH22x", name.encode(), flags)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         found = []
         for _ in range(queues):
             with doing(f"open {str(device)!r}", remedy="give the pod the device"):
                 fd = os.open(device, os.O_RDWR | os.O_CLOEXEC)
-            found.append(held.enter_context(owned(fd)))
+            found.append(stack.enter_context(owned(fd)))
             with doing(f"make the tap interface {name!r}", remedy="it takes CAP_NET_ADMIN and an unused name"):
                 fcntl.ioctl(fd, _TUNSETIFF, request)
         yield tuple(found)
@@ -126,14 +126,14 @@ def macvtap(
             remedy="/sys must be of this network namespace",
         ) from error
     node = devices / f".instance-runner-{os.urandom(8).hex()}"
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             with in_pod_cgroup():
                 with doing(f"make a device node for the macvtap {name!r}", remedy="it takes CAP_MKNOD"):
                     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(major, minor))
-                found = tuple(_opened_queues(held, node, queues))
+                found = tuple(_opened_queues(stack, node, queues))
             if len(found) < queues:
-                found = tuple(_opened_queues(held, node, queues))
+                found = tuple(_opened_queues(stack, node, queues))
         finally:
             node.unlink(missing_ok=True)
         if len(found) < queues:
@@ -147,7 +147,7 @@ def macvtap(
         yield found
 
 
-def _opened_queues(held: ExitStack, node: Path, queues: int) -> Iterator[Descriptor]:
+def _opened_queues(stack: ExitStack, node: Path, queues: int) -> Iterator[Descriptor]:
     """Open *node* as many times as there are *queues*, or never, if a device filter forbids it."""
     for _ in range(queues):
         try:
@@ -156,7 +156,7 @@ def _opened_queues(held: ExitStack, node: Path, queues: int) -> Iterator[Descrip
             return
         except OSError as error:
             raise HostError(f"cannot open the macvtap at {str(node)!r}") from error
-        yield held.enter_context(owned(fd))
+        yield stack.enter_context(owned(fd))
 
 
 def _use_macvtap(fd: int, name: str, *, several: bool) -> None:

@@ -526,14 +526,14 @@ def more_likely_to_be_killed(more: int) -> Iterator[None]:
     A process may raise its own value, and lower it again to the value that a privileged process, such as a container runtime, has set
     (``__set_oom_adj`` of ``fs/proc/base.c``). If raising it fails, the children have this process's value.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if more:
             with contextlib.suppress(OSError, ValueError):
                 fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-                held.callback(os.close, fd)
+                stack.callback(os.close, fd)
                 own = int(os.read(fd, 16))
                 os.pwrite(fd, str(min(own + more, 1000)).encode(), 0)
-                held.callback(os.pwrite, fd, str(own).encode(), 0)
+                stack.callback(os.pwrite, fd, str(own).encode(), 0)
         yield
 
 

@@ -284,7 +284,7 @@ def owned(fd: int) -> Iterator[Descriptor]:
 @contextmanager
 def all_closed(descriptors: Iterable[Descriptor]) -> Iterator[None]:
     """Close every one of *descriptors* at the end."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for each in descriptors:
-            held.callback(each.close)
+            stack.callback(each.close)
         yield

@@ -76,12 +76,12 @@ async def inherited_fds(
 
     Raises :exc:`~runner.base.errors.RefusedError` for a breach of the conventions, and closes everything.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         inherited: dict[str, InheritedFd] = {}
 
         def take(name: str, number: int, declared: str | None) -> None:
             # Owned before anything is checked, so that a refused one is closed too.
-            descriptor = held.enter_context(owned(number))
+            descriptor = stack.enter_context(owned(number))
             os.set_inheritable(number, False)
             if re.fullmatch(DESCRIPTOR_NAME, name, re.ASCII) is None:
                 raise RefusedError(

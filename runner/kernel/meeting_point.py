@@ -39,13 +39,13 @@ def meeting_point(above: PurePath, recorded: Callable[[str], AbstractContextMana
     At the end they are removed in a block of *recorded*, which takes the error if that fails.
     """
     name = f"{PREFIX}{os.urandom(8).hex()}"
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            at = held.enter_context(closing(os.open(above, _DIRECTORY)))
+            at = stack.enter_context(closing(os.open(above, _DIRECTORY)))
             os.mkdir(name, 0o700, dir_fd=at)
-            held.callback(_remove, name, at, recorded)
-            directory = held.enter_context(closing(os.open(name, _DIRECTORY, dir_fd=at)))
-            cpr, main = (held.enter_context(_listening(directory, each)) for each in (CPR_SOCKET, MAIN_SOCKET))
+            stack.callback(_remove, name, at, recorded)
+            directory = stack.enter_context(closing(os.open(name, _DIRECTORY, dir_fd=at)))
+            cpr, main = (stack.enter_context(_listening(directory, each)) for each in (CPR_SOCKET, MAIN_SOCKET))
             os.fchmod(directory, 0o711)
         except OSError as error:
             raise limited(f"cannot make sockets in {str(above)!r}", error) from error

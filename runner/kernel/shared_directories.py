@@ -170,11 +170,11 @@ def followed(path: PurePosixPath) -> Followed:
     every link followed has its owner in the result.
     """
     left, owners, links = list(path.parts[1:]), set[int](), 0
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def reach(name: str, directory: int | None = None) -> int:
             fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            held.callback(os.close, fd)
+            stack.callback(os.close, fd)
             return fd
 
         current = root = reach("/")

@@ -79,9 +79,11 @@ def listening_pair(purpose: str, directory: int) -> Iterator[tuple[socket.socket
     directory that only we may enter) and unlinked before another process learns of it; any process of the network
     namespace could race for an abstract address.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            listener, client = (held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(2))
+            listener, client = (
+                stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(2)
+            )
             _introduce(listener, client, directory)
         except OSError as error:
             raise limited(f"cannot make a listening socket for {purpose}", error) from error

@@ -112,7 +112,7 @@ def trace_instance(
     Each CPU has a buffer of *buffer_kib*, which is overwritten when it is full. Recording begins with :meth:`TraceInstance.start`. Times
     are those of ``CLOCK_MONOTONIC``. Raises :class:`HostError` when the kernel has no such event or refuses.
     """
-    with _made(tracefs / "instances", pid) as path, contextlib.ExitStack() as held:
+    with _made(tracefs / "instances", pid) as path, contextlib.ExitStack() as stack:
         _write(path / "tracing_on", "0")
         # First of all CPUs: the first event would give each of the machine's CPUs a buffer of the default size.
         _write(path / "buffer_size_kb", str(_SMALL_BUFFER))
@@ -122,7 +122,7 @@ def trace_instance(
             _write(path / f"per_cpu/cpu{cpu}/buffer_size_kb", str(buffer_kib))
         formats = tuple(parse_format(_read(path / "events" / event / "format")) for event in events)
         page_size = parse_page_size(_read(tracefs / "events/header_page"))
-        buffers = {cpu: held.enter_context(_buffer(path / f"per_cpu/cpu{cpu}/trace_pipe_raw")) for cpu in cpus}
+        buffers = {cpu: stack.enter_context(_buffer(path / f"per_cpu/cpu{cpu}/trace_pipe_raw")) for cpu in cpus}
         for event in events:
             _write(path / "events" / event / "enable", "1")
         yield TraceInstance(path, formats, tuple(cpus), buffers, page_size)

@@ -75,16 +75,16 @@ async def register(
     pod_uid: str,
     cpus: CpuSet,
     pod: Cgroup,
-    held: ExitStack,
+    stack: ExitStack,
     need: MemoryNeed | None = None,
 ) -> Registration:
-    """Register the instance of the pod *pod_uid* on *cpus*; *held* closes the descriptors, also when this raises.
+    """Register the instance of the pod *pod_uid* on *cpus*; *stack* closes the descriptors, also when this raises.
 
     *pod* is the cgroup of this process. If the controller sends no descriptors, the cgroups are opened by their paths; if it names only the
     vCPUs' cgroup, float is its sibling. May take 12 s, in which the controller waits for the kubelet. Raises :class:`CpusHeldError`,
     :class:`CallRefusedError`, :class:`ServerAbsentError`, or :exc:`~runner.base.errors.HostError` for a response that is not understood.
     """
-    received = ReceivedFds(held)
+    received = ReceivedFds(stack)
     params: dict[str, object] = {"uuid": pod_uid, "cpuset": str(cpus)}
     ours = {**params, "protocol": PROTOCOL, **attrs.asdict(need or MemoryNeed())}
     try:
@@ -112,7 +112,7 @@ async def register(
             cgroup_fds = CgroupFds(float_procs, instance_threads, pod_procs, float_threads, *more)
         # None at all, or two, from a controller that trusts every peer and does not know the container's cgroup.
         case [] | [_, _]:
-            cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, held)
+            cgroup_fds = open_cgroup_fds(Cgroup(Path(float_cgroup)), Cgroup(Path(instance)), pod, stack)
         case several:
             raise HostError(f"cannot understand the controller: it sends {len(several)} descriptors instead of 5")
     return Registration(instance, float_cgroup, granted, cgroup_fds, protocol)

@@ -86,18 +86,18 @@ def parse_address(text: str) -> tuple[str, int]:
 def open_http_listeners(host: str, port: int) -> list[Socket]:
     """Listen at *port* of *host*, as :func:`parse_address` returns them. Raises :class:`HostError`."""
     listeners: list[Socket] = []
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for address in [host] if host else ["0.0.0.0", "::"]:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
-                listener = held.enter_context(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+                listener = stack.enter_context(socket.create_server((address, port), family=family, backlog=_BACKLOG))
             except OSError as error:
                 if listeners and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                     continue  # a kernel without IPv6
                 raise HostError(f"cannot listen at {host}:{port}") from error
             listener.setblocking(False)
             listeners.append(listener)
-        held.pop_all()
+        stack.pop_all()
     return listeners
 
 

@@ -175,10 +175,10 @@ def _answer(refusal: RequestRefusedError, attached: Attached | None = None) -> R
     return RpcError(CODES[refusal.reason], refusal.message, data, attached, remedy=refusal.remedy)
 
 
-def reported_end(group: Cgroup, held: ExitStack) -> Sequence[int]:
+def reported_end(group: Cgroup, stack: ExitStack) -> Sequence[int]:
     """Open the file through which the kernel reports the end of the last process in *group*, for a client that is to wait for it."""
     try:
-        return [held.enter_context(owned(group.open("cgroup.events"))).number]
+        return [stack.enter_context(owned(group.open("cgroup.events"))).number]
     except CgroupError as error:
         if not error.gone:
             raise

@@ -105,7 +105,7 @@ def obey(root: Path, message: bytes, procfs: Path = Path("/proc")) -> int:
         return errno.EINVAL
     file, value = ("cpuset.cpus.exclusive", str(cpus)) if cpus else ("cpuset.cpus.partition", "isolated")
     try:
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             at: int | None = None
             for part, flags in (
                 (str(root), os.O_PATH | os.O_DIRECTORY),
@@ -113,7 +113,7 @@ def obey(root: Path, message: bytes, procfs: Path = Path("/proc")) -> int:
                 (file, os.O_WRONLY | os.O_NONBLOCK),
             ):
                 at = os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-                held.callback(os.close, at)
+                stack.callback(os.close, at)
             assert at is not None  # noqa: S101 - three were opened
             write_control(at, value, f"{name}/{file}")
     except (CgroupError, OSError) as error:

@@ -61,16 +61,16 @@ class SentFiles:
     _kept: dict[Path, tuple[Path, Descriptor]] = attrs.field(factory=dict)
     """Path of a file → the directory of the instance's float, and the descriptor."""
 
-    def open(self, files: Sequence[tuple[Cgroup, str]], held: ExitStack) -> list[int]:
-        """Return a descriptor of each control file of *files*, the first of which is in float; *held* closes them.
+    def open(self, files: Sequence[tuple[Cgroup, str]], stack: ExitStack) -> list[int]:
+        """Return a descriptor of each control file of *files*, the first of which is in float; *stack* closes them.
 
         Of a kept file it is a copy: an answer may wait for a client that does not read, and meanwhile the kept one may be closed and its
         number become another file's. Raises :exc:`~runner.kernel.cgroup.CgroupError`.
         """
-        return [self._open(files[0][0].path, group, file, held) for group, file in files]
+        return [self._open(files[0][0].path, group, file, stack) for group, file in files]
 
-    def _open(self, float_cgroup: Path, group: Cgroup, file: str, held: ExitStack) -> int:
-        opened = held.enter_context(owned(group.open(file))).number
+    def _open(self, float_cgroup: Path, group: Cgroup, file: str, stack: ExitStack) -> int:
+        opened = stack.enter_context(owned(group.open(file))).number
         if file not in WRITTEN:
             return opened
         path = group.path / file
@@ -79,7 +79,7 @@ class SentFiles:
             self._forget(path)
             kept = Descriptor(os.dup(opened))
             self._kept[path] = float_cgroup, kept
-        return held.enter_context(owned(os.dup(kept.number))).number
+        return stack.enter_context(owned(os.dup(kept.number))).number
 
     def forget_removed(self) -> None:
         """Close the files that were removed, and those of instances whose float was."""

@@ -132,8 +132,8 @@ class DiskHotplug:
                     f"cannot attach another disk: all {self._plan.machine.slots} slots are taken",
                     remedy="detach one, or start the instance with more (hotplug.disks)",
                 )
-            with ExitStack() as held:
-                plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, held)
+            with ExitStack() as stack:
+                plan, numbers = self._opened(f"disk{len(self._plan.machine.disks) + number}", disk, stack)
                 self._machine.disk_events.watch(plan.name)
                 attached = AttachedDisk(plan, number, await self._create(plan, numbers))
             self._attached[plan.name] = attached
@@ -159,7 +159,7 @@ class DiskHotplug:
                 raise HostError(f"{explain(failure)}; and the disk is still attached: {explain(error)}") from None
         raise failure
 
-    def _opened(self, name: str, disk: DiskSpec, held: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
+    def _opened(self, name: str, disk: DiskSpec, stack: ExitStack) -> tuple[DiskPlan, Mapping[str, int]]:
         """Plan *disk* and open its files; if one is a block device, in the pod's cgroup, where the pod may open it."""
         facts = read_disk_facts(disk, self._plan.state_directory)
         with ExitStack() as moved:
@@ -167,7 +167,7 @@ class DiskHotplug:
                 moved.enter_context(self._in_pod_cgroup())
                 facts = read_disk_facts(disk, self._plan.state_directory)
             plan = self._planned(name, disk, facts)
-            numbers = held.enter_context(opened(plan, self._plan.state_directory))
+            numbers = stack.enter_context(opened(plan, self._plan.state_directory))
             top = plan.name if plan.overlay is None else next(name for name, _ in plan.below())
             refuse_elsewhere(plan.path, numbers[top], self._plan.machine.user)
             return plan, numbers

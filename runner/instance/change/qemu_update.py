@@ -329,19 +329,19 @@ class _Move:
         """Return the successor, ready to run the guest, as the source still is."""
         within = self.running.supervisor.timeouts.next_qemu
         try:
-            with trio.fail_after(within), ExitStack() as held:
-                return await self._prepare(held)
+            with trio.fail_after(within), ExitStack() as stack:
+                return await self._prepare(stack)
         except trio.TooSlowError:
             raise HostError(f"the next one was not ready within {within:g} s") from None
 
-    async def _prepare(self, held: ExitStack) -> Qemu:
+    async def _prepare(self, stack: ExitStack) -> Qemu:
         monitor = self.source.monitor
         plan = attrs.evolve(
             self.running.plan.machine, program=self.program.path, machine_type=await _machine_type(monitor)
         )
         cpu = await _cpu(monitor)
-        held.enter_context(monitor.observed_by(self._observe))
-        successor = await self._transferred(plan, held)
+        stack.enter_context(monitor.observed_by(self._observe))
+        successor = await self._transferred(plan, stack)
         if await _cpu(successor.monitor) != cpu:
             raise HostError(
                 f"{str(self.program.path)!r} shows the guest another CPU",
@@ -350,14 +350,14 @@ class _Move:
         await self._place(successor)
         return successor
 
-    async def _transferred(self, plan: MachinePlan, held: ExitStack) -> Qemu:
+    async def _transferred(self, plan: MachinePlan, stack: ExitStack) -> Qemu:
         """Return the successor, which has received the source's state and is paused."""
         await self.source.monitor.execute(
             "migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]}
         )
         recorded = self.running.supervisor.faults.recorded
-        point = held.enter_context(meeting_point(self.running.plan.state_directory, recorded))
-        ours, theirs = held.enter_context(connected_pair("the guest's state"))
+        point = stack.enter_context(meeting_point(self.running.plan.state_directory, recorded))
+        ours, theirs = stack.enter_context(connected_pair("the guest's state"))
         return await first_of(partial(self._transfer, plan, point, theirs), partial(_pass_on, point.main, ours))
 
     async def _transfer(self, plan: MachinePlan, point: MeetingPoint, main: Socket) -> Qemu:

@@ -115,12 +115,12 @@ async def connected_daemon(
     supervisor: Supervisor, name: str, started: Callable[[], AbstractContextManager[tuple[Process, Socket]]]
 ) -> AsyncIterator[ConnectedDaemon]:
     """Hold the daemon that *started* starts, and its connection; *name* is its name in the store."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         connection: Socket | None = None
 
         def start() -> Process:
             nonlocal connection
-            process, connection = held.enter_context(started())
+            process, connection = stack.enter_context(started())
             return process
 
         process = supervisor.held.child(name, supervisor.processes, start, lambda: daemon.process)
@@ -128,7 +128,7 @@ async def connected_daemon(
         try:
             yield daemon
         finally:
-            held.close()  # the daemon ends by itself when its client disconnects
+            stack.close()  # the daemon ends by itself when its client disconnects
             with trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await _stop(supervisor, daemon.process)
 

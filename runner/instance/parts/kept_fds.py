@@ -25,11 +25,11 @@ def kept_fds(held: Held, descriptors: Callable[[], QemuFds]) -> AbstractContextM
 @contextmanager
 def _copied(fds: QemuFds) -> Iterator[QemuFds]:
     """Hold copies of *fds*."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def copy(number: int) -> int:
             try:
-                return held.enter_context(owned(os.dup(number))).number
+                return stack.enter_context(owned(os.dup(number))).number
             except OSError as error:
                 raise limited("cannot keep copies of QEMU's descriptors", error) from error
 
@@ -46,8 +46,8 @@ def _copied(fds: QemuFds) -> Iterator[QemuFds]:
 @contextmanager
 def _adopted(fds: QemuFds) -> Iterator[QemuFds]:
     """Hold the copies that the previous program has made."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for number in fds.numbers():
             if number >= 0:
-                held.callback(os.close, number)
+                stack.callback(os.close, number)
         yield fds

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def macvtaps_added(supervisor: Supervisor, plans: Sequence[NetworkPlan]) -> AsyncIterator[Mapping[int, int]]:
     """Hold the macvtaps among *plans*; yield the index of each by its place there."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         yield {
-            number: held.enter_context(_macvtap(supervisor, plan, f"nic:{number}"))
+            number: stack.enter_context(_macvtap(supervisor, plan, f"nic:{number}"))
             for number, plan in enumerate(plans)
             if isinstance(plan, MacvtapPlan)
         }
@@ -86,11 +86,11 @@ async def bridged(supervisor: Supervisor, plan: InstancePlan) -> AsyncIterator[N
         supervisor.guest_state.set_no_address(bridge, reason)
 
     with _built(supervisor, [each for each in plan.networks if isinstance(each, BridgedPlan)]):
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             for number, dhcp in enumerate(plan.dhcp):
                 watch = AddressWatch(dhcp.network, note, given=supervisor.held.resuming)
                 command = Command("dnsmasq", tuple(dnsmasq_argv(dhcp)), up=DNSMASQ_UP, on_line=watch.read)
-                await held.enter_async_context(restarted_child(supervisor, command, f"dnsmasq:{number}"))
+                await stack.enter_async_context(restarted_child(supervisor, command, f"dnsmasq:{number}"))
             yield
 
 

@@ -48,9 +48,9 @@ async def guest_memory(
 
 @contextmanager
 def _files_in_memory(machine: MachinePlan) -> Iterator[tuple[files.Descriptor, ...]]:
-    with ExitStack() as held:
+    with ExitStack() as stack:
         yield tuple(
-            held.enter_context(
+            stack.enter_context(
                 files.owned(files.create_memory(f"{machine.name}-ram{number}", each.memory, machine.ram.page_size))
             )
             for number, each in enumerate(machine.topology.numa_nodes)

@@ -55,16 +55,16 @@ async def networked(
 
     Device nodes are made and, as far as the pod may use them, opened *in_pod_cgroup*.
     """
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as stack:
         nic_backends: list[NicBackend] = []
         for number, plan in enumerate(plans):
             if isinstance(plan, PasstPlan):
                 started = partial(_started_passt, supervisor, plan)
-                passt = await held.enter_async_context(connected_daemon(supervisor, f"passt:nic:{number}", started))
+                passt = await stack.enter_async_context(connected_daemon(supervisor, f"passt:nic:{number}", started))
                 nic_backends.append(NicBackend(stream=passt.connection, daemon=passt.process))
             else:
                 opened = partial(_opened, supervisor, plan, in_pod_cgroup, macvtaps.get(number, 0))
-                nic_backends.append(held.enter_context(supervisor.held.passed_on(opened, NicBackend())))
+                nic_backends.append(stack.enter_context(supervisor.held.passed_on(opened, NicBackend())))
         yield tuple(nic_backends)
 
 
@@ -76,13 +76,13 @@ def _opened(
     index: int,
 ) -> Iterator[NicBackend]:
     """Hold the descriptors of a network; *index* is the interface index of its macvtap, if it has one."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         vhosts: tuple[files.Descriptor, ...] = ()
         if isinstance(plan, BridgedPlan):
-            taps = held.enter_context(character_devices.tap(plan.tap, plan.queues))
+            taps = stack.enter_context(character_devices.tap(plan.tap, plan.queues))
         elif isinstance(plan, MacvtapPlan):
             opening = character_devices.macvtap(plan.link, index, plan.queues, in_pod_cgroup=in_pod_cgroup)
-            taps = held.enter_context(opening)
+            taps = stack.enter_context(opening)
         else:
             taps = tuple(supervisor.inherited_fds[name].descriptor for name in plan.fds)
             vhosts = tuple(supervisor.inherited_fds[name].descriptor for name in plan.vhost_fds)
@@ -90,7 +90,7 @@ def _opened(
                 yield NicBackend(stream=taps[0])
                 return
         if plan.vhost:
-            vhosts = tuple(held.enter_context(character_devices.vhost_net()) for _ in taps)
+            vhosts = tuple(stack.enter_context(character_devices.vhost_net()) for _ in taps)
         yield NicBackend(taps, vhosts)
 
 

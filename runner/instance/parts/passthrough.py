@@ -24,14 +24,14 @@ CHECKED_EVERY = 0.1
 @contextmanager
 def opened_device_nodes(passthrough: PassthroughPlan) -> Iterator[dict[str, int]]:
     """Hold the descriptors that QEMU is to inherit, by PCI address, and ``iommufd``."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         numbers = {
-            device.address: held.enter_context(files.opened(device.device_node, write=True))
+            device.address: stack.enter_context(files.opened(device.device_node, write=True))
             for device in passthrough.devices
             if device.device_node is not None
         }
         if passthrough.iommufd is not None:
-            numbers["iommufd"] = held.enter_context(files.opened(passthrough.iommufd, write=True))
+            numbers["iommufd"] = stack.enter_context(files.opened(passthrough.iommufd, write=True))
         yield numbers
 
 
@@ -42,10 +42,10 @@ def group_nodes_owned_by_qemu(faults: Faults, passthrough: PassthroughPlan) -> I
     Raises :exc:`~runner.base.errors.HostError` without CAP_CHOWN; nodes whose owner was changed get their former owner back.
     """
     owners = {device.group_node: device.lent_to for device in passthrough.devices}
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for node, user_id in owners.items():
             if node is not None and user_id is not None:
-                held.callback(_take_back, faults, node, vfio.change_owner(node, user_id))
+                stack.callback(_take_back, faults, node, vfio.change_owner(node, user_id))
         yield
 
 

@@ -71,25 +71,25 @@ def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
     They must be opened before this process enters float, whose device filter does not allow the devices given to this pod.
     """
     machine = plan.machine
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def file(file_plan: FilePlan) -> int:
-            return held.enter_context(
+            return stack.enter_context(
                 files.copied(file_plan.path) if file_plan.copied else files.opened(file_plan.path)
             )
 
         named = {"kernel": machine.kernel, "initrd": machine.initrd, "firmware": machine.firmware}
         numbers = {name: file(found) for name, found in named.items() if found is not None}
         if machine.firmware_vars is not None:
-            numbers["firmware-vars"] = held.enter_context(_variables(machine.firmware_vars))
-        numbers |= held.enter_context(optional_parts.SEED.of(plan)(machine))
-        numbers |= held.enter_context(optional_parts.DISKS.of(plan)(machine.disks, plan.state_directory))
-        devices = held.enter_context(optional_parts.DEVICES.of(plan)(machine.passthrough))
+            numbers["firmware-vars"] = stack.enter_context(_variables(machine.firmware_vars))
+        numbers |= stack.enter_context(optional_parts.SEED.of(plan)(machine))
+        numbers |= stack.enter_context(optional_parts.DISKS.of(plan)(machine.disks, plan.state_directory))
+        devices = stack.enter_context(optional_parts.DEVICES.of(plan)(machine.passthrough))
         vsock = machine.guest.vsock
-        vhost_vsock_fd = None if vsock is None else held.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
+        vhost_vsock_fd = None if vsock is None else stack.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
         if vhost_vsock_fd is not None:
             log.info(InstanceEvent.VSOCK_ASSIGNED, vhost_vsock_fd[1])
-        yield OpenedFiles(numbers, devices, vhost_vsock_fd, held)
+        yield OpenedFiles(numbers, devices, vhost_vsock_fd, stack)
 
 
 class QemuEndpoints(NamedTuple):

@@ -30,10 +30,10 @@ async def shared(
 ) -> AsyncIterator[tuple[HeldShare, ...]]:
     """Hold a virtiofsd for every share; its socket listens before it is started."""
     shares: list[HeldShare] = []
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as stack:
         for plan in plans:
             started = partial(started_virtiofsd, supervisor, plan, directory)
-            daemon = await held.enter_async_context(connected_daemon(supervisor, f"share:{plan.tag}", started))
+            daemon = await stack.enter_async_context(connected_daemon(supervisor, f"share:{plan.tag}", started))
             shares.append(HeldShare(plan, directory, daemon))
         yield tuple(shares)
 

@@ -88,11 +88,11 @@ class Readiness:
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
         since = self._go_on()
         with self._state.running(read, machine, since):
-            async with AsyncExitStack() as held:
+            async with AsyncExitStack() as stack:
                 for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show):
-                    await held.enter_async_context(self._supervisor.background_task(each))
+                    await stack.enter_async_context(self._supervisor.background_task(each))
                 if (ask := self._asking(machine)) is not None:
-                    await held.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
+                    await stack.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
                 yield
 
     def _go_on(self) -> float:

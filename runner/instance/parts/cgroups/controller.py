@@ -104,8 +104,8 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         await trio.lowlevel.checkpoint()
         # The controller follows the kubelet: it has already taken the CPUs that the pod has lost.
         if placement.cpus - self.placement.cpus:
-            with ExitStack() as held:
-                registration = await _register(placement, self.cgroups.pod, held)
+            with ExitStack() as stack:
+                registration = await _register(placement, self.cgroups.pod, stack)
             if registration.cpus != placement.cpus:
                 raise HostError(f"cannot have the CPUs '{placement.cpus}': the controller gives '{registration.cpus}'")
         self.adopt(placement)
@@ -121,11 +121,11 @@ class RegisteredCgroups(EnteredCgroups[ControllerPlacement]):
         # The controller moves them at every registration; this one also reports that QEMU runs and its memory is charged.
         warned = False
         while True:
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 try:
                     cpus = _given(self.placement, self.cgroups.pod)
                     placement = attrs.evolve(self.placement, cpus=cpus)
-                    await _register(placement, self.cgroups.pod, held, charged=True)
+                    await _register(placement, self.cgroups.pod, stack, charged=True)
                 except HostError as error:
                     if not warned:
                         log.warning(InstanceEvent.KERNEL_THREADS_NOT_MOVED, explain(error))
@@ -235,8 +235,8 @@ async def _keep_sealed(
     while True:
         await trio.sleep(SEALED_AGAIN)
         if (given := _given(in_force.placement, pod)) != registered:
-            with ExitStack() as held, contextlib.suppress(HostError):  # tried again
-                await _register(attrs.evolve(in_force.placement, cpus=given), pod, held)
+            with ExitStack() as stack, contextlib.suppress(HostError):  # tried again
+                await _register(attrs.evolve(in_force.placement, cpus=given), pod, stack)
                 registered = given
         placement = in_force.placement
         try:
@@ -269,16 +269,16 @@ async def registered_cgroups(
             await _deregister(supervisor.faults, placement)
 
     with ExitStack() as descriptors:
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             # Before the request: if the controller dies or this start is stopped, this instance may be registered or not.
-            held.push_async_callback(leave)
+            stack.push_async_callback(leave)
 
             async def enter() -> tuple[CgroupPaths, CgroupFds]:
                 pod = supervisor.procfs.cgroup()
                 try:
                     registration = await registration_of(supervisor, placement, pod, descriptors)
                 except CallRefusedError:
-                    held.pop_all()  # it refused, so there is nothing to take back
+                    stack.pop_all()  # it refused, so there is nothing to take back
                     raise
                 if registration.cpus != placement.cpus:
                     raise HostError(
@@ -297,7 +297,7 @@ async def registered_cgroups(
             confined = supervisor.held.value("vCPU threads", set[int])
             cgroups = EnteredCgroups(paths, None, fds, in_force, confined)
             async with entered_float(supervisor, anchors, cgroups) as entered:
-                held.enter_context(entered.kills_explained(supervisor.processes))
+                stack.enter_context(entered.kills_explained(supervisor.processes))
                 supervisor.guest_state.registered.set()
                 yield RegisteredCgroups(
                     entered.cgroups,
@@ -321,7 +321,7 @@ async def _deregister(faults: Faults, placement: ControllerPlacement) -> None:
 
 
 async def registration_of(
-    supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack
+    supervisor: Supervisor, placement: ControllerPlacement, pod: str, stack: ExitStack
 ) -> Registration:
     """Register, waiting for the end of an instance whose CPUs the kubelet has given to this one."""
     deadline, waits_for = math.inf, ""
@@ -339,7 +339,7 @@ async def registration_of(
                     log.warning(InstanceEvent.OTHER_INSTANCE_AWAITED, deadline - trio.current_time(), waits_for)
                 await _wait_for_end(supervisor, error, deadline)
             else:
-                held.push(descriptors.pop_all())
+                stack.push(descriptors.pop_all())
                 return registration
 
 
@@ -352,14 +352,14 @@ async def _wait_for_end(supervisor: Supervisor, error: CpusHeldError, deadline: 
         await trio.sleep_until(now + supervisor.timeouts.controller_asked)
 
 
-async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, held: ExitStack) -> Registration:
+async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: str, stack: ExitStack) -> Registration:
     """Register, waiting for a controller that has not started yet."""
     waiting = False
     with trio.move_on_after(REGISTERED_WITHIN):
         async with supervisor.changes.begin(Kind.START, "the controller is being asked for CPUs"):
             while True:
                 try:
-                    return await _register(placement, pod, held)
+                    return await _register(placement, pod, stack)
                 except ServerAbsentError as error:
                     if not waiting:
                         log.info(InstanceEvent.CONTROLLER_AWAITED, explain(error))
@@ -373,7 +373,7 @@ async def _answer(supervisor: Supervisor, placement: ControllerPlacement, pod: s
 
 
 async def _register(
-    placement: ControllerPlacement, pod: str, held: ExitStack, *, charged: bool = False
+    placement: ControllerPlacement, pod: str, stack: ExitStack, *, charged: bool = False
 ) -> Registration:
     """Register once; a controller that sends no descriptors needs the cgroup at the path *pod* to be visible here.
 
@@ -381,7 +381,7 @@ async def _register(
     """
     cgroup = Cgroup(Roots().cgroup / pod.lstrip("/"))
     need = MemoryNeed(placement.overhead, charged)
-    registration = await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, held, need)
+    registration = await register(placement.socket, placement.pod_uid, placement.cpus, cgroup, stack, need)
     check_domain(registration, placement.pod_uid)
     return registration
 

@@ -116,8 +116,8 @@ def _give(cgroup: Cgroup, cpus: CpuSet) -> None:
 
 @contextmanager
 def _opened(float_cgroup: Cgroup, instance: Cgroup, pod: Cgroup) -> Iterator[CgroupFds]:
-    with ExitStack() as held:
-        yield open_cgroup_fds(float_cgroup, instance, pod, held)
+    with ExitStack() as stack:
+        yield open_cgroup_fds(float_cgroup, instance, pod, stack)
 
 
 async def _remove(cgroup: Cgroup) -> None:

@@ -51,10 +51,10 @@ async def entered_float(
         active = attrs.evolve(active, cgroups=supervisor.held.value("cgroups", enter))
         for anchor in anchors:
             anchor.command = attrs.evolve(command, entering=active.pod_cgroup_fd)
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             if active.placement.sweep:
                 sweeping = partial(sweep, supervisor.processes, supervisor.procfs, supervisor.counters, active)
-                await held.enter_async_context(supervisor.background_task(sweeping))
+                await stack.enter_async_context(supervisor.background_task(sweeping))
             yield active
     finally:
         for anchor in anchors:
