@@ -155,7 +155,7 @@ def _guest_head(fd: int, head: bytes, bits: int, features: int, *, has_backing: 
     if not _SMALLEST_CLUSTER_BITS <= bits <= _LARGEST_CLUSTER_BITS:
         return None
     entry_size = 16 if features & _EXTENDED_L2 else 8
-    zlib_used = not features & _COMPRESSION_TYPE or head[104] == 0
+    zlib_used = not features & _COMPRESSION_TYPE or head[104:105] in {b"", b"\0"}
     level_2 = _number(os.pread(fd, 8, _number(head[40:48]) & _OFFSET)) & _OFFSET
     found = b""
     for index in range(-(-HEAD >> bits)):

@@ -228,13 +228,14 @@ def _parsed(line: bytes, where: str) -> tuple[str, str]:
         message = json.loads(line)
     except (ValueError, RecursionError):
         message = None
-    if not isinstance(message, dict) or set(message) != {"name", "kind"} or message["kind"] not in _KINDS:
-        shown = line[:100].decode(errors="replace")
-        raise RefusedError(
-            f"cannot understand the agent {where}: it sent {shown!r}",
-            remedy=f'it takes {{"name": "disk0", "kind": "block"}}, and as a kind one of {", ".join(sorted(_KINDS))}',
-        )
-    return str(message["name"]), str(message["kind"])
+    match message:
+        case {"name": str(name), "kind": str(kind), **more} if not more and kind in _KINDS:
+            return name, kind
+    shown = line[:100].decode(errors="replace")
+    raise RefusedError(
+        f"cannot understand the agent {where}: it sent {shown!r}",
+        remedy=f'it takes {{"name": "disk0", "kind": "block"}}, and as a kind one of {", ".join(sorted(_KINDS))}',
+    )
 
 
 def probe_descriptor(number: int) -> DescriptorFact:

@@ -107,6 +107,8 @@ async def test_descriptors_of_an_agent_are_identified_by_the_kernel(tmp_path: Pa
         ([(b"hello\n", [0])], "cannot understand the agent {}: it sent 'hello'; it takes"),
         ([(b"\xff[" * 1000 + b"\n", [0])], "cannot understand the agent {}"),
         ([(line("a", "gpu"), [0])], "cannot understand the agent {}"),
+        ([(b'{"name": "a", "kind": []}\n', [0])], "cannot understand the agent {}"),
+        ([(b'{"name": {}, "kind": "block"}\n', [0])], "cannot understand the agent {}"),
         ([(b'{"name": "a"', [0])], "cannot take over the descriptors of {}: the agent closed after half a line"),
         ([(line("a", "file"), [0, 0])], "{}: the agent closed after a descriptor without a line"),
         ([(line(f"a{n}", "file"), [0]) for n in range(65)], "{}: more than 64 of them or 64 KiB of text"),

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -28,7 +29,7 @@ from runner.host.discover import read_disk_facts
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
 from runner.kernel import file_prober
-from runner.kernel.disk_images import overlay
+from runner.kernel.disk_images import overlay, read_image
 from runner.plan.argv.block_nodes import block_nodes
 from runner.plan.disks import DiskPlan, content_of, plan_disk
 from runner.plan.problems import Problems
@@ -340,6 +341,21 @@ def test_what_disks_hold_is_a_raw_disk_also_within_qcow2(tmp_path: Path, kind: s
         assert remarks(disk) == []
         within, bare = content(disk), content(DiskSpec(path=PurePosixPath(raw)))
         assert (within.bios, within.esp, within.sector) == (bare.bios, bare.esp, bare.sector), options
+
+
+def test_no_header_of_an_image_is_too_broken_to_be_judged(tmp_path: Path) -> None:
+    """It may end anywhere, and claim anything: a customer brings it."""
+    chance, path = random.Random(1), tmp_path / "disk"  # noqa: S311 - no secret
+    for length in (*range(4, 120), *(chance.randrange(4, 4096) for _ in range(200))):
+        header = bytearray(b"QFI\xfb" + struct.pack(">I", chance.choice((2, 3))) + chance.randbytes(4096))
+        header[20:24] = struct.pack(">I", chance.choice((9, 16, 21, 63)))
+        header[32:36] = bytes(4)  # not encrypted
+        header[72:80] = struct.pack(">Q", chance.choice((0, 8, 16, 24)))  # a type of compression, extended entries
+        path.write_bytes(header[:length])
+        with path.open("rb") as file:
+            head = file.read()
+            fact = read_image(PurePosixPath(path), file.fileno(), length, (head, b""), write=False)
+        assert fact.format == "qcow2"
 
 
 @pytest.mark.parametrize(
