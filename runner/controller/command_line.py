@@ -161,8 +161,8 @@ def command_line() -> argparse.ArgumentParser:
         type=argument_type(_seconds),
         default=Timeouts().handover,
         metavar="SECONDS",
-        help="how long an instance waits for the end of another that still runs on its CPUs, after the kubelet has taken them "
-        "from that one's pod; at least the longest grace of a pod here",
+        help="how long an instance waits for CPUs that the kubelet has given to it while another instance still runs on them: "
+        "at least the longest terminationGracePeriodSeconds on this node",
     )
     _add_limits(parser.add_argument_group("limits of what instances run outside of their pods' cgroups"))
     _add_tuning(parser.add_argument_group("what else disturbs the CPUs of instances, and is put back at their end"))
@@ -192,7 +192,8 @@ def command_line() -> argparse.ArgumentParser:
         "--allow-macvtap",
         action="store_true",
         help="a process of an instance that may make device nodes (MKNOD) may use any macvtap of the node, also another pod's; "
-        "only for nodes on which no such pod is a stranger's. A pod whose container may use its own macvtap does without",
+        "use it only on nodes where no pod with MKNOD belongs to a stranger. It is not needed for a pod whose container may use "
+        "its own macvtap",
     )
     for option, text in (
         (
@@ -231,7 +232,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=argument_type(parse_weight),
         default=argparse.SUPPRESS,
         metavar="WEIGHT",
-        help="cpu.weight of all together (default: that of the kubelet's pods, which these were taken from)",
+        help="cpu.weight of all instances together (default: that of all pods, kubepods)",
     )
     add(
         "--pids-max",

@@ -122,6 +122,14 @@ def test_all_documents_are_tested() -> None:
     assert found == set(DOCUMENTS)
 
 
+def test_every_module_of_the_controller_is_in_its_table() -> None:
+    directory = ROOT / "runner" / "controller"
+    rows = table_rows((directory / "README.md").read_text(), "| module | what |")
+    named = {name for modules, _ in rows for name in re.findall("`([^`]+)`", modules)}
+    found = {str(path.relative_to(directory)) for path in directory.rglob("*.py") if path.name != "__init__.py"}
+    assert named == found
+
+
 def test_the_front_page_is_short() -> None:
     assert len(FRONT_PAGE.splitlines()) <= 220
 
