@@ -89,6 +89,14 @@ class Procfs:
         with doing(f"list the processes in {self.root}"):
             return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
 
+    def unreaped(self) -> Iterator[tuple[int, int]]:
+        """Yield the processes that have ended and whose parents have not waited for them, each with its parent."""
+        for pid in self.processes():
+            with contextlib.suppress(OSError):  # waited for meanwhile
+                state, parent, *_ = _stat(_read(f"{self.root}/{pid}/stat"))
+                if state == "Z":
+                    yield pid, int(parent)
+
     def has_swap(self) -> bool:
         """Tell whether the kernel was built with swap (``procswaps_init`` of ``mm/swapfile.c``)."""
         return (self.root / "swaps").exists()

@@ -725,7 +725,7 @@ def test_everything_is_taken_over_in_one_step_of_the_event_loop(
     """No other task has run before the commit: nothing was read, reaped or logged that the program before would miss."""
     found = program.path.parent / "steps"
     program.patch(
-        "cli/outputs.py",
+        "instance/outputs.py",
         ('\nlog = logging.getLogger("runner")\n', STEPS),
         ("return trio.run(run)", "return trio.run(run, instruments=[STEPS])"),
     )

@@ -263,6 +263,27 @@ def test_ended_processes_count_for_a_pod_that_registers_again(machine: Machine) 
         assert int(str(b.execute("fork", 20))) == 20
 
 
+def test_a_pod_that_leaves_ended_processes_in_anothers_float_is_ended(machine: Machine) -> None:
+    """The kernel counts them until their parent has waited for them, after the end of their pod in the root alone."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--pod-pids-max=100", "--pids-max=400"):
+        registered(machine, b)
+        registered(machine, a)
+        passed_on = f"exec 9>{machine.pod_float(A).path}/cgroup.procs; exec python3 -c '{ENDED}' 9 90"
+
+        def leave() -> None:
+            for _ in range(6):
+                assert b.execute("run", ["sh", "-c", passed_on]) == [0, ""]
+                assert result(a.call(machine.socket, "deregisterCgroup", uuid=A)) == {"removed": True}
+                registered(machine, a)
+
+        with pytest.raises((AssertionError, BrokenPipeError)):
+            leave()
+        until(lambda: int(machine.root.read("pids.current")) < 100)
+        with pytest.raises((AssertionError, BrokenPipeError)):
+            b.execute("fork", 1)
+
+
 @pytest.mark.parametrize(
     ("kind", "mebibytes", "processes"),
     [

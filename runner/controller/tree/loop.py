@@ -368,15 +368,26 @@ class ReconcileLoop:
             await self.next_pass()
 
     async def end_crowded_pods(self) -> None:
-        """End the pods that :meth:`Tree.crowded` yields; never return.
+        """End the pods with more processes in float than they may have, once all together have half of theirs; never return.
 
         The kernel counts a process that is moved into a cgroup, but refuses no move because of ``pids.max`` ("PID"). So a pod could fork
         in its own cgroup and move the processes to float, again and again, until no other instance could start a thread. The pod's own
-        cgroup is ended, too: a process counts until its parent has waited for it.
+        cgroup is ended, too: a process counts until its parent has waited for it. If that parent is in another pod, which has got the
+        descriptors, only ``/proc`` tells which.
         """
+        looked = -math.inf
         while True:
             await trio.sleep(self.intervals.processes)
-            for pod_uid, number in self.tree.crowded():
+            if not self.tree.half_full():
+                continue
+            crowded = dict(self.tree.crowded())
+            if (began := trio.current_time()) >= looked:
+                most = math.inf if self.limits.instance_pids_max is None else self.limits.instance_pids_max
+                unreaped = await trio.to_thread.run_sync(self.pods.unreaped, self.tree.root, abandon_on_cancel=True)
+                crowded |= {pod_uid: number for pod_uid, number in unreaped.items() if number > most}
+                now = trio.current_time()
+                looked = now + max(self.intervals.reclaimed, 5 * (now - began))
+            for pod_uid, number in crowded.items():
                 self.log_limit.log(log.error, ControllerEvent.POD_CROWDED, pod_uid, number, peer=pod_uid)
                 for group in (*map(Cgroup, self.pods.existing(pod_uid)), self.tree.domain(pod_uid)):
                     with contextlib.suppress(CgroupError):  # removed meanwhile

@@ -84,13 +84,17 @@ class Tree:
             if (pod_uid := instance_uid(name)) is not None:
                 yield pod_uid, self.root.child(name)
 
+    def half_full(self) -> bool:
+        """Tell whether all pods together have half of the processes that they may have, or more."""
+        used, most = self.root.tasks()
+        return 2 * used >= most
+
     def crowded(self) -> Iterator[tuple[str, int]]:
-        """Yield the pods that have more processes than they may, and how many, while all together have half of theirs or more.
+        """Yield the pods that have more processes than they may, and how many.
 
         A pod that is gone may have none: its processes are ended anyway, but not without a kubelet, where its guest may still run.
         """
-        used, most = self.root.tasks()
-        for pod_uid, domain in self._domains() if 2 * used >= most else ():
+        for pod_uid, domain in self._domains():
             used, most = domain.tasks()
             if used > most > 0:
                 yield pod_uid, used

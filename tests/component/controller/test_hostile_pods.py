@@ -85,6 +85,29 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
         assert not domain.exists()
 
 
+async def test_a_pod_that_leaves_ended_processes_in_anothers_float_is_ended(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other has passed its descriptors on, and its domain may be gone: the kernel counts the processes in the root alone."""
+    options = LimitOptions(pod_pids_max=40, pids_max=200)
+    often = Intervals(pause=0.005, readings=10, least=0.01, reclaimed=0.02)
+    path = f"/{node.domain(B).path.relative_to(node.mount.path)}/float (deleted)"
+    async with controlled(node, limit_options=options, intervals=often, counted_every=0.02) as controller:
+        for parent, pod, number in ((6998, A, 41), (6999, B, 40)):
+            node.put_process(parent, scope_path(pod), inner=2, namespace=f"pid-{pod}")
+            for pid in range(parent * 100, parent * 100 + number):
+                node.put_process(pid, path, inner=pid, namespace=f"pid-{pod}")
+                (node.proc / str(pid) / "stat").write_text(f"{pid} (a) b) Z {parent} {' '.join(['1'] * 17)} 1 0\n")
+        kills = [Path(pod, "cgroup.kill") for uid in (A, B) for pod in controller.loop.pods.existing(uid)]
+        for number in (99, 100):
+            assert [kill.read_text() for kill in kills] == ["", ""]
+            (node.root.path / "pids.current").write_text(f"{number}\n")
+            await trio.sleep(3 * controller.loop.intervals.processes)
+        await controller.until(lambda: bool(kills[0].read_text()))
+        assert kills[1].read_text() == "", "it has no more than it may"
+        assert f"pod with too many processes in float ended uuid={A} processes=41" in caplog.messages
+
+
 async def test_a_pod_with_too_many_processes_is_ended_before_others_have_too_few(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
