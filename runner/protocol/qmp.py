@@ -480,10 +480,10 @@ class Monitor:
     def _take_in_message(self, message: Message) -> None:
         number = str(message.get("id"))
         if "return" in message or "error" in message:
-            with suppress(ValueError):
+            with suppress(ValueError):  # a reply to nothing that was asked is no answer
                 self._unanswered.remove(number)
-            self._replies += 1
-            self._owed_since = trio.current_time()
+                self._replies += 1
+                self._owed_since = trio.current_time()
         if "event" in message:
             event = QmpEvent.of(message)
             log.debug(InstanceEvent.QMP_EVENT, event.name, dict(event.data))

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import trio
 from qemu.qmp.models import ErrorResponse
+from trio.testing import MockClock
 
 from runner.base.errors import explain
 from runner.base.tasks import capture
@@ -230,6 +231,23 @@ async def test_a_cancelled_commands_late_reply_is_dropped(ends: tuple[Monitor, P
         await settle()
         peer.send(**{"return": {}, "id": late})
         peer.send(**{"return": {}, "id": peer.received()["id"]})
+
+
+async def test_a_reply_to_a_command_that_was_never_sent_is_no_answer(
+    ends: tuple[Monitor, Peer], autojump_clock: MockClock
+) -> None:
+    del autojump_clock
+    monitor, peer = ends
+    await sent_and_cancelled(monitor, "late")
+    await trio.sleep(5)
+    peer.send(**{"return": {}, "id": "never sent"})
+    with trio.move_on_after(1) as waiting:
+        await monitor.answers()
+    assert waiting.cancelled_caught
+    assert monitor.owed_for >= 5
+    peer.send(**{"return": {}, "id": peer.received()["id"]})
+    assert not await monitor.answers()
+    assert monitor.owed_for == 0
 
 
 async def test_a_command_with_a_descriptor_is_sent_or_not(ends: tuple[Monitor, Peer]) -> None:
