@@ -1,29 +1,4 @@
-"""The methods that the controller serves: ``registerCgroup`` and the others.
-
-=================  ===================  ==========================================================================
-method             params               result
-=================  ===================  ==========================================================================
-registerCgroup     ``uuid``, ``cpuset`` ``{"cgroup_path", "float_path", "cpuset", "protocol", "memory"}``:
-                   [``protocol``,       ``cgroup_path`` takes the vCPU threads, ``float_path``, beside it, all others;
-                   ``overhead``,        ``memory`` are the bytes that both may have. With it travel descriptors of
-                   ``charged``]         float's ``cgroup.procs``, the vCPUs' ``cgroup.threads``, the pod's own
-                                        ``cgroup.procs``, float's ``cgroup.threads``, and ``memory.events`` of the
-                                        instance's domain to read, in this order; the kernel's threads in the pod's
-                                        own group go to float
-deregisterCgroup   ``uuid``             ``{"removed": bool}``; ``false`` if there was no such instance
-sealCgroup         ``uuid``             ``{"guarantee": "enforced"}``: the kernel keeps all others off its CPUs; or
-                                        ``{"guarantee": "arranged", "reason"}``
-unsealCgroup       ``uuid``             ``{"unsealed": bool}``; ``false`` if it was not sealed
-tuneInstance       ``uuid``, ``tuning`` ``{"missing": [reason, …]}``: what of it cannot be had; it lasts as long as the
-                                        instance's cgroup
-listInstances      none                 :class:`~runner.controller.documents.InstancesDocument`
-getStatus          none                 :class:`~runner.controller.documents.NodeStatusDocument`
-=================  ===================  ==========================================================================
-
-``uuid`` is the uid of the instance's pod. ``overhead`` are the bytes that the instance needs besides the guest's memory: where less
-is left, it is refused. With ``charged``, when the guest's memory is charged to the pod, the instance gets what the pod's own limit
-leaves. Errors beyond JSON-RPC's own have codes from :data:`CODES` and carry
-``data: {"reason": …, …}``.
+"""The methods that the controller serves, by the protocol in ``runner/controller/protocol.md``; errors have codes from :data:`CODES`.
 
 The CPUs of an instance that is still being powered down may already be another's in the kubelet's state. Then ``conflict``
 is answered at once, with ``data: {"within": seconds, "holder": its pod's uid, …}``, and a descriptor of the ``cgroup.events``

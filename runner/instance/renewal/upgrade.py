@@ -1,17 +1,7 @@
 """Replacing a runner under a running guest, by another program or by a fresh image of its own.
 
-1. The program is checked: its owner and its digest; then a child checks that it can be imported and understands the
-   state; then the same is done for the running program, which is the way back. Up to this point nothing was changed.
-   All later imports come from a sealed archive in memory, made when the digest was taken.
-2. This process waits for a moment at which nothing is half done, blocks the signals, and handles those that came
-   before. The kernel keeps the others: blocked and pending signals survive exec, and so does a child's death
-   (execve(2)).
-3. In one step of its event loop, in which no other task runs, the state goes to a sealed file in memory, and exec
-   follows.
-4. The first stage (:mod:`runner.instance.renewal.first_stage`) imports the program, which takes over everything in
-   one step of its own event loop: it reads nothing from any stream, reaps no child, removes no file. Then it commits.
-   If an error occurs before that, or 10 s pass (more on a host where the child has taken long), the previous program
-   is executed with the same state.
+``runner/README.md`` describes the steps ("Renewal"). Here are the first three, up to exec: rehearsal, quiescence, and the state in sealed
+memory. The first stage (:mod:`runner.instance.renewal.first_stage`) belongs to the program that takes over.
 """
 
 from __future__ import annotations
