@@ -26,6 +26,8 @@ class InstanceTimeouts:
     cgroup, which the controller repairs within 1 s."""
     qemu_silent: float = 20.0
     """For a reply of QEMU in the middle of a change, which may wait for storage; after that its client gets an error."""
+    metrics_kept: float = 0.1
+    """During which the same metrics answer all clients: each reading takes some milliseconds, and the network may ask without end."""
     cause: float = 2.0
     """For QEMU to end after a child without which it cannot run: within that time, QEMU's end is the cause."""
     controller_asked: float = 0.25

@@ -10,6 +10,7 @@ import errno
 import http
 import ipaddress
 import logging
+import math
 import re
 import socket
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
@@ -52,6 +53,25 @@ class HttpResponse:
     status: http.HTTPStatus
     text: str
     content_type: str = "text/plain; charset=utf-8"
+
+
+@attrs.define(eq=False)
+class LatestResponse:
+    """A response that is costly to make, and is made once for all clients that ask within *kept* seconds, as anybody may ask."""
+
+    make: Callable[[], Awaitable[HttpResponse]]
+    kept: float
+    _turn: trio.Lock = attrs.field(factory=trio.Lock)
+    _made: HttpResponse | None = None
+    _made_at: float = -math.inf
+
+    async def get(self) -> HttpResponse:
+        """Return the response, at most *kept* seconds old. Raises as *make* does."""
+        async with self._turn:
+            if self._made is None or trio.current_time() - self._made_at >= self.kept:
+                self._made = await self.make()
+                self._made_at = trio.current_time()
+            return self._made
 
 
 def ok(text: str = "ok") -> HttpResponse:

@@ -156,6 +156,29 @@ async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> N
     assert fake_host.snapshot() == before
 
 
+async def test_the_same_metrics_answer_all_who_ask_at_a_time(fake_host: FakeHost) -> None:
+    """Anybody on the network may ask for them without end; each reading takes some milliseconds of PID 1."""
+    fake_host.timeouts = attrs.evolve(fake_host.timeouts, metrics_kept=60)
+    texts = list[str]()
+
+    async def inspect(host: Supervisor, get: Ask) -> None:
+        await wait_for(lambda: host.guest_state.phase == "running")
+
+        async def scrape() -> None:
+            texts.append((await get("/metrics"))[1])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(scrape)
+        await scrape()
+        assert await get("/healthz") == (200, "running\n")
+        fake_host.stop.ask("test")
+
+    await run_and_inspect(fake_host, fake_host.plan(), inspect)
+    assert "guest_uptime_seconds" in texts[0]
+    assert set(texts) == {texts[0]}, "the uptime is another at each reading"
+
+
 async def test_metrics_say_what_the_guest_has_received_and_why_it_is_not_ready(fake_host: FakeHost) -> None:
     """The fake QEMU reads no packet from the tap: those that the kernel sends to it are dropped when its queue is full."""
     plan = fake_host.plan("[[network]]\n", grace=4)

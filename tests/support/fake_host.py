@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -83,7 +84,8 @@ class FakeHost:
     root: Path
     stop: StopRequest = attrs.field(factory=StopRequest)
     faults: Faults = attrs.field(factory=Faults)
-    timeouts: InstanceTimeouts = attrs.field(factory=InstanceTimeouts)
+    timeouts: InstanceTimeouts = attrs.field(factory=partial(InstanceTimeouts, metrics_kept=0))
+    """Tests ask for the metrics of this moment."""
     roots: Roots = attrs.field(factory=Roots)
     enter: Callable[..., AbstractAsyncContextManager[ActivePlacement]] = entered_cgroups
     """Enters the placement of an instance."""

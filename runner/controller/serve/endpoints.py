@@ -13,9 +13,6 @@ data cannot be read from the host answers 503.
 
 from __future__ import annotations
 
-import math
-import time
-
 import attrs
 import trio
 
@@ -28,7 +25,7 @@ from runner.controller.serve.reports import Reports
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.tree.loop import ReconcileLoop
 from runner.protocol.exposition import metrics_response, reported_metrics, text_of
-from runner.protocol.http import HttpResponse, not_found, ok, unavailable
+from runner.protocol.http import HttpResponse, LatestResponse, not_found, ok, unavailable
 
 _METRICS_FOR = 0.1
 """Seconds for which the metrics are cached, however many clients ask."""
@@ -43,10 +40,11 @@ class HttpEndpoints:
     processes: tuple[PrivilegedProcess, ...]
     reports: Reports
     seccomp: SeccompCheck
-    _turn: trio.Lock = attrs.field(factory=trio.Lock)
-    """The metrics are made once for all clients that ask meanwhile."""
-    _metrics: HttpResponse | None = None
-    _made_at: float = -math.inf
+    _metrics: LatestResponse = attrs.field(init=False)
+
+    @_metrics.default
+    def _made_for_all(self) -> LatestResponse:
+        return LatestResponse(self._make_metrics, _METRICS_FOR)
 
     async def respond(self, target: str) -> HttpResponse:
         """Return the response for the path *target*; the metrics may be :data:`_METRICS_FOR` old."""
@@ -54,7 +52,7 @@ class HttpEndpoints:
         try:
             match target:
                 case "/metrics":
-                    return await self._latest_metrics()
+                    return await self._metrics.get()
                 case "/healthz":
                     return self._health()
                 case "/readyz":
@@ -63,15 +61,8 @@ class HttpEndpoints:
             return unavailable(explain(error))
         return not_found(("/metrics", "/healthz", "/readyz"))
 
-    async def _latest_metrics(self) -> HttpResponse:
-        async with self._turn:
-            if self._metrics is None or time.monotonic() - self._made_at >= _METRICS_FOR:
-                self._metrics = metrics_response(await self._metrics_text())
-                self._made_at = time.monotonic()
-            return self._metrics
-
-    async def _metrics_text(self) -> str:
-        """Return all metrics, made in steps between which the requests of instances have their turn."""
+    async def _make_metrics(self) -> HttpResponse:
+        """Make all metrics, in steps between which the requests of instances have their turn."""
         registered = self.loop.recently_observed().instances().keys()
         await self.reports.fetch(registered)
         observed = self.loop.recently_observed()
@@ -88,7 +79,7 @@ class HttpEndpoints:
         for each in (*controller_metrics(status), *reported_metrics(self.reports.latest(registered))):
             texts.append(text_of([each]))
             await trio.lowlevel.checkpoint()
-        return "".join(texts)
+        return metrics_response("".join(texts))
 
     def _health(self) -> HttpResponse:
         if lost := self._lost():

@@ -26,6 +26,7 @@ from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan
 from runner.protocol.http import (
     HttpResponse,
+    LatestResponse,
     adopted_http_listeners,
     not_found,
     ok,
@@ -37,14 +38,12 @@ from runner.protocol.http import (
 log = logging.getLogger(__name__)
 
 
-async def show(figures: Figures, target: str) -> HttpResponse:
+async def show(figures: Figures, metrics: LatestResponse, target: str) -> HttpResponse:
     """Return the response to a request for *target*."""
     await trio.lowlevel.checkpoint()
     try:
         if target == "/metrics":
-            from runner.protocol.exposition import instance_metrics, metrics_response  # here, as few probes scrape
-
-            return metrics_response(instance_metrics(await figures.samples()))
+            return await metrics.get()
         if target == "/healthz":
             return ok(figures.supervisor.guest_state.phase)
         if target == "/readyz":
@@ -52,6 +51,12 @@ async def show(figures: Figures, target: str) -> HttpResponse:
     except HostError as error:
         return unavailable(explain(error))
     return not_found(("/metrics", "/healthz", "/readyz"))
+
+
+async def _metrics(figures: Figures) -> HttpResponse:
+    from runner.protocol.exposition import instance_metrics, metrics_response  # here, as few probes scrape
+
+    return metrics_response(instance_metrics(await figures.samples()))
 
 
 def _ready(figures: Figures) -> HttpResponse:
@@ -82,8 +87,10 @@ def _listeners(held: Held, plan: InstancePlan, address: tuple[str, int]) -> Iter
 @asynccontextmanager
 async def probes_served(figures: Figures, address: tuple[str, int]) -> AsyncIterator[None]:
     """Answer at *address* for as long as the block runs."""
-    with _listeners(figures.supervisor.held, figures.plan, address) as listeners:
-        async with figures.supervisor.background_task(partial(serve_http, listeners, partial(show, figures))):
+    supervisor = figures.supervisor
+    respond = partial(show, figures, LatestResponse(partial(_metrics, figures), supervisor.timeouts.metrics_kept))
+    with _listeners(supervisor.held, figures.plan, address) as listeners:
+        async with supervisor.background_task(partial(serve_http, listeners, respond)):
             yield
 
 
