@@ -20,9 +20,9 @@ from runner.base.tasks import Announcements
 from runner.base.values import define, frozen
 from runner.facts.roots import Roots
 from runner.instance.gate import Changes, StopRequest
+from runner.instance.guest_state import GuestState
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
-from runner.instance.watch.guest_state import GuestState
 from runner.kernel.child_processes import Processes, open_processes
 from runner.kernel.procfs import Procfs
 

@@ -21,11 +21,11 @@ from trio.testing import MockClock
 
 from runner.base.errors import RunnerError, Status, explain
 from runner.cli.instance_requests import ask_instance
+from runner.instance.guest_state import MINUTE
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.console_search import search_lines
 from runner.instance.watch.console_watch import LONGEST, SEARCHED_AT_MOST, SEARCHED_WITHIN, ConsoleWatch, Search
-from runner.instance.watch.guest_state import MINUTE
 from runner.instance.watch.readiness import Readiness
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan

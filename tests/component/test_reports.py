@@ -17,9 +17,9 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.controller.serve.server import listening
+from runner.instance.guest_state import GuestState
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.instance.watch.figures import Figures
-from runner.instance.watch.guest_state import GuestState
 from runner.instance.watch.reports import Pauses, report
 from runner.placement.backends import ControllerPlacement
 from runner.placement.children import RESTARTS

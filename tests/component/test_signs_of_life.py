@@ -16,8 +16,8 @@ import trio
 from trio.testing import MockClock
 
 from runner.cli.instance_requests import ask_instance
+from runner.instance.signs_of_life import MUTE_AFTER, NEARLY_NOTHING, SILENT_AFTER, SignsOfLife
 from runner.instance.supervisor import Supervisor
-from runner.instance.watch.signs_of_life import MUTE_AFTER, NEARLY_NOTHING, SILENT_AFTER, SignsOfLife
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import FilePlan
 from tests.component.test_console import WRITE, attached

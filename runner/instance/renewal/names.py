@@ -19,10 +19,10 @@ from runner.base.errors import HostError
 from runner.base.values import Fd, frozen
 from runner.instance.change.disk_hotplug import AttachedDisk
 from runner.instance.parts.daemons import RestartedChildRecord
+from runner.instance.signs_of_life import Silence
 from runner.instance.supervisor import Counters
 from runner.instance.watch.foreign_time import ForeignTime
 from runner.instance.watch.receipts import PlacedThreads
-from runner.instance.watch.signs_of_life import Silence
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.child_processes import ProcessRecord
 from runner.kernel.inherited_fds import InheritedFd

@@ -14,9 +14,9 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import short_text, whole_number
 from runner.base.version import VERSION
+from runner.instance.guest_state import RunningQemu
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.foreign_time import ForeignTime
-from runner.instance.watch.guest_state import RunningQemu
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.procfs import LinkTraffic
 from runner.kernel.small_files import read_image_digest

@@ -21,11 +21,11 @@ from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import Announcements
 from runner.instance import optional_parts
+from runner.instance.guest_state import MINUTE, RESETS_OF_A_LOOP
 from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.instance.parts.state_directory import PUBLISHED_AGAIN, READY
 from runner.instance.supervisor import Supervisor, kernel_time, loop_time
 from runner.instance.watch.console_watch import SEARCHED_SHARE, SEARCHED_WITHIN, ConsoleWatch
-from runner.instance.watch.guest_state import MINUTE, RESETS_OF_A_LOOP
 from runner.kernel import files
 from runner.plan.guest_devices import GuestPort
 from runner.plan.instance import InstancePlan

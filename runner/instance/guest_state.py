@@ -13,7 +13,7 @@ import trio
 from runner.base.cpuset import CpuSet
 from runner.base.tasks import Announcements
 from runner.base.values import define
-from runner.instance.watch.signs_of_life import SignsOfLife
+from runner.instance.signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
     from runner.placement.threads import Receipt
