@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 
 import attrs
@@ -25,6 +25,7 @@ from runner.controller.serve.seals import unsealed
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.turns import Turns
+from runner.controller.tree.faults import Fault
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.model import Requested
 from runner.controller.tree.reconcile import floats_on
@@ -148,38 +149,50 @@ class Registrations:
         most = partial(most_memory, container, asked, memory.overhead, pods, limits, self.loop.machine().online)
         memory_max = memory_granted(pod_uid, memory, most, limits, observed)
         mems = None if caller is None else pods.mount.at(caller.cgroup).effective_mems()
-        group, float_cgroup = tree.vcpus_of(pod_uid), tree.float_of(pod_uid)
+        group = tree.vcpus_of(pod_uid)
         existed = group.exists()
-        faults = [
-            (fault.reason, fault.remedy)
-            for fault in self.loop.pass_over({pod_uid: Requested(asked, memory_max, mems)}, observed)
-            if fault.pod_uid in (pod_uid, None) and not fault.group_usable
-        ]
-        others = floats_on(asked, self.loop.recently_observed(), but=pod_uid)
-        faults += [(f"the float of pod {other!r} could not be shrunk, and runs on them still", "") for other in others]
-        if not faults and not float_cgroup.exists():
-            faults.append(("no CPU is left for its float", ""))
-        if missing := self.device_filter.missing:  # checked after the pass, which recreates a removed root
-            faults.append(explained(missing))
-        effective = group.effective_cpus() if not faults else CpuSet()
+        faults = self.loop.pass_over({pod_uid: Requested(asked, memory_max, mems)}, observed)
+        reasons = [*self._reasons_against(pod_uid, asked, faults)]
+        effective = group.effective_cpus() if not reasons else CpuSet()
         if effective != asked:
             if not existed:
                 group.remove()
-            reason = "; ".join(found for found, _ in faults) or f"the kernel has put '{effective}' into effect"
+            reason = "; ".join(found for found, _ in reasons) or f"the kernel has put '{effective}' into effect"
             raise RequestRefusedError(
                 identity.HOST,
                 f"cannot register instance {pod_uid!r} with CPUs '{asked}': {reason}",
                 lasting=True,
-                remedy="; ".join(dict.fromkeys(remedy for _, remedy in faults if remedy)),
+                remedy="; ".join(dict.fromkeys(remedy for _, remedy in reasons if remedy)),
             )
         what = "found" if existed else "registered"
         self.loop.log_limit.log(
             log.info, ControllerEvent.INSTANCE_REGISTERED, what, pod_uid, asked, kind=what, peer=pod_uid
         )
-        domain = tree.domain(pod_uid)
+        return self._answer(pod_uid, caller, effective)
+
+    def _reasons_against(self, pod_uid: str, asked: CpuSet, faults: Iterable[Fault]) -> Iterator[tuple[str, str]]:
+        """Yield the reasons, each with its remedy, why *pod_uid* cannot run on the CPUs *asked* after a pass with *faults*."""
+        found = [
+            (fault.reason, fault.remedy)
+            for fault in faults
+            if fault.pod_uid in (pod_uid, None) and not fault.group_usable
+        ]
+        others = floats_on(asked, self.loop.recently_observed(), but=pod_uid)
+        found += [(f"the float of pod {other!r} could not be shrunk, and runs on them still", "") for other in others]
+        if not found and not self.loop.tree.float_of(pod_uid).exists():
+            found.append(("no CPU is left for its float", ""))
+        yield from found
+        if missing := self.device_filter.missing:  # checked after the pass, which recreates a removed root
+            yield explained(missing)
+
+    def _answer(self, pod_uid: str, caller: ContainerIdentity | None, effective: CpuSet) -> RpcResult:
+        """Return the answer to a registration; the order of the descriptors is that of the protocol (``runner/controller/protocol.md``)."""
+        tree = self.loop.tree
+        group, float_cgroup, domain = tree.vcpus_of(pod_uid), tree.float_of(pod_uid), tree.domain(pod_uid)
         control_files = [(float_cgroup, "cgroup.procs"), (group, "cgroup.threads")]
         if caller is not None:
-            control_files += [(pods.mount.at(caller.cgroup), "cgroup.procs"), (float_cgroup, "cgroup.threads")]
+            own = self.callers.pods.mount.at(caller.cgroup)
+            control_files += [(own, "cgroup.procs"), (float_cgroup, "cgroup.threads")]
             if domain.read_if_there(MEMORY_EVENTS) is not None:
                 control_files.append((domain, MEMORY_EVENTS))
         return RpcResult(

@@ -188,19 +188,26 @@ async def _become(
         with trio.move_on_at(deadline), suppress(OvertakenError):
             async with changes.begin(Kind.RENEWAL, "the runner is being renewed"):
                 while True:
-                    if not (unfinished := _unfinished(supervisor)):
-                        signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-                        try:
-                            begun = supervisor.processes.begun
-                            await _signals_handled()
-                            if begun != supervisor.processes.begun:
-                                unfinished = "a child is being started"  # which takes signals meanwhile
-                            elif not (unfinished := _unfinished(supervisor)):
-                                _execute(supervisor, programs, cause, reason)
-                        finally:
-                            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                    unfinished = await _try_once(supervisor, programs, cause, reason)
                     await trio.sleep(LOOKED_AGAIN)
     raise RefusedError(f"cannot renew the runner now: {changes.current or unfinished}", remedy="ask again later")
+
+
+async def _try_once(supervisor: Supervisor, programs: list[ProgramDocument], cause: str, reason: str) -> str:
+    """Become the first of *programs* if nothing is unfinished, and otherwise return what is. Raises as :func:`_execute` does."""
+    if unfinished := _unfinished(supervisor):
+        return unfinished
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    try:
+        begun = supervisor.processes.begun
+        await _signals_handled()
+        if begun != supervisor.processes.begun:
+            return "a child is being started"  # which takes signals meanwhile
+        if unfinished := _unfinished(supervisor):
+            return unfinished
+        _execute(supervisor, programs, cause, reason)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _unfinished(supervisor: Supervisor) -> str:
