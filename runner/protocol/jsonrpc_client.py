@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import PurePosixPath
 
 import attrs
@@ -19,6 +20,7 @@ from runner.kernel.fd_passing import receive_with_fds, send_with_fds
 from runner.kernel.files import Descriptor
 from runner.kernel.line_reader import LineFramer, OverlongError, receive_line
 from runner.kernel.sockets import reachable
+from runner.kernel.waiting import persistently
 from runner.protocol.jsonrpc import BUSY
 
 LONGEST_RESPONSE = 1 << 16
@@ -153,7 +155,7 @@ async def _response(
 ) -> bytes:
     async def receive(size: int) -> bytes:
         if received is None:
-            return await connection.recv(size)
+            return await persistently(partial(connection.recv, size))
         return await receive_with_fds(connection, size, _MOST_FDS - len(received.descriptors), received.take)
 
     try:
