@@ -563,8 +563,8 @@ def faulty(program: ProgramDirectory, *, forgiving: bool) -> Path:
     program.patch(
         "instance/supervisor.py",
         (
-            "        try:\n            await task()\n        except Exception as error:\n",
-            "        try:\n            await _faulty(task)\n        except Exception as error:\n",
+            "    try:\n        await task()\n    except Exception as error:\n",
+            "    try:\n        await _faulty(task)\n    except Exception as error:\n",
         ),
         (
             "ENDS_WITHIN = 1.0",
