@@ -27,7 +27,7 @@ placement = "affinity"
 size = "32MiB"
 """
 
-MODULES, LINES = 114, 18_550
+MODULES, LINES = 114, 18_600
 """Modules of this project, and their lines, that may be imported by then; among them the events, the gate of live changes and the store."""
 
 OTHERS = "argparse encodings gettext importlib ipaddress json tomllib datetime mmap pwd fcntl resource qemu"
