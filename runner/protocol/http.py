@@ -57,7 +57,7 @@ class HttpResponse:
 
 @attrs.define(eq=False)
 class LatestResponse:
-    """A response that is costly to make, and is made once for all clients that ask within *kept* seconds, as anybody may ask."""
+    """A response that is costly to make, and is made once for all clients that ask within *kept* seconds."""
 
     make: Callable[[], Awaitable[HttpResponse]]
     kept: float

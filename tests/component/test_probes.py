@@ -157,7 +157,7 @@ async def test_probes_and_metrics_while_the_guest_runs(fake_host: FakeHost) -> N
 
 
 async def test_the_same_metrics_answer_all_who_ask_at_a_time(fake_host: FakeHost) -> None:
-    """Anybody on the network may ask for them without end; each reading takes some milliseconds of PID 1."""
+    """Any host of the network may ask for them without end; each reading takes some milliseconds of PID 1."""
     fake_host.timeouts = attrs.evolve(fake_host.timeouts, metrics_kept=60)
     texts = list[str]()
 

@@ -20,7 +20,7 @@ from runner.controller.tree.cgroup_writer import MOUNT_OPTIONS, CgroupWriter
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.model import PARENT
 from runner.kernel.cgroup import CgroupError
-from runner.kernel.cgroup_mounts import NSDELEGATE, CgroupMounts, read_cgroup_mounts
+from runner.kernel.cgroup_mounts import NSDELEGATE, read_cgroup_mounts
 from runner.kernel.procfs import Procfs
 
 log = logging.getLogger(__name__)
@@ -44,22 +44,13 @@ class MountOptions:
 
     def keep(self) -> None:
         """Look at the options, and add those that are missing."""
-        mounts, reason = read_cgroup_mounts(self.procfs.root), ""
-        if mounts.unified is not None and not mounts.delegates:
-            mounts, reason = self._add()
+        mounts = read_cgroup_mounts(self.procfs.root)
         if mounts.delegates:
             self.known |= MOUNT_OPTIONS.intersection(mounts.options)
-        self.fault = None
-        if mounts.unified is not None and not mounts.delegates:
-            self.fault = Fault(
-                PARENT,
-                f"cgroup v2 is mounted without nsdelegate, so a pod may open its cgroup files again{reason}",
-                f"mount -o remount,nsdelegate {mounts.unified}, as root on the node",
-                group_usable=True,
-            )
+        self.fault = None if mounts.delegates or mounts.unified is None else self._add()
 
-    def _add(self) -> tuple[CgroupMounts, str]:
-        """Add the options, and return the mounts afterwards, with the reason if that is not possible."""
+    def _add(self) -> Fault | None:
+        """Add the options, and return the fault if ``nsdelegate`` is missing nevertheless."""
         reason = ""
         if self.writer is not None:
             try:
@@ -72,4 +63,10 @@ class MountOptions:
             self.log_limit.log(
                 log.warning, ControllerEvent.MOUNT_OPTIONS_ADDED, mounts.unified, ",".join(mounts.options)
             )
-        return mounts, reason
+            return None
+        return Fault(
+            PARENT,
+            f"cgroup v2 is mounted without nsdelegate, so a pod may open its cgroup files again{reason}",
+            f"mount -o remount,nsdelegate {mounts.unified}, as root on the node",
+            group_usable=True,
+        )

@@ -211,6 +211,10 @@ class _Pass:
         without_pod = _without_pod(desired, observed, requests)
         return cls(desired, observed, requests, granted(requests), removed, groups, without_pod)
 
+    def has_group(self, pod_uid: str) -> bool:
+        """Tell whether one of the two groups of *pod_uid* stays."""
+        return any(path in self.groups for path in groups_below(pod_uid))
+
     def follows_float(self, pod_uid: str) -> bool:
         """Tell whether the vCPUs' group of *pod_uid* has float's CPUs until its processes have ended."""
         return pod_uid in self.without_pod and self.observed.shares_float(pod_uid)
@@ -250,7 +254,7 @@ def _domains(this: _Pass) -> Iterator[Action]:
     desired, observed = this.desired, this.observed
     promised = {pod_uid: domain.memory_max or 0 for pod_uid, domain in observed.domains.items()}
     for pod_uid in sorted({*observed.domains, *this.grants}):
-        if pod_uid in this.grants or any(path in this.groups for path in groups_below(pod_uid)):
+        if pod_uid in this.grants or this.has_group(pod_uid):
             found, request = observed.domains.get(pod_uid), this.requests.get(pod_uid, Requested())
             if found is None:
                 yield Make(instance_group(pod_uid))
@@ -389,8 +393,7 @@ def _seal_actions(this: _Pass, sealed: Mapping[str, CpuSet]) -> Iterator[Action]
 
 def _leaves(this: _Pass, pod_uid: str) -> bool:
     """Tell whether neither a group nor the domain of *pod_uid* stays."""
-    stays = any(path in this.groups for path in groups_below(pod_uid))
-    return not stays and not keeps_domain(pod_uid, this.desired, this.observed)
+    return not this.has_group(pod_uid) and not keeps_domain(pod_uid, this.desired, this.observed)
 
 
 def _has_exclusively(group: Group, cpus: CpuSet | None) -> bool:

@@ -33,6 +33,7 @@ from runner.controller.tree.model import (
     Seal,
     Unseal,
     Write,
+    groups_below,
 )
 from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
 from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, instance_group, instance_uid, vcpus_group
@@ -132,9 +133,7 @@ class Tree:
             for path, below in ((float_group(pod_uid), FLOAT), (vcpus_group(pod_uid), VCPUS)):
                 if (group := _while_there(_observe, each.child(below))) is not None:
                     groups[path] = group
-            if not any(
-                path in groups and groups[path].populated for path in (float_group(pod_uid), vcpus_group(pod_uid))
-            ):
+            if not any(path in groups and groups[path].populated for path in groups_below(pod_uid)):
                 charged = _while_there(Cgroup.memory_in_use, each) if "memory" in enabled else 0
                 domains[pod_uid] = attrs.evolve(domain, charged=charged or 0, processes=each.tasks()[0])
         return Observed(

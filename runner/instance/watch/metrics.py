@@ -174,7 +174,7 @@ async def _disks(supervisor: Supervisor, plan: InstancePlan, machine: RunningQem
         ]
 
     monitor = machine.monitor
-    # Clients of the metrics, which may be anybody, must not queue commands for a QEMU that does not answer.
+    # Clients of the metrics, which any host of the network may be, must not queue commands for a QEMU that does not answer.
     if supervisor.guest_state.qemu_silent or monitor.owed_for > DISKS_WITHIN:
         return []
     try:
