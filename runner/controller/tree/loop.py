@@ -16,7 +16,6 @@ from pathlib import Path
 
 import attrs
 import trio
-import trio.to_thread
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
@@ -28,9 +27,11 @@ from runner.controller.metrics import ControllerCounters
 from runner.controller.restarted_task import restarted
 from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tree.cpu_source import CpuSource
+from runner.controller.tree.crowded_pods import end_crowded_pods
 from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles
-from runner.controller.tree.limits import LEFT_BEHIND, Limits
+from runner.controller.tree.left_memory import LeftMemory
+from runner.controller.tree.limits import Limits
 from runner.controller.tree.model import Action, Desired, Evict, Kill, Observed, Requested, Restrict, Seal, granted
 from runner.controller.tree.mount_options import MountOptions
 from runner.controller.tree.pass_log import PassLog
@@ -48,7 +49,7 @@ from runner.controller.tree.tree import Tree
 from runner.controller.tree.watches import Watches
 from runner.facts.hardware import OnlineCpus
 from runner.kernel import inotify
-from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.cgroup import CgroupError
 from runner.kernel.hardware_reader import read_online_cpus
 from runner.kernel.kubelet_files import Frozen, attempt
 from runner.kubelet.state import CpuState
@@ -118,8 +119,6 @@ class ReconcileLoop:
     _passed: Announcements = attrs.field(factory=Announcements)
     _followed: list[Path] = attrs.field(factory=list)
     """The files of :meth:`following`."""
-    _reclaimed: dict[str, float] = attrs.field(factory=dict)
-    """Pod UID → time of the next :meth:`reclaim` of its domain, on trio's clock."""
     _evicting: frozenset[str] = frozenset()
     """The instances whose pods are gone and that were not empty after the last pass."""
     _changed: bool = True
@@ -137,6 +136,12 @@ class ReconcileLoop:
     @mount_options.default
     def _options_of_the_mount(self) -> MountOptions:
         return MountOptions(self.pods.procfs, self.cgroup_writer, self.counters, self.log_limit)
+
+    left_memory: LeftMemory = attrs.field(init=False)
+
+    @left_memory.default
+    def _memory_that_is_left(self) -> LeftMemory:
+        return LeftMemory(self.tree, self.pods, self.intervals.reclaimed)
 
     def machine(self) -> OnlineCpus:
         """Read the machine's CPUs and memory nodes."""
@@ -171,8 +176,8 @@ class ReconcileLoop:
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
         self.pass_log.add_oom_kills(observed)
-        gone, reclaimed = frozenset(filter(self.pods.gone, candidates)), frozenset(self._reclaimed)
-        self.observed = attrs.evolve(observed, gone=gone, reclaimed=reclaimed)
+        gone = frozenset(filter(self.pods.gone, candidates))
+        self.observed = attrs.evolve(observed, gone=gone, reclaimed=self.left_memory.reclaimed())
         self._observed_at = time.monotonic()
         return self.observed
 
@@ -350,57 +355,11 @@ class ReconcileLoop:
         return self.intervals.eviction if self._evicting else self.intervals.resync
 
     async def reclaim(self) -> None:
-        """Reclaim the memory of domains without groups, as far as the kernel can, and lower the limits of pods that are gone; never return.
-
-        It runs in a thread, because pods determine how much memory there is and how much can be reclaimed, also while ``memory.max`` is
-        written. Small amounts are left, because the kernel may interrupt each CPU for a reclaim (``lru_add_drain_all``).
-        """
+        """Reclaim the memory left in domains without groups, after each pass; never return."""
         while True:
-            left = [] if self.observed is None else [*self.observed.left_over(LEFT_BEHIND)]
-            self._reclaimed = {pod_uid: at for pod_uid, at in self._reclaimed.items() if pod_uid in left}
-            for pod_uid in left:
-                if self._reclaimed.get(pod_uid, -math.inf) <= (began := trio.current_time()):
-                    reclaim = partial(self.tree.domain(pod_uid).reclaim, lower=pod_uid in self.recently_observed().gone)
-                    await trio.to_thread.run_sync(reclaim, abandon_on_cancel=True)
-                    now = trio.current_time()
-                    self._reclaimed[pod_uid] = now + max(self.intervals.reclaimed, 5 * (now - began))
-                    self.disturb()
+            if self.observed is not None:
+                await self.left_memory.reclaim(self.observed, self.disturb)
             await self.next_pass()
-
-    async def end_crowded_pods(self) -> None:
-        """End the pods with more processes in float than they may have, once all together have half of theirs; never return.
-
-        The kernel counts a process that is moved into a cgroup, but refuses no move because of ``pids.max`` ("PID"). So a pod could fork
-        in its own cgroup and move the processes to float, again and again, until no other instance could start a thread. The pod's own
-        cgroup is ended, too: a process counts until its parent has waited for it. If that parent is in another pod, which has got the
-        descriptors, only ``/proc`` tells which.
-        """
-        looked = -math.inf
-        while True:
-            await trio.sleep(self.intervals.processes)
-            if not self.tree.half_full():
-                continue
-            crowded = dict(self.tree.crowded())
-            if (began := trio.current_time()) >= looked:
-                most = math.inf if self.limits.instance_pids_max is None else self.limits.instance_pids_max
-                unreaped = await trio.to_thread.run_sync(self.pods.unreaped, self.tree.root, abandon_on_cancel=True)
-                crowded |= {pod_uid: number for pod_uid, number in unreaped.items() if number > most}
-                now = trio.current_time()
-                looked = now + max(self.intervals.reclaimed, 5 * (now - began))
-            for pod_uid, number in crowded.items():
-                self.log_limit.log(log.error, ControllerEvent.POD_CROWDED, pod_uid, number, peer=pod_uid)
-                for group in (*map(Cgroup, self.pods.existing(pod_uid)), self.tree.domain(pod_uid)):
-                    with contextlib.suppress(CgroupError):  # removed meanwhile
-                        group.kill()
-
-    async def keep_mount_options(self) -> None:
-        """Keep the options of the cgroups' mount; never return."""
-        while True:
-            fault = self.mount_options.fault
-            self.mount_options.keep()
-            if self.mount_options.fault != fault:
-                self.disturb()
-            await trio.sleep(self.intervals.mount)
 
     async def once(self, watches: Watches) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
@@ -428,6 +387,15 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
     """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree is left in place at the end."""
     with inotify.watching() as queue:
         watches = Watches(queue, loop.tree, loop.source, loop.pods, loop.log_limit, loop.disturb)
+        crowded = partial(
+            end_crowded_pods,
+            loop.tree,
+            loop.pods,
+            loop.limits.instance_pids_max,
+            loop.log_limit,
+            every=loop.intervals.processes,
+            apart=loop.intervals.reclaimed,
+        )
         async with trio.open_nursery() as nursery:
             await loop.once(watches)
             for name, task in (
@@ -435,8 +403,8 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
                 ("reconcile", partial(loop.follow, watches)),
                 ("leases", partial(loop.held.outwait_leases, loop.disturb)),
                 ("reclaim", loop.reclaim),
-                ("processes", loop.end_crowded_pods),
-                ("mount", loop.keep_mount_options),
+                ("processes", crowded),
+                ("mount", partial(loop.mount_options.keep, loop.intervals.mount, loop.disturb)),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)
             try:

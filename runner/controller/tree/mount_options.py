@@ -9,8 +9,10 @@ option from all mounts without wanting to (:mod:`runner.kernel.cgroup_mounts`), 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import attrs
+import trio
 
 from runner.base.errors import explain
 from runner.base.events import ControllerEvent
@@ -42,8 +44,16 @@ class MountOptions:
     known: frozenset[str] = frozenset({NSDELEGATE})
     """The options to add."""
 
-    def keep(self) -> None:
-        """Look at the options, and add those that are missing."""
+    async def keep(self, every: float, disturb: Callable[[], None]) -> None:
+        """Add the options that are missing, every *every* seconds, and call *disturb* when the fault changes; never return."""
+        while True:
+            before = self.fault
+            self._look()
+            if self.fault != before:
+                disturb()
+            await trio.sleep(every)
+
+    def _look(self) -> None:
         mounts = read_cgroup_mounts(self.procfs.root)
         if mounts.delegates:
             self.known |= MOUNT_OPTIONS.intersection(mounts.options)
