@@ -118,8 +118,11 @@ def children_by_name(pid: int) -> dict[str, list[int]]:
     return found
 
 
-def until(condition: Callable[[], Any], what: str, timeout: float = 30) -> Any:
-    """Return what *condition* returns once that is true; the outside world can only be looked at again."""
+def until(condition: Callable[[], Any], what: str, timeout: float = 240) -> Any:
+    """Return what *condition* returns once that is true; the outside world can only be looked at again.
+
+    The limit names what was waited for before pytest ends the test; no test may depend on it.
+    """
     deadline = time.monotonic() + timeout
     while not (result := condition()):
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"

@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +28,9 @@ from runner.controller.tune.tuner_process import TunerProcess
 from runner.kernel.peers import PeerError, Peers, boot_time
 from runner.kernel.privileges import CAP_SYS_ADMIN, CAP_SYS_PTRACE
 from runner.kernel.procfs import Procfs
-from tests.component.controller.test_main import asked_http, command, until
+from tests.component.controller.test_main import PORT, asked_http, command, until_logged
 from tests.support.fake_node import B, Node, Parts, connected, controlled, in_a_thread, register_beforehand
+from tests.support.program_runs import until
 
 PROC = Path("/proc")
 
@@ -205,30 +205,21 @@ async def test_without_the_host_tuner_instances_come_and_go(node: Node) -> None:
 
 
 @pytest.fixture
-def controller(node: Node) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run a controller over an instance that another one has registered; give it and the port of its endpoints."""
+def process(node: Node) -> Iterator[subprocess.Popen[str]]:
+    """Run a controller over an instance that another one has registered."""
     register_beforehand(node)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    argv = command(node, "--insecure-trust-peer", "--metrics", f"127.0.0.1:{port}")
+    argv = command(node, "--insecure-trust-peer", "--metrics", f"127.0.0.1:{PORT}")
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()) as process:
-        until(process, "ready")
-        yield process, port
+        until_logged(process, "ready")
+        # The fake /proc has no capability for a cgroup writer.
+        until(lambda: len(children(process)) == 2, "the cgroup writer to end")
+        yield process
         process.kill()
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    """Return the namespace reader and the host tuner; the fake /proc has no capability for a cgroup writer."""
-    shown = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid=,stat="], stdout=subprocess.PIPE, check=True)
-    found = [line.split() for line in shown.stdout.decode().splitlines()]
-    return sorted(int(pid) for pid, state in found if not state.startswith("Z"))
-
-
-def waited(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    """Return the namespace reader and the host tuner, in this order."""
+    return list(filter(alive, map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())))
 
 
 def alive(pid: int) -> bool:
@@ -245,14 +236,13 @@ def mask(node: Node) -> CpuSet:
     return CpuSet.parse(written)
 
 
-def test_the_controller_outlives_its_host_tuner(node: Node, controller: tuple[subprocess.Popen[str], int]) -> None:
-    process, port = controller
-    waited(lambda: mask(node) == CpuSet.parse("0-13,18-19"))
+def test_the_controller_outlives_its_host_tuner(node: Node, process: subprocess.Popen[str]) -> None:
+    until(lambda: mask(node) == CpuSet.parse("0-13,18-19"), "the host tuner to keep interrupts off the pod's CPUs")
     os.kill(children(process)[1], signal.SIGKILL)
 
     async def ask() -> None:
-        with trio.fail_after(20):
-            while b"host tuner has ended" not in await asked_http(port, "/healthz"):
+        with trio.fail_after(120):
+            while b"host tuner has ended" not in await asked_http("/healthz"):
                 await trio.sleep(0.02)
             async with connected(node.socket) as client:
                 status = await client.result("getStatus")
@@ -261,25 +251,21 @@ def test_the_controller_outlives_its_host_tuner(node: Node, controller: tuple[su
 
     trio.run(ask)
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait() == 0
     assert mask(node) == CpuSet.parse("0-13,18-19"), "as when all is killed"
 
 
-def test_without_its_namespace_reader_the_controller_ends(controller: tuple[subprocess.Popen[str], int]) -> None:
-    process, _ = controller
+def test_without_its_namespace_reader_the_controller_ends(process: subprocess.Popen[str]) -> None:
     os.kill(children(process)[0], signal.SIGKILL)
-    assert "the controller's namespace reader has ended" in until(process, "namespace reader")
-    assert process.wait(10) == 31
+    assert "the controller's namespace reader has ended" in until_logged(process, "namespace reader")
+    assert process.wait() == 31
 
 
 @pytest.mark.parametrize(
     ("number", "stopped"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
 )
-def test_they_end_with_the_controller(
-    controller: tuple[subprocess.Popen[str], int], number: signal.Signals, *, stopped: bool
-) -> None:
+def test_they_end_with_the_controller(process: subprocess.Popen[str], number: signal.Signals, *, stopped: bool) -> None:
     """Whatever they do: two tuners at once would each record what the other has written."""
-    process, _ = controller
     found = children(process)
     assert len(found) == 2
     for pid in found:
@@ -289,21 +275,18 @@ def test_they_end_with_the_controller(
     assert process.poll() is None
     assert children(process) == found
     process.send_signal(number)
-    process.wait(10)
-    waited(lambda: not any(map(alive, found)))
+    process.wait()
+    until(lambda: not any(map(alive, found)), "both to end")
 
 
-def test_what_was_changed_before_all_were_killed_comes_back(
-    node: Node, controller: tuple[subprocess.Popen[str], int]
-) -> None:
-    process, _ = controller
-    waited(lambda: mask(node) == CpuSet.parse("0-13,18-19"))
+def test_what_was_changed_before_all_were_killed_comes_back(node: Node, process: subprocess.Popen[str]) -> None:
+    until(lambda: mask(node) == CpuSet.parse("0-13,18-19"), "the host tuner to keep interrupts off the pod's CPUs")
     process.kill()
     process.wait()
     node.instance(B).populate(False)
     node.instance(B).remove()
     with subprocess.Popen(command(node), stderr=subprocess.PIPE, text=True) as successor:
         try:
-            waited(lambda: mask(node) == CpuSet(range(20)))
+            until(lambda: mask(node) == CpuSet(range(20)), "the interrupts to be back")
         finally:
             successor.terminate()
