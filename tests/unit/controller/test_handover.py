@@ -11,7 +11,7 @@ from runner.base.values import frozen
 from runner.controller.serve.handover import Handover, HandoverPendingError, handovers, pending_handovers
 from runner.controller.tree.model import Observed, Requested
 from runner.controller.tree.reconcile import desire, holders, reconcile
-from runner.kubelet.pod_cgroups import FLOAT, float_group, vcpus_group
+from runner.kubelet.pod_cgroups import float_group, vcpus_group
 from runner.kubelet.state import CpuState
 from tests.unit.controller.test_reconcile import ALL, BUILT, LIMITS, MACHINE, overlaps, perform, threaded, tree
 
@@ -90,7 +90,7 @@ class NodeState:
 
 def test_no_cpu_is_ever_two_instances_in_any_order() -> None:
     """What runs keeps its CPUs until it has ended, float has none of them, and the newcomer gets them then."""
-    start = NodeState({}, tree(BUILT, {FLOAT: threaded(ALL)})).passed({})
+    start = NodeState({}, tree(BUILT, {}, floats=threaded(ALL))).passed({})
     states, left = {start.key: start}, [start]
     waited = 0
     while left:

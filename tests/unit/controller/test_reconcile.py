@@ -13,6 +13,7 @@ from runner.controller.tree.limits import Limits
 from runner.controller.tree.model import (
     ISOLATED,
     MEMBER,
+    PARENT,
     ROOT,
     Action,
     Desired,
@@ -44,7 +45,7 @@ from runner.controller.tree.reconcile import (
     withheld,
 )
 from runner.facts.hardware import OnlineCpus
-from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, group_uid, instance_group, instance_uid, vcpus_group
+from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, group_uid, instance_uid, vcpus_group
 from runner.kubelet.state import CpuState
 
 ALL, NONE = CpuSet([0, 1, 2]), CpuSet()
@@ -66,22 +67,20 @@ BYSTANDER = "f"
 """A pod that has a float, and nothing else of what the tests are about."""
 
 
-def tree(base: Observed, groups: Mapping[str, Group]) -> Observed:
-    """Return *base* with *groups*: ``instance-a`` names the vCPUs of pod ``a``, ``float`` all floats, one of a bystander too."""
-    float_cgroup = groups.get(FLOAT)
-    vcpus = {uid: group for name, group in groups.items() if (uid := instance_uid(name)) is not None}
+def tree(base: Observed, vcpus: Mapping[str, Group], *, floats: Group | None = None) -> Observed:
+    """Return *base* with the groups *vcpus*, by the pods' UIDs; with *floats* each pod has such a float, a bystander too."""
     below = frozenset({"cpu", "cpuset", "pids"} & base.enabled)
     offered = {
         file: value for file, value in LIMITS.of_domain(8 << 20, gone=False).items() if offers(base.enabled, file)
     }
     domain = Domain(enabled=below, limits=offered)
-    found = {vcpus_group(uid): with_limits_of(below, group) for uid, group in vcpus.items()}
+    groups = {vcpus_group(uid): with_limits_of(below, group) for uid, group in vcpus.items()}
     uids = [*vcpus]
-    if float_cgroup is not None:
+    if floats is not None:
         uids.append(BYSTANDER)
-        found |= {float_group(uid): float_cgroup for uid in uids}
-        found[float_group(BYSTANDER)] = attrs.evolve(float_cgroup, populated=True)
-    return attrs.evolve(base, domains=dict.fromkeys(uids, domain), groups=found)
+        groups |= {float_group(uid): floats for uid in uids}
+        groups[float_group(BYSTANDER)] = attrs.evolve(floats, populated=True)
+    return attrs.evolve(base, domains=dict.fromkeys(uids, domain), groups=groups)
 
 
 def with_limits_of(controllers: frozenset[str], group: Group) -> Group:
@@ -103,12 +102,12 @@ def perform(observed: Observed, action: Action) -> Observed:
     if isinstance(action, Seal | Unseal):
         return perform_on_partition(observed, action)
     if isinstance(action, Restrict) and (action.group, action.file) == (ROOT, "cpuset.cpus.exclusive"):
-        below = union(domain.exclusive for domain in observed.domains.values())
+        below = CpuSet.union(domain.exclusive for domain in observed.domains.values())
         assert below <= CpuSet.parse(action.value)
         return attrs.evolve(observed, exclusive=CpuSet.parse(action.value))
     if isinstance(action, Kill | Evict):
         return empty(observed, action)
-    if action.group in ("", ".."):
+    if action.group in (PARENT, ROOT):
         return perform_on_root(observed, action)
     if instance_uid(action.group) is not None:
         return perform_on_domain(observed, action)
@@ -251,14 +250,10 @@ def run(observed: Observed, actions: Iterable[Action]) -> Observed:
     return observed
 
 
-def union(sets: Iterable[CpuSet]) -> CpuSet:
-    return CpuSet(cpu for cpus in sets for cpu in cpus)
-
-
 def overlaps(observed: Observed) -> set[tuple[str, str]]:
-    """Return the pairs of groups with a CPU in common; floats have all theirs in common, and are one here."""
+    """Return the pairs of groups with a CPU in common; floats have all theirs in common, and are one here, with the name of all."""
     named = {
-        "float" if path.endswith(FLOAT) else instance_group(str(group_uid(path))): group
+        FLOAT if path.endswith(FLOAT) else path: group
         for path, group in observed.groups.items()
         if not path.endswith(FLOAT) or group.cpus
     }
@@ -285,8 +280,8 @@ def trees() -> Iterator[Observed]:
         *(threaded(cpus, populated=populated) for cpus in SETS for populated in (False, True)),
     ]
     for float_cgroup, a, b in itertools.product(floats, instances, instances):
-        groups = {FLOAT: float_cgroup, "instance-a": a, "instance-b": b}
-        yield tree(BUILT, {name: group for name, group in groups.items() if group is not None})
+        vcpus = {uid: group for uid, group in (("a", a), ("b", b)) if group is not None}
+        yield tree(BUILT, vcpus, floats=float_cgroup)
 
 
 def check_case(desired: Desired, observed: Observed) -> None:
@@ -306,13 +301,13 @@ def check_case(desired: Desired, observed: Observed) -> None:
         assert not (action.group.endswith(VCPUS) and group_uid(action.group) in orphans)
         after = perform(after, action)
     assert reconcile(desired, after, {}) == (), "one pass is enough"
-    held = union(group.cpus for group in orphans.values())
-    owned = union(group.cpus for uid, group in after.instances().items() if uid not in orphans)
+    held = CpuSet.union(group.cpus for group in orphans.values())
+    owned = CpuSet.union(group.cpus for uid, group in after.instances().items() if uid not in orphans)
     blocked = {uid for uid, (cpus, *_) in desired.choices.items() if not cpus.isdisjoint(held)}
     # Two groups share a CPU only where one of them outlives its pod, or had to be left where another program had put it
     # because its own CPUs are not free: they did so before, or float would have no CPU at all.
     for one, other in overlaps(after):
-        assert {instance_uid(one), instance_uid(other)} & (set(orphans) | blocked)
+        assert {group_uid(one), group_uid(other)} & (set(orphans) | blocked)
         assert (one, other) in before or (one == FLOAT and desired.shared_pool - owned <= held)
     if desired.shared_pool - held and not blocked and after.floats():
         assert of_floats(after) == desired.shared_pool - held == float_cpus(desired, observed)
@@ -349,7 +344,7 @@ def test_no_action_brings_two_groups_onto_one_cpu() -> None:
         grown = run(BUILT, reconcile(before, BUILT, {uid: Requested(cpus[0]) for uid, cpus in before.choices.items()}))
         assert not overlaps(grown)
         for action in reconcile(after, grown, {uid: Requested(cpus[0]) for uid, cpus in after.choices.items()}):
-            crossing = {FLOAT, *map(instance_group, "ab")} if not _touching(grown, after) else set()
+            crossing = {FLOAT, *map(vcpus_group, "ab")} if not _touching(grown, after) else set()
             grown = perform(grown, action)
             assert not {pair for pair in overlaps(grown) if not set(pair) & crossing}
 
@@ -409,7 +404,8 @@ def test_memory_nodes_are_never_taken_away() -> None:
     wide = CpuSet([0, 1, 2])
     observed = tree(
         attrs.evolve(BUILT, mems=wide),
-        {FLOAT: threaded(CpuSet([0]), mems=wide), "instance-a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
+        {"a": threaded(CpuSet([1, 2]), mems=CpuSet([1]))},
+        floats=threaded(CpuSet([0]), mems=wide),
     )
     desired = desire(CpuState("static", CpuSet([0]), {"a": {"vm": CpuSet([1, 2])}}), MACHINE, LIMITS)
     assert reconcile(desired, observed, {}) == (Write("instance-a/vcpus", "cpuset.mems", "0-1"),)
@@ -464,12 +460,12 @@ def test_a_domain_gets_its_memory_nodes_before_anything_can_enter_it() -> None:
 def test_the_container_of_an_instance_is_inferred_from_its_cpus(found: str, left: str) -> None:
     entries: Mapping[str, Mapping[str, CpuSet]] = {"a": {"vm": CpuSet([1]), "side": CpuSet([1, 2])}}
     desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, LIMITS)
-    observed = tree(BUILT, {"instance-a": threaded(CpuSet.parse(found), populated=True)})
+    observed = tree(BUILT, {"a": threaded(CpuSet.parse(found), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a/vcpus"].cpus) == left
 
 
 def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
-    observed = tree(BUILT, {"instance-a": threaded(CpuSet([1]))})
+    observed = tree(BUILT, {"a": threaded(CpuSet([1]))})
     named = desire(CpuState("static", CpuSet([0, 1, 2])), MACHINE, LIMITS)
     unnamed = desire(CpuState("static", CpuSet([0]), unattributed=CpuSet([1, 2])), MACHINE, LIMITS)
     assert stale(named, observed, {}) == ("a",)
@@ -480,7 +476,7 @@ def test_nothing_is_stale_while_the_state_does_not_name_pods() -> None:
 
 def test_under_policy_none_only_running_instances_keep_cpus() -> None:
     desired = desire(CpuState("none", NONE), MACHINE, LIMITS)
-    observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]), populated=True)})
+    observed = tree(BUILT, {"a": threaded(CpuSet([1]), populated=True)}, floats=threaded(ALL))
     after = run(observed, reconcile(desired, observed, {}))
     assert str(of_floats(after)) == "0,2"
     assert after.groups["instance-a/vcpus"] == observed.groups["instance-a/vcpus"]
@@ -492,7 +488,7 @@ def test_float_has_the_reserved_cpus_when_no_other_is_left() -> None:
 
 
 def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
-    orphan = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([0]), populated=True)})
+    orphan = tree(BUILT, {"a": threaded(CpuSet([0]), populated=True)}, floats=threaded(ALL))
     for shared, expected in (("0", "0"), ("0-1", "1")):
         desired = desire(CpuState("static", CpuSet.parse(shared)), MACHINE, LIMITS)
         assert str(of_floats(run(orphan, reconcile(desired, orphan, {})))) == expected
@@ -500,19 +496,19 @@ def test_float_joins_an_orphan_only_where_it_has_no_other_cpu() -> None:
 
 def test_float_keeps_its_cpus_when_no_cpu_is_left_for_it() -> None:
     desired = desire(CpuState("static", NONE, {"a": {"web": MACHINE.online}}), MACHINE, LIMITS)
-    assert reconcile(desired, tree(BUILT, {FLOAT: threaded(CpuSet([1]))}), {}) == ()
+    assert reconcile(desired, tree(BUILT, {}, floats=threaded(CpuSet([1]))), {}) == ()
 
 
 def test_without_a_kubelet_float_has_the_cpus_that_no_instance_holds() -> None:
     desired = desire_without_kubelet(MACHINE, LIMITS)
-    observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1]))})
+    observed = tree(BUILT, {"a": threaded(CpuSet([1]))}, floats=threaded(ALL))
     after = run(observed, reconcile(desired, observed, {"b": Requested(CpuSet([2]))}))
     assert str(of_floats(after)) == "0"
     assert str(after.groups["instance-a/vcpus"].cpus) == "1"
 
 
 def test_holders_of_a_cpu() -> None:
-    observed = tree(BUILT, {FLOAT: threaded(ALL), "instance-a": threaded(CpuSet([1])), "instance-b": HALF_BUILT})
+    observed = tree(BUILT, {"a": threaded(CpuSet([1])), "b": HALF_BUILT}, floats=threaded(ALL))
     assert set(holders(CpuSet([1]), observed, but="c")) == {"a", "b"}  # b runs on everything until it has a cpuset
     assert set(holders(CpuSet([1]), observed, but="a")) == {"b"}
     assert set(holders(CpuSet([2]), observed, but="b")) == set()
@@ -520,10 +516,10 @@ def test_holders_of_a_cpu() -> None:
 
 def test_a_silent_fallback_of_the_kernel_is_detected() -> None:
     lying = Group("threaded", CpuSet([1]), MEMS, ALL, populated=True)
-    observed = tree(BUILT, {"instance-a": lying, FLOAT: threaded(CpuSet([0]))})
+    observed = tree(BUILT, {"a": lying}, floats=threaded(CpuSet([0])))
     assert set(silent_fallbacks(observed, ALL)) == {"instance-a/vcpus"}
     offline = Group("threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True)
-    assert silent_fallbacks(tree(BUILT, {"instance-a": offline}), CpuSet([0, 1])) == {}
+    assert silent_fallbacks(tree(BUILT, {"a": offline}), CpuSet([0, 1])) == {}
 
 
 # -- limits and pods' groups in float --------------------------------------------------------------------------------
@@ -622,7 +618,7 @@ def check_pod(observed: Observed, end: Observed, desired: Desired, requests: Map
 
 def test_what_is_left_of_a_pod_cannot_fork_before_it_is_ended() -> None:
     full = threaded(CpuSet([1]), populated=True)
-    observed = attrs.evolve(tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": full}), gone=frozenset("a"))
+    observed = attrs.evolve(tree(LIMITED, {"a": full}, floats=threaded(CpuSet([0, 2]))), gone=frozenset("a"))
     actions = (
         Write("instance-a/vcpus", "cpuset.cpus", "0,2"),
         Restrict("instance-a", "pids.max", "0"),
@@ -636,7 +632,7 @@ def test_what_is_left_of_a_pod_cannot_fork_before_it_is_ended() -> None:
 
 def test_what_hides_in_the_float_of_a_pod_that_has_gone_is_ended() -> None:
     """Without a kubelet it is not: there the guest may run in a container whose cgroup was lost."""
-    observed = attrs.evolve(tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2]))}), gone=frozenset(BYSTANDER))
+    observed = attrs.evolve(tree(LIMITED, {}, floats=threaded(CpuSet([0, 2]))), gone=frozenset(BYSTANDER))
     assert evictions(NO_POD, observed, {}) == (Restrict("instance-f", "pids.max", "0"), Kill(BYSTANDER))
     assert evictions(desire_without_kubelet(MACHINE, LIMITS), observed, {}) == ()
 
@@ -651,7 +647,7 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
         assert "a" not in holders(CpuSet([1]), observed, but="b")
         for action in reconcile(desired, observed, requests):
             observed = perform(observed, action)
-            crossing = overlaps(observed) - {(FLOAT, "instance-a")}
+            crossing = overlaps(observed) - {(FLOAT, vcpus_group("a"))}
             assert not crossing, "nobody else shares a CPU with them"
         return observed
 
@@ -661,8 +657,8 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
         (NO_POD, c, desire_without_kubelet(MACHINE, LIMITS)),
         ({}, {"b": Requested(CpuSet([1, 2]))}),
     ):
-        groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(cpus, populated=True)}
-        observed = attrs.evolve(tree(LIMITED, groups), gone=frozenset("a"))
+        found = tree(LIMITED, {"a": threaded(cpus, populated=True)}, floats=threaded(CpuSet([0, 2])))
+        observed = attrs.evolve(found, gone=frozenset("a"))
         for state, granted in ((desired, requests), (NO_POD, {}), (c, {})):
             observed = refilled(observed, state, granted)
             assert observed.groups["instance-a/vcpus"].cpus == of_floats(observed)
@@ -673,10 +669,10 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
 
 def test_what_could_not_be_moved_keeps_its_cpus() -> None:
     full = threaded(CpuSet([1]), populated=True)
-    observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": full})
+    observed = tree(LIMITED, {"a": full}, floats=threaded(CpuSet([0, 2])))
     observed = attrs.evolve(observed, gone=frozenset("a"))
     assert not [action for action in reconcile(NO_POD, observed, {}) if isinstance(action, Write)]
-    without = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2]))})
+    without = tree(LIMITED, {}, floats=threaded(CpuSet([0, 2])))
     assert reconcile(NO_POD, without, {}) == (Write("instance-f/float", "cpuset.cpus", "0-2"),)
 
 
@@ -705,7 +701,7 @@ def test_all_domains_together_never_get_more_memory_than_the_tree_has() -> None:
 
 
 def test_a_domain_gets_more_when_its_pod_leaves_more_and_keeps_that() -> None:
-    observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]), populated=True)})
+    observed = tree(LIMITED, {"a": threaded(CpuSet([1]), populated=True)}, floats=threaded(CpuSet([0, 2])))
     actions = reconcile(POD, observed, {"a": Requested(CpuSet([1]), memory=20 << 20)})
     assert actions == (Restrict("instance-a", "memory.max", str(20 << 20)),)
     after = run(observed, actions)
@@ -767,7 +763,7 @@ def test_an_empty_tree_of_the_earlier_shape_is_removed_and_one_in_use_is_left_al
 
 
 def test_floats_that_could_not_be_shrunk_are_named() -> None:
-    observed = tree(LIMITED, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]))})
+    observed = tree(LIMITED, {"a": threaded(CpuSet([1]))}, floats=threaded(CpuSet([0, 2])))
     assert floats_on(CpuSet([2]), observed, but="a") == (BYSTANDER,)
     assert floats_on(CpuSet([1]), observed, but="a") == ()
 
@@ -791,7 +787,7 @@ def test_no_memory_limit_is_lowered_below_what_is_or_may_be_used(used: int, give
         limits={**LIMITED.limits, "memory.max": "max"},
         memory_used=used * MIB,
     )
-    observed = tree(found, {FLOAT: threaded(ALL)})
+    observed = tree(found, {}, floats=threaded(ALL))
     [(uid, domain)] = observed.domains.items()
     domain = attrs.evolve(domain, limits={**domain.limits, "memory.max": str(given * MIB)})
     observed = attrs.evolve(observed, domains={uid: domain})
@@ -823,8 +819,7 @@ def partitioned() -> Iterator[Observed]:
     ]
     for exclusive, (a, b) in itertools.product((NONE, CpuSet([1, 2])), itertools.product(states, states)):
         if a.cpus != b.cpus:
-            groups = {FLOAT: threaded(CpuSet([0])), "instance-a": a, "instance-b": b}
-            found = tree(BUILT, groups)
+            found = tree(BUILT, {"a": a, "b": b}, floats=threaded(CpuSet([0])))
             for together in (False, True):  # as another program may have left it
                 domains = {
                     uid: attrs.evolve(
@@ -842,18 +837,16 @@ def partitioned() -> Iterator[Observed]:
 def test_what_was_sealed_and_runs_is_sealed_in_one_pass_and_nothing_else(
     entries: Mapping[str, Mapping[str, CpuSet]],
 ) -> None:
-    shared = ALL - union(cpus for each in entries.values() for cpus in each.values())
+    shared = ALL - CpuSet.union(cpus for each in entries.values() for cpus in each.values())
     desired = desire(CpuState("static", shared, entries), MACHINE, LIMITS)
     for observed in partitioned():
         after = run(observed, reconcile(desired, observed, {}))
         assert reconcile(desired, after, {}) == (), "one pass is enough"
         sealed = {name for name, group in observed.groups.items() if group.populated and group.was_sealed}
-        assert {instance_group(uid) for uid, domain in after.domains.items() if domain.exclusive} == {
-            instance_group(str(group_uid(name))) for name in sealed
-        }
+        assert {uid for uid, domain in after.domains.items() if domain.exclusive} == {*map(group_uid, sealed)}
         assert {name for name, group in after.groups.items() if group.was_sealed} == sealed
         assert all(after.groups[name].exclusive == after.groups[name].cpus for name in sealed)
-        assert after.exclusive == union(after.groups[name].cpus for name in sealed)
+        assert after.exclusive == CpuSet.union(after.groups[name].cpus for name in sealed)
 
 
 FIVE = CpuSet(range(5))
@@ -937,15 +930,15 @@ def test_the_container_that_was_resized_keeps_some_of_its_cpus(
 ) -> None:
     """The pod's other container has a CPU of its own, which the instance must not get."""
     entries = {"a": {"vm": CpuSet.parse(resized), "side": CpuSet.parse(side)}}
-    shared = FIVE - union(entries["a"].values())
+    shared = FIVE - CpuSet.union(entries["a"].values())
     desired = desire(CpuState("static", shared, entries), FIVE_CPUS, LIMITS)
-    observed = tree(attrs.evolve(BUILT, cpus=FIVE), {"instance-a": threaded(CpuSet.parse(current), populated=True)})
+    observed = tree(attrs.evolve(BUILT, cpus=FIVE), {"a": threaded(CpuSet.parse(current), populated=True)})
     assert str(run(observed, reconcile(desired, observed, {})).groups["instance-a/vcpus"].cpus) == found
 
 
 def test_an_init_container_that_has_ended_does_not_keep_lost_cpus_for_the_instance() -> None:
     """Its entry stays in the kubelet's state, and had the same CPUs."""
-    observed = tree(attrs.evolve(BUILT, cpus=FIVE), {"instance-a": threaded(CpuSet([1, 2]), populated=True)})
+    observed = tree(attrs.evolve(BUILT, cpus=FIVE), {"a": threaded(CpuSet([1, 2]), populated=True)})
     entries = {"a": {"init": CpuSet([1, 2]), "vm": CpuSet([1])}}
     for shared, others in ((FIVE - CpuSet([1]), {}), (CpuSet([0]), {"b": {"vm": CpuSet([2, 3])}})):
         desired = desire(CpuState("static", shared, entries | others), FIVE_CPUS, LIMITS)
@@ -974,17 +967,15 @@ def test_a_partition_that_is_not_extended_yet_is_no_silent_fallback() -> None:
     group = Group(
         "threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True, exclusive=CpuSet([1]), partition=ISOLATED
     )
-    assert silent_fallbacks(tree(BUILT, {"instance-a": group}), ALL) == {}
+    assert silent_fallbacks(tree(BUILT, {"a": group}), ALL) == {}
 
 
 def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
     entries = {"a": {"vm": CpuSet([1])}, "b": {"vm": CpuSet([2])}}
     desired = desire(CpuState("static", CpuSet([0]), entries), MACHINE, LIMITS)
-    groups = {FLOAT: threaded(CpuSet([0])), "instance-a": threaded(CpuSet([1]), populated=True)}
-    groups["instance-b"] = attrs.evolve(
-        threaded(CpuSet([2]), populated=True), partition=ISOLATED, exclusive=CpuSet([2])
-    )
-    observed = attrs.evolve(tree(BUILT, groups), exclusive=CpuSet([2]))
+    sealed = attrs.evolve(threaded(CpuSet([2]), populated=True), partition=ISOLATED, exclusive=CpuSet([2]))
+    vcpus = {"a": threaded(CpuSet([1]), populated=True), "b": sealed}
+    observed = attrs.evolve(tree(BUILT, vcpus, floats=threaded(CpuSet([0]))), exclusive=CpuSet([2]))
     observed = run(observed, reconcile(desired, observed, {}))
     actions = reconcile(desired, observed, {"a": Requested(sealed=True)})
     assert actions == (Seal("instance-a/vcpus", CpuSet([1]), CpuSet([1, 2])),)
@@ -998,12 +989,12 @@ def test_an_instance_is_sealed_and_unsealed_when_it_asks() -> None:
 def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> None:
     desired = desire(CpuState("static", CpuSet([0, 2]), {"a": {"vm": CpuSet([1])}}), MACHINE, LIMITS)
     group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
-    old = tree(BUILT, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": group})
+    old = tree(BUILT, {"a": group}, floats=threaded(CpuSet([0, 2])))
     off = attrs.evolve(old, exclusive=CpuSet([1]))
     ending = reconcile(attrs.evolve(desired, partitions=False), off, {})
     assert [action for action in ending if isinstance(action, Unseal | Seal)] == [Unseal("instance-a/vcpus")]
     assert Restrict(ROOT, "cpuset.cpus.exclusive", "") in ending
-    before = tree(BUILT, {FLOAT: threaded(CpuSet([0, 2])), "instance-a": threaded(CpuSet([1]), populated=True)})
+    before = tree(BUILT, {"a": threaded(CpuSet([1]), populated=True)}, floats=threaded(CpuSet([0, 2])))
     assert not [
         action for action in reconcile(desired, before, {"a": Requested(sealed=True)}) if isinstance(action, Seal)
     ]
@@ -1012,8 +1003,8 @@ def test_without_partitions_none_is_made_and_what_is_left_of_them_is_ended() -> 
 def test_an_instance_without_a_pod_is_unsealed_before_it_gets_floats_cpus() -> None:
     desired = desire(CpuState("static", ALL), MACHINE, LIMITS)
     group = attrs.evolve(threaded(CpuSet([1]), populated=True), partition=ISOLATED, exclusive=CpuSet([1]))
-    groups = {FLOAT: threaded(CpuSet([0, 2])), "instance-a": group}
-    observed = attrs.evolve(tree(BUILT, groups), exclusive=CpuSet([1]), gone=frozenset("a"))
+    found = tree(BUILT, {"a": group}, floats=threaded(CpuSet([0, 2])))
+    observed = attrs.evolve(found, exclusive=CpuSet([1]), gone=frozenset("a"))
     actions = evictions(desired, observed, {})
     assert actions[:2] == (Unseal("instance-a/vcpus"), Write("instance-a/vcpus", "cpuset.cpus", "0,2"))
     after = run(observed, actions)
