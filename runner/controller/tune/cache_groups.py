@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import attrs
+
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
+from runner.controller.tune.disturbances import Unset
 from runner.controller.tune.tuner_messages import Tuning
 from runner.kernel.resctrl import CacheCapabilities, CacheGroup
 from runner.kubelet.pod_cgroups import instance_group, instance_uid
@@ -33,19 +36,23 @@ class CacheRequest:
         """The name of its group."""
         return instance_group(self.pod_uid)
 
+    def unset(self, what: str, remedy: str = "") -> Unset:
+        """Return the failure to give the instance *what*, which ends with the reason."""
+        return Unset("cache", self.group, f"cannot give instance {self.pod_uid!r} {what}", remedy)
+
 
 @frozen
 class CachePlan:
     """The desired groups, the groups to be removed, and the requests that cannot be met."""
 
-    groups: Mapping[str, CacheGroup]
-    removed: tuple[str, ...]
-    lowest_given: Mapping[int, int]
+    groups: Mapping[str, CacheGroup] = attrs.field(factory=dict)
+    removed: tuple[str, ...] = ()
+    lowest_given: Mapping[int, int] = attrs.field(factory=dict)
     """L3 cache → the lowest assigned way; only caches with assigned ways."""
-    errors: tuple[tuple[str, str], ...]
-    """The group of a request, and the reason why the request is not met in full."""
-    present: Mapping[str, CacheGroup]
-    """All groups found in the kernel."""
+    unmet: tuple[Unset, ...] = ()
+    """The requests that are not met in full."""
+    present: Mapping[str, CacheGroup] = attrs.field(factory=dict)
+    """All groups found in the kernel; empty if it has no resctrl."""
 
 
 def plan_cache_groups(
@@ -62,12 +69,9 @@ def plan_cache_groups(
     foreign = sorted(name for name in groups if name and name not in ours)
     if foreign:
         reason = f"other programs have groups in resctrl ({', '.join(foreign)}); remove them"
-        refused = (
-            (request.group, f"cannot give instance {request.pod_uid!r} cache or memory bandwidth: {reason}")
-            for request in requests
-        )
-        return CachePlan({}, tuple(ours), {}, tuple(refused), groups)
-    errors: list[tuple[str, str]] = []
+        refused = (request.unset(f"cache or memory bandwidth: {reason}") for request in requests)
+        return CachePlan(removed=tuple(ours), unmet=tuple(refused), present=groups)
+    unmet: list[Unset] = []
     given = _kept_ways(requests, groups, capabilities, caches)
     planned = {}
     for request in requests:
@@ -75,15 +79,14 @@ def plan_cache_groups(
         touched = [cache for cache, cpus in caches.items() if not cpus.isdisjoint(request.cpus)]
         ways, reasons = request.tuning.cache_ways, [*_ways_errors(request, capabilities)]
         no_limit = [*_bandwidth_errors(request, capabilities, groups)]
-        errors += ((request.group, reason) for reason in (*reasons, *no_limit))
+        unmet += (Unset("cache", request.group, reason) for reason in (*reasons, *no_limit))
         if ways is not None and not reasons:
             for cache in touched:
                 if mask := given[cache].get(request.group) or _free_ways(ways, capabilities.all_ways, given[cache]):
                     given[cache][request.group] = mask
                     values.setdefault("L3", {})[cache] = f"{mask:x}"
                 else:
-                    reason = f"{ways} ways of L3 cache {cache}: other instances have them"
-                    errors.append((request.group, f"cannot give instance {request.pod_uid!r} {reason}"))
+                    unmet.append(request.unset(f"{ways} ways of L3 cache {cache}: other instances have them"))
         if request.tuning.memory_bandwidth is not None and not no_limit:
             values["MB"] = dict.fromkeys(touched, str(_bandwidth(request.tuning.memory_bandwidth, capabilities)))
         if values:
@@ -94,7 +97,7 @@ def plan_cache_groups(
         if masks
     }
     removed = tuple(name for name in ours if name not in planned)
-    return CachePlan(planned, removed, lowest, tuple(errors), groups)
+    return CachePlan(planned, removed, lowest, tuple(unmet), groups)
 
 
 def _bandwidth_errors(

@@ -12,7 +12,7 @@ are compared instead: another program's value becomes the one to restore.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, assert_never, get_args
 
 import attrs
@@ -333,14 +333,22 @@ class Unset:
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
+@frozen
+class ManagedInterrupt:
+    """An interrupt that the kernel manages for its driver, so that it refuses to move."""
+
+    number: str
+    handlers: str
+
+
 MOST_REASONS = 4
 """Reasons shown for one kind of setting; the others are counted."""
 
 
-def sentences(unset: Iterable[Unset], managed: Mapping[str, str], occupied: CpuSet) -> Iterator[str]:
-    """Yield the reasons why instances' CPUs are still disturbed; *managed* are the numbers of interrupts that cannot be moved."""
+def sentences(unset: Iterable[Unset], managed: Sequence[ManagedInterrupt], occupied: CpuSet) -> Iterator[str]:
+    """Yield the reasons why instances' CPUs, which are *occupied*, are still disturbed."""
     if managed:
-        named = some(f"{number} ({handlers})" for number, handlers in managed.items())
+        named = some(f"{each.number} ({each.handlers})" for each in managed)
         yield (
             f"cannot move interrupts {named} off CPUs '{occupied}': the kernel manages them for the drivers; boot "
             f"with `isolcpus=managed_irq,{occupied}`"

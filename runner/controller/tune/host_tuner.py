@@ -28,6 +28,7 @@ from runner.controller.tune.disturbances import (
     Added,
     AwayFrom,
     Fixed,
+    ManagedInterrupt,
     Record,
     Setting,
     SettingChange,
@@ -62,6 +63,7 @@ LOW_LATENCY = "2"
 """Highest exit latency of an idle state in µs: C1 takes 1 or 2, C1E 4 to 10 (``drivers/idle/intel_idle.c``). ``n/a`` would keep the CPU
 from idling at all, which takes the siblings' share of the core's clock."""
 PERFORMANCE = "performance"
+_FORBIDDEN_CACHE = "cache: --no-cache-groups forbids it"
 _IRQBALANCE = "irqbalance"
 _REFUSED = {errno.EIO, errno.EPERM}
 """The kernel's errors for an interrupt that it manages, or that belongs to one CPU (``write_irq_affinity``; EPERM since 6.13)."""
@@ -80,6 +82,15 @@ class TuningOptions:
     caches: bool = True
 
 
+@frozen
+class _RefusedChange:
+    """A value that could not be written to the setting *path*."""
+
+    path: str
+    why: Unset | ManagedInterrupt | None
+    """``None`` for an interrupt that is delivered to the wanted CPUs nevertheless."""
+
+
 @attrs.define(eq=False)
 class HostTuner:
     """The settings of the machine *host*, whose sysfs is *sys*; *store* is the file of the records."""
@@ -90,7 +101,6 @@ class HostTuner:
     caches: CacheTuner
     store: PurePosixPath
     options: TuningOptions
-    _boot: str = ""
     _stale: str = ""
     """The reason why the records could not follow the settings in the last pass; empty if they did."""
 
@@ -99,24 +109,27 @@ class HostTuner:
         machine = read_online_cpus(self.sys)
         occupied = CpuSet.union(each.cpus for each in instances.values())
         records = self._records()
-        unset = list[Unset]()
-        if occupied and (error := self.host.error()):
-            unset.append(Unset("all", "", error, remedy="run it with hostPID, as user 0 and with CAP_SYS_PTRACE"))
         irqbalance = find_irqbalance(self.procfs)
-        plan = self.caches.plan(self._cache_requests(instances, unset), unset)
-        settings = [
+        requests = _cache_requests(instances)
+        cache_plan = self.caches.plan(requests if self.options.caches else ())
+        found = [
+            *self._host_errors(occupied),
+            *(each.unset(_FORBIDDEN_CACHE) for each in requests if not self.options.caches),
+            *cache_plan.unmet,
             *self._interrupts(occupied if self.options.interrupts else CpuSet(), machine.online),
             *self._work_queues(occupied if self.options.work_queues else CpuSet(), machine.online, records),
-            *self._latencies(instances, machine.present, records, unset),
+            *self._latencies(instances, machine.present, records),
             *self._device_power(instances, records),
-            *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet(), unset),
-            *self.caches.shared(plan, records),
+            *self._irqbalance(irqbalance, occupied if self.options.interrupts else CpuSet()),
+            *self.caches.shared(cache_plan, records),
         ]
-        found = {setting.path for setting in settings}
+        settings = [each for each in found if isinstance(each, Setting)]
+        unset = [each for each in found if isinstance(each, Unset)]
+        paths = {setting.path for setting in settings}
         lasting = [
             path
             for path in records
-            if path not in found
+            if path not in paths
             and (irqbalance is not None if path == _IRQBALANCE else (self.host.root / path).exists())
         ]
         decision, recorded, recordable = decide(settings, records, lasting), records, True
@@ -129,11 +142,11 @@ class HostTuner:
                 reason = f"the machine's settings stay as they are: {explain(error)}"
                 unset.append(Unset("all", str(self.store), reason))
                 decision = decide(settings, records, lasting, recordable=recordable)
-        managed: dict[str, str] = {}
-        refused = [
-            change.setting.path for change in decision.changes if not self._write(change, irqbalance, managed, unset)
-        ]
-        self.caches.apply(plan, unset, creating=recordable)
+        refusals = [*filter(None, (self._write(change, irqbalance) for change in decision.changes))]
+        managed = [each.why for each in refusals if isinstance(each.why, ManagedInterrupt)]
+        unset += [each.why for each in refusals if isinstance(each.why, Unset)]
+        unset += self.caches.apply(cache_plan, creating=recordable)
+        refused = [each.path for each in refusals]
         self._follow_up(recorded, settled(decision, refused, late=[_IRQBALANCE]))
         kinds = Counter[str]([each.kind for each in unset] + ["interrupt"] * len(managed))
         return Tuned(tuple(sentences(unset, managed, occupied)), kinds, self._unset_by_pod(instances, unset))
@@ -149,6 +162,10 @@ class HostTuner:
             if reasons := tuple(str(each) for each in unset if each.path in own):
                 found[pod_uid] = reasons
         return found
+
+    def _host_errors(self, occupied: CpuSet) -> Iterator[Unset]:
+        if occupied and (error := self.host.error()):
+            yield Unset("all", "", error, remedy="run it with hostPID, as user 0 and with CAP_SYS_PTRACE")
 
     def _interrupts(self, occupied: CpuSet, online: CpuSet) -> Iterator[Setting]:
         default = self.host.cpus(DEFAULT_AFFINITY)
@@ -176,12 +193,8 @@ class HostTuner:
             yield Setting(WORK_QUEUES, "work_queue", str(cpus), AwayFrom(avoided, online))
 
     def _latencies(
-        self,
-        instances: Mapping[str, TunedInstance],
-        present: CpuSet,
-        records: Mapping[str, Record],
-        unset: list[Unset],
-    ) -> Iterator[Setting]:
+        self, instances: Mapping[str, TunedInstance], present: CpuSet, records: Mapping[str, Record]
+    ) -> Iterator[Setting | Unset]:
         low = {
             cpu: pod_uid
             for pod_uid, each in instances.items()
@@ -189,10 +202,9 @@ class HostTuner:
             for cpu in each.cpus
         }
         refused = {each for each in instances if instances[each].tuning.latency == "low"} - {*low.values()}
-        unset += [
-            Unset("latency", pod_uid, f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it")
-            for pod_uid in sorted(refused)
-        ]
+        for pod_uid in sorted(refused):
+            reason = f"cannot give instance {pod_uid!r} low latency: --no-low-latency forbids it"
+            yield Unset("latency", pod_uid, reason)
         wanted: dict[str, tuple[SettingKind, str | None]] = {}
         for cpu in present:
             kinds: tuple[tuple[SettingKind, str, str], ...] = (
@@ -209,7 +221,7 @@ class HostTuner:
             if current is not None:
                 yield Setting(path, kind, current, Fixed(target))
             elif target is not None and kind == "latency":  # a machine may have no driver for frequencies
-                unset.append(Unset(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)"))
+                yield Unset(kind, path, f"cannot read /{path}: the kernel has none (CONFIG_PM)")
 
     def _device_power(self, instances: Mapping[str, TunedInstance], records: Mapping[str, Record]) -> Iterator[Setting]:
         """Yield the power settings of instances' devices: after D3cold some GPUs answer all reads with ones.
@@ -227,36 +239,20 @@ class HostTuner:
             if current is not None:  # without power management there is no such setting, and no device loses its power
                 yield Setting(path, "power", current, Fixed("0" if path in held else None))
 
-    def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet, unset: list[Unset]) -> Iterator[Setting]:
+    def _irqbalance(self, irqbalance: Irqbalance | None, occupied: CpuSet) -> Iterator[Setting | Unset]:
         if irqbalance is None:
             return
         try:
             banned = irqbalance.banned()
         except HostError as error:
             if occupied:
-                unset.append(Unset("irqbalance", _IRQBALANCE, f"it may move interrupts back: {explain(error)}"))
+                yield Unset("irqbalance", _IRQBALANCE, f"it may move interrupts back: {explain(error)}")
             return
         owner = str(irqbalance.pid)
         yield Setting(_IRQBALANCE, "irqbalance", str(banned), Added(occupied), owner)
 
-    def _cache_requests(self, instances: Mapping[str, TunedInstance], unset: list[Unset]) -> tuple[CacheRequest, ...]:
-        requests = tuple(
-            CacheRequest(pod_uid, each.cpus, each.tuning)
-            for pod_uid, each in instances.items()
-            if each.tuning.cache_ways is not None or each.tuning.memory_bandwidth is not None
-        )
-        if self.options.caches:
-            return requests
-        unset += [
-            Unset("cache", each.group, f"cannot give instance {each.pod_uid!r} cache: --no-cache-groups forbids it")
-            for each in requests
-        ]
-        return ()
-
-    def _write(
-        self, change: SettingChange, irqbalance: Irqbalance | None, managed: dict[str, str], unset: list[Unset]
-    ) -> bool:
-        """Write a value; return whether it is in force, which it also is if the former value was never changed."""
+    def _write(self, change: SettingChange, irqbalance: Irqbalance | None) -> _RefusedChange | None:
+        """Write a value; return the refusal if it is not in force, which it also is if the former value was never changed."""
         setting = change.setting
         try:
             if setting.kind == "irqbalance" and irqbalance is not None:
@@ -265,30 +261,30 @@ class HostTuner:
                 self.caches.share(setting, change.value)
             else:
                 self.host.write(setting.path, change.value)
-        except SettingError as error:
-            if change.value == setting.current:
-                return True  # restored a value that had never been changed
-            if setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY and error.errno in _REFUSED:
-                number = setting.path.split("/")[-2]
-                effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")
-                # When an interrupt is set up, the kernel chooses one of several CPUs for good; it must not be an instance's.
-                if effective is None or not effective <= CpuSet.parse(change.value):
-                    managed[number] = setting.owner
-            else:
-                unset.append(Unset(setting.kind, setting.path, explain(error)))
         except HostError as error:
-            unset.append(Unset(setting.kind, setting.path, explain(error)))
-        else:
-            log.debug(ControllerEvent.SETTING_WRITTEN, f"/{setting.path}", change.value, setting.current)
-            return True
-        return False
+            number = error.errno if isinstance(error, SettingError) else None
+            if number is not None and change.value == setting.current:
+                return None  # restored a value that had never been changed
+            if number in _REFUSED and setting.kind == "interrupt" and setting.path != DEFAULT_AFFINITY:
+                return _RefusedChange(setting.path, self._managed(change))
+            return _RefusedChange(setting.path, Unset(setting.kind, setting.path, explain(error)))
+        log.debug(ControllerEvent.SETTING_WRITTEN, f"/{setting.path}", change.value, setting.current)
+        return None
+
+    def _managed(self, change: SettingChange) -> ManagedInterrupt | None:
+        """Return the interrupt that refuses *change*; ``None`` if it is delivered to the wanted CPUs nevertheless."""
+        number = change.setting.path.split("/")[-2]
+        effective = self.host.cpus(f"{INTERRUPTS}/{number}/effective_affinity_list")
+        # When an interrupt is set up, the kernel chooses one of several CPUs for good; it must not be an instance's.
+        if effective is not None and effective <= CpuSet.parse(change.value):
+            return None
+        return ManagedInterrupt(number, change.setting.owner)
 
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _records(self) -> Mapping[str, Record]:
-        self._boot = self.procfs.setting("kernel/random/boot_id")
         try:
-            return parse_records(read_at_once(self.store).decode(), self._boot)
+            return parse_records(read_at_once(self.store).decode(), self._boot())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
@@ -300,7 +296,10 @@ class HostTuner:
         """Write the records to a directory that no pod reaches. Raises :class:`HostError`."""
         with suppress(OSError):  # in that case the records cannot be written either
             Path(self.store.parent).mkdir(mode=0o700, parents=True, exist_ok=True)
-        publish(self.store, format_records(records, self._boot).encode())
+        publish(self.store, format_records(records, self._boot()).encode())
+
+    def _boot(self) -> str:
+        return self.procfs.setting("kernel/random/boot_id")
 
     def _follow_up(self, recorded: Mapping[str, Record], left: Mapping[str, Record]) -> None:
         """Write the records that remain after the settings were written. If that fails, *recorded* stays valid."""
@@ -313,3 +312,11 @@ class HostTuner:
         if error and error != self._stale:
             log.warning(ControllerEvent.SETTINGS_RECORDS_STALE, self.store, error)
         self._stale = error
+
+
+def _cache_requests(instances: Mapping[str, TunedInstance]) -> tuple[CacheRequest, ...]:
+    return tuple(
+        CacheRequest(pod_uid, each.cpus, each.tuning)
+        for pod_uid, each in instances.items()
+        if each.tuning.cache_ways is not None or each.tuning.memory_bandwidth is not None
+    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tune.cache_groups import CachePlan, CacheRequest, plan_cache_groups
+from runner.controller.tune.disturbances import Unset
 from runner.controller.tune.tuner_messages import Tuning
 from runner.kernel.resctrl import CacheCapabilities, CacheGroup
 
@@ -33,7 +34,7 @@ def test_ways_are_given_from_the_highest_on_in_the_caches_of_its_cpus() -> None:
         "instance-b": CacheGroup(CpuSet.parse("4-5,8"), {"L3": {0: "380", 1: "e00"}}),
     }
     assert plan.lowest_given == {0: 7, 1: 9}
-    assert (plan.removed, plan.errors) == ((), ())
+    assert (plan.removed, plan.unmet) == ((), ())
 
 
 def test_an_instance_keeps_its_ways_when_another_ends() -> None:
@@ -48,9 +49,10 @@ def test_an_instance_keeps_its_ways_when_another_ends() -> None:
 def test_half_of_a_cache_stays_with_everything_else() -> None:
     plan = planned(request("a", "2-3", 4), request("b", "4-5", 4))
     assert plan.groups.keys() == {"instance-a"}
-    assert plan.errors == (("instance-b", "cannot give instance 'b' 4 ways of L3 cache 0: other instances have them"),)
-    [(_, error)] = planned(request("a", "2-3", 7)).errors
-    assert error == "cannot give instance 'a' 7 ways of the L3 cache: it may have from 1 to 6 of 12"
+    reason = "cannot give instance 'b' 4 ways of L3 cache 0: other instances have them"
+    assert plan.unmet == (Unset("cache", "instance-b", reason),)
+    [unset] = planned(request("a", "2-3", 7)).unmet
+    assert unset.reason == "cannot give instance 'a' 7 ways of the L3 cache: it may have from 1 to 6 of 12"
 
 
 def test_memory_bandwidth_is_rounded_up_to_what_the_cpus_can() -> None:
@@ -61,22 +63,23 @@ def test_memory_bandwidth_is_rounded_up_to_what_the_cpus_can() -> None:
 def test_cpus_that_cannot_are_named_and_the_rest_is_given() -> None:
     no_ways = CacheCapabilities(all_ways=0, fewest_ways=1, least_bandwidth=10, bandwidth_step=10)
     plan = planned(request("a", "2-3", 2, 50), capabilities=no_ways)
-    assert plan.errors == (("instance-a", "cannot give instance 'a' ways of the L3 cache: this machine's CPUs cannot"),)
+    reason = "cannot give instance 'a' ways of the L3 cache: this machine's CPUs cannot"
+    assert plan.unmet == (Unset("cache", "instance-a", reason),)
     assert plan.groups["instance-a"].values == {"MB": {0: "50"}}
     no_bandwidth = CacheCapabilities(all_ways=0xFFF, fewest_ways=1, least_bandwidth=0, bandwidth_step=1)
     plan = planned(request("a", "2-3", 2, 50), capabilities=no_bandwidth)
     reason = "cannot limit the memory bandwidth of instance 'a': this machine's CPUs cannot"
-    assert plan.errors == (("instance-a", reason),)
+    assert plan.unmet == (Unset("cache", "instance-a", reason),)
     assert plan.groups["instance-a"].values == {"L3": {0: "c00"}}
 
 
 def test_groups_of_others_are_left_alone_and_named() -> None:
     plan = planned(request("a", "2-3", 2), groups={"database": EVERYTHING})
     assert (plan.groups, plan.removed, plan.lowest_given) == ({}, (), {})
-    assert "database" in plan.errors[0][1]
+    assert "database" in plan.unmet[0].reason
 
 
 def test_without_requests_nothing_is_left_of_ours() -> None:
     before = planned(request("a", "2-3", 2)).groups
     groups = {**before, "database": EVERYTHING}
-    assert planned(groups=groups) == CachePlan({}, ("instance-a",), {}, (), {"": EVERYTHING, **groups})
+    assert planned(groups=groups) == CachePlan(removed=("instance-a",), present={"": EVERYTHING, **groups})

@@ -13,6 +13,7 @@ from runner.controller.tune.disturbances import (
     Added,
     AwayFrom,
     Fixed,
+    ManagedInterrupt,
     Record,
     Rule,
     Setting,
@@ -323,7 +324,7 @@ def test_records_that_are_none_are_refused(text: str) -> None:
 
 
 def test_the_interrupts_that_cannot_be_moved_are_named_with_the_remedy() -> None:
-    managed = {str(number): f"nvme0q{number}" for number in range(6)}
+    managed = [ManagedInterrupt(str(number), f"nvme0q{number}") for number in range(6)]
     [first, second] = sentences([Unset("work_queue", "x", "cannot write x")], managed, cpus("2-3"))
     assert first == (
         "cannot move interrupts 0 (nvme0q0), 1 (nvme0q1), 2 (nvme0q2), 3 (nvme0q3) and 2 more off CPUs '2-3': the kernel "
@@ -334,7 +335,7 @@ def test_the_interrupts_that_cannot_be_moved_are_named_with_the_remedy() -> None
 
 def test_a_thousand_refusals_are_a_few_sentences() -> None:
     unset = [Unset("interrupt", str(number), f"cannot write {number}") for number in range(1000)]
-    lines = list(sentences([*unset, Unset("governor", "x", "cannot write x")], {}, cpus("2-3")))
+    lines = list(sentences([*unset, Unset("governor", "x", "cannot write x")], [], cpus("2-3")))
     assert lines == [
         *(f"cannot write {number}" for number in range(4)),
         "996 more settings could not be changed kind=interrupt",
