@@ -12,7 +12,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, explain
 from runner.facts.host import CLAIMED_CPUS, IN_A_POD, HostFacts, PodQos
 from runner.facts.roots import Roots
-from runner.kernel.cgroup import Cgroup
+from runner.kernel.cgroup import THREADED_CONTROLLERS, Cgroup
 from runner.kernel.file_prober import probe_file
 from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import parse_container
@@ -94,6 +94,26 @@ def _delegation_error(roots: Roots, cgroup: str) -> str | None:
     if not cgroup:
         return "there is no cgroup v2 here"
     try:
-        return next(Cgroup(roots.cgroup).at(cgroup).obstacles(), None)
+        return _undelegated(Cgroup(roots.cgroup).at(cgroup))
     except (HostError, ValueError) as error:
         return explain(error)
+
+
+def _undelegated(group: Cgroup) -> str | None:
+    """Return the reason why a container cannot divide the members of its own cgroup, *group*, among threaded groups below.
+
+    It needs a writable group that has the cpuset controller, enables no domain controller for its children ("Threads" of cgroup-v2.rst),
+    and holds no process of a hidden PID namespace.
+    """
+    if not (group.path / "cgroup.type").exists():
+        return f"{group.path} is not a container's cgroup"
+    if not os.access(group.path / "cgroup.subtree_control", os.W_OK):
+        return f"{group.path} may not be written; a privileged container's may"
+    if "cpuset" not in group.controllers():
+        return f"{group.path} has no cpuset controller"
+    if (kind := group.kind()) not in {"domain", "domain threaded"}:
+        return f"{group.path} is {kind!r}"
+    if 0 in group.processes():
+        return f"processes of others are in {group.path}"
+    domain = sorted(group.enabled() - THREADED_CONTROLLERS)
+    return f"{group.path} hands down {', '.join(domain)}" if domain else None

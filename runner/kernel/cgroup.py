@@ -303,27 +303,6 @@ class Cgroup:
         if missing:
             self.write("cgroup.subtree_control", " ".join(f"+{name}" for name in missing))
 
-    def obstacles(self) -> Iterator[str]:
-        """Yield the reasons why the group's members cannot be divided among threaded groups below it.
-
-        A container that does so in the group of its runtime needs a writable group that has the cpuset controller,
-        enables no domain controller for its children ("Threads"), and holds no process of a hidden PID namespace.
-        """
-        if not (self.path / "cgroup.type").exists():
-            yield f"{self.path} is not a container's cgroup"
-            return
-        if not os.access(self.path / "cgroup.subtree_control", os.W_OK):
-            yield f"{self.path} may not be written; a privileged container's may"
-        if "cpuset" not in self.controllers():
-            yield f"{self.path} has no cpuset controller"
-        kind, domain = self.kind(), sorted(self.enabled() - THREADED_CONTROLLERS)
-        if kind not in {"domain", "domain threaded"}:
-            yield f"{self.path} is {kind!r}"
-        elif 0 in self.processes():
-            yield f"processes of others are in {self.path}"
-        if domain:
-            yield f"{self.path} hands down {', '.join(domain)}"
-
     # -- cpuset ("Cpuset Interface Files") ---------------------------------------------------------------------------
 
     def cpus(self) -> CpuSet:
