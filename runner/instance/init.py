@@ -100,7 +100,7 @@ class ExitReport:
         written: Mapping[str, object] = {}
         with suppress(RunnerError):  # that it cannot be parsed is the problem
             written = {**parse_document(self.source, self.document), "cloud_init": None}
-        problems = optional_parts.problem_documents()(self.source, self.problems, written)
+        problems = optional_parts.problem_documents(self.source, self.problems, written)
         return [
             each if len(json.dumps(each["found"])) <= LONGEST_FOUND else {**each, "found": None} for each in problems
         ]
@@ -320,9 +320,10 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
         async def inherit() -> Mapping[str, InheritedFd]:
             if spec is None or not (spec.descriptors.socket is not None or os.environ.get("LISTEN_FDS")):
                 return {}
-            inherited_fds = optional_parts.inherited_fds()
             async with supervisor.changes.begin(Kind.START, "descriptors are being received"):
-                return await stack.enter_async_context(inherited_fds(os.environ, spec.descriptors.socket))
+                return await stack.enter_async_context(
+                    optional_parts.inherited_fds(os.environ, spec.descriptors.socket)
+                )
 
         def adopt(fds: Mapping[str, InheritedFd]) -> Mapping[str, InheritedFd]:
             stack.enter_context(all_closed(each.descriptor for each in fds.values()))

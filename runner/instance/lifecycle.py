@@ -20,14 +20,14 @@ from runner.base.tasks import first_of
 from runner.instance import optional_parts
 from runner.instance.gate import Kind, StopRequestedError
 from runner.instance.optional_parts import (
-    BRIDGES,
-    DISPLAY,
-    MACVTAPS,
-    NETWORKS,
-    RETURNED_DEVICES,
-    SHARES,
+    bridged,
+    devices_returned,
+    display_shown,
     entered_cgroups,
+    macvtaps_added,
+    networked,
     placed_threads,
+    shared,
 )
 from runner.instance.parts.console import console_shown
 from runner.instance.parts.daemons import anchored, first_dead, refuse_dead
@@ -88,12 +88,12 @@ async def run_instance(
             _opened(supervisor, plan) as opened,
             enter(supervisor, plan.placement, anchors) as active,
             guest_memory(supervisor, plan, active.pod_cgroup_fd) as ram,
-            MACVTAPS.of(plan)(supervisor, plan.networks) as macvtaps,
-            NETWORKS.of(plan)(supervisor, plan.networks, macvtaps, active.in_pod_cgroup) as nic_backends,
-            BRIDGES.of(plan)(supervisor, plan),
-            SHARES.of(plan)(supervisor, plan.shares, directory) as shares,
+            macvtaps_added(supervisor, plan) as macvtaps,
+            networked(supervisor, plan, macvtaps, active.in_pod_cgroup) as nic_backends,
+            bridged(supervisor, plan),
+            shared(supervisor, plan, directory) as shares,
             console_shown(supervisor, plan.console, watch_and_show, directory) as console,
-            RETURNED_DEVICES.of(plan)(supervisor, plan, active.in_pod_cgroup),
+            devices_returned(supervisor, plan, active.in_pod_cgroup),
             guest_agent_channel(supervisor, plan.machine.guest) as agent,
             paused_qemu(
                 supervisor,
@@ -104,7 +104,7 @@ async def run_instance(
                 readiness.observe,
             ) as machine,
             placed_threads()(supervisor, plan, active, machine, count_from) as receipts,  # imported while QEMU started
-            DISPLAY.of(plan)(supervisor, machine, directory),
+            display_shown(supervisor, plan, machine, directory),
             _controlled(supervisor, directory, receipts),
         ):
             passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
@@ -191,7 +191,7 @@ async def _cpus_lost(receipts: Receipts) -> GuestEnd:
     """Follow the CPUs of the container; return when the guest cannot run on the remaining ones."""
     if not receipts.active.loses_cpus:
         await trio.sleep_forever()
-    return await optional_parts.keep_vcpus_on_container_cpus()(receipts)
+    return await optional_parts.keep_vcpus_on_container_cpus(receipts)
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over: float) -> GuestEnd:
@@ -240,7 +240,7 @@ async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts
 
     def control_server() -> Serve:
         nonlocal hotplug
-        hotplug, serve = optional_parts.control_server()(receipts, attached)
+        hotplug, serve = optional_parts.control_server(receipts, attached)
         return serve
 
     def qmp_server() -> Serve:

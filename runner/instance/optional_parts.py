@@ -1,25 +1,23 @@
-"""The parts that not every instance has: for each part, the plans that have it and the import that it needs.
+"""The parts that not every instance has, and the modules that are imported late: one function for each.
 
-PID 1 lives as long as its guest: each module that it imports costs every start some time, and every instance some memory. So an optional
-part is imported only for plans that have it, and before the guest runs: later, files and memory may be short. Each such part is a row of
-the table at the end, and is held by one line, whether the plan has it or not::
+PID 1 lives as long as its guest: each module that it imports costs every start some time, and every instance some memory. So each function
+here imports a module at its call, and before the guest runs if the module may be needed then: later, files and memory may be short. Where
+the plan decides whether the instance has a part, the function takes the plan, and returns an empty context manager for a plan without it::
 
-    optional_parts.DISPLAY.of(plan)(supervisor, machine, directory),
+    optional_parts.display_shown(supervisor, plan, machine, directory),
 
-Parts that do not depend on the plan have only a getter: those needed once QEMU has been started, at a client's first connection, for an
-option of the command line, or when another program takes over. A module named here has all its imports at its head, as every other module,
-and does not import this one.
+A module named here has all its imports at its head, as every other module, and does not import this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from pathlib import PurePosixPath
 
@@ -39,12 +37,7 @@ if TYPE_CHECKING:
     from runner.kernel.sockets import Socket
     from runner.placement.threads import Receipt
     from runner.plan.argv.endpoints import QemuFds
-    from runner.plan.disks import DiskPlan
     from runner.plan.instance import InstancePlan
-    from runner.plan.machine import MachinePlan
-    from runner.plan.network_plan import NetworkPlan
-    from runner.plan.passthrough_plan import PassthroughPlan
-    from runner.plan.shares import SharePlan
     from runner.protocol.guest_agent import GuestAgent
     from runner.protocol.qmp import Monitor
     from runner.spec.refusals import ProblemDocument
@@ -52,113 +45,122 @@ if TYPE_CHECKING:
     Opened = AbstractContextManager[Mapping[str, int]]
     """Descriptors for QEMU, by the names of :class:`~runner.plan.argv.endpoints.QemuFds`."""
     InPodCgroup = Callable[[], AbstractContextManager[None]]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class OptionalPart(Generic[P, R]):
-    """A part that a plan may leave out."""
-
-    def __init__(self, wanted: Callable[[InstancePlan], bool], get: Callable[[], Callable[P, R]], nothing: R) -> None:
-        self.wanted = wanted
-        """Tells whether an instance with a given plan has the part."""
-        self.get = get
-        """Imports the part, and returns the context manager that holds it."""
-        self.nothing = nothing
-        """The value held in place of a part that is left out."""
-
-    def of(self, plan: InstancePlan) -> Callable[P, R]:
-        """Return the context manager that holds the part, or one for :attr:`nothing` if *plan* leaves it out."""
-        return self.get() if self.wanted(plan) else lambda *_args, **_kwargs: self.nothing
+    Released = AbstractAsyncContextManager[None]
+    """A part that is held without a value, and released at the end."""
 
 
-# -- parts that depend on the plan -----------------------------------------------------------------------------------------------
+# -- parts that a plan may leave out ---------------------------------------------------------------------------------------------
 
 
-def _seed() -> Callable[[MachinePlan], Opened]:
+def opened_seed(plan: InstancePlan) -> Opened:
+    """Hold the seed of cloud-init."""
+    if plan.machine.seed is None:
+        return nullcontext({})
     from runner.instance.parts.seed import opened_seed
 
-    return opened_seed
+    return opened_seed(plan.machine.seed)
 
 
-def _disks() -> Callable[[Sequence[DiskPlan], PurePosixPath], Opened]:
+def opened_disks(plan: InstancePlan) -> Opened:
+    """Hold the files of the disks."""
+    if not plan.machine.disks:
+        return nullcontext({})
     from runner.instance.parts.disks import opened_disks
 
-    return opened_disks
+    return opened_disks(plan.machine.disks, plan.state_directory)
 
 
-def _devices() -> Callable[[PassthroughPlan], Opened]:
+def opened_device_nodes(plan: InstancePlan) -> Opened:
+    """Hold the nodes of the devices that are passed through."""
+    if not plan.machine.passthrough.devices:
+        return nullcontext({})
     from runner.instance.parts.passthrough import opened_device_nodes
 
-    return opened_device_nodes
+    return opened_device_nodes(plan.machine.passthrough)
 
 
-def _lent_devices() -> Callable[[Faults, PassthroughPlan], AbstractContextManager[None]]:
+def group_nodes_owned_by_qemu(faults: Faults, plan: InstancePlan) -> AbstractContextManager[None]:
+    """Let QEMU's user open the devices' group nodes in the block."""
+    if not plan.machine.passthrough.devices:
+        return nullcontext()
     from runner.instance.parts.passthrough import group_nodes_owned_by_qemu
 
-    return group_nodes_owned_by_qemu
+    return group_nodes_owned_by_qemu(faults, plan.machine.passthrough)
 
 
-def _returned_devices() -> Callable[[Supervisor, InstancePlan, InPodCgroup], AbstractAsyncContextManager[None]]:
+def devices_returned(supervisor: Supervisor, plan: InstancePlan, in_pod_cgroup: InPodCgroup) -> Released:
+    """Check at the end that the devices are as before."""
+    if not plan.machine.passthrough.devices:
+        return nullcontext()
     from runner.instance.parts.passthrough import devices_returned
 
-    return devices_returned
+    return devices_returned(supervisor, plan, in_pod_cgroup)
 
 
-def _has_macvtaps(plan: InstancePlan) -> bool:
+def macvtaps_added(supervisor: Supervisor, plan: InstancePlan) -> AbstractAsyncContextManager[Mapping[int, int]]:
+    """Hold the macvtaps: the interface index of each by its place among the networks."""
+    if plan.networks:
+        from runner.plan.network_plan import MacvtapPlan
+
+        if any(isinstance(each, MacvtapPlan) for each in plan.networks):
+            from runner.instance.parts.links import macvtaps_added
+
+            return macvtaps_added(supervisor, plan.networks)
+    return nullcontext({})
+
+
+def networked(
+    supervisor: Supervisor, plan: InstancePlan, macvtaps: Mapping[int, int], in_pod_cgroup: InPodCgroup
+) -> AbstractAsyncContextManager[tuple[NicBackend, ...]]:
+    """Hold the networks by descriptor."""
     if not plan.networks:
-        return False
-    from runner.plan.network_plan import MacvtapPlan
-
-    return any(isinstance(each, MacvtapPlan) for each in plan.networks)
-
-
-def _has_bridges(plan: InstancePlan) -> bool:
-    if not plan.networks:
-        return False
-    from runner.plan.network_plan import BridgedPlan
-
-    return any(isinstance(each, BridgedPlan) for each in plan.networks)
-
-
-def _macvtaps() -> Callable[[Supervisor, Sequence[NetworkPlan]], AbstractAsyncContextManager[Mapping[int, int]]]:
-    from runner.instance.parts.links import macvtaps_added
-
-    return macvtaps_added
-
-
-def _networks() -> Callable[
-    [Supervisor, Sequence[NetworkPlan], Mapping[int, int], InPodCgroup],
-    AbstractAsyncContextManager[tuple[NicBackend, ...]],
-]:
+        return nullcontext(())
     from runner.instance.parts.network import networked
 
-    return networked
+    return networked(supervisor, plan.networks, macvtaps, in_pod_cgroup)
 
 
-def _bridges() -> Callable[[Supervisor, InstancePlan], AbstractAsyncContextManager[None]]:
-    from runner.instance.parts.links import bridged
+def bridged(supervisor: Supervisor, plan: InstancePlan) -> Released:
+    """Hold the bridges, and a dnsmasq on each that has one."""
+    if plan.networks:
+        from runner.plan.network_plan import BridgedPlan
 
-    return bridged
+        if any(isinstance(each, BridgedPlan) for each in plan.networks):
+            from runner.instance.parts.links import bridged
+
+            return bridged(supervisor, plan)
+    return nullcontext()
 
 
-def _shares() -> Callable[[Supervisor, Sequence[SharePlan], int], AbstractAsyncContextManager[tuple[HeldShare, ...]]]:
+def shared(
+    supervisor: Supervisor, plan: InstancePlan, directory: int
+) -> AbstractAsyncContextManager[tuple[HeldShare, ...]]:
+    """Hold a virtiofsd for each share."""
+    if not plan.shares:
+        return nullcontext(())
     from runner.instance.parts.shares import shared
 
-    return shared
+    return shared(supervisor, plan.shares, directory)
 
 
-def _kept_fds() -> Callable[[Held, Callable[[], QemuFds]], AbstractContextManager[QemuFds | None]]:
+def kept_fds(
+    held: Held, plan: InstancePlan, descriptors: Callable[[], QemuFds]
+) -> AbstractContextManager[QemuFds | None]:
+    """Hold copies of QEMU's descriptors, for the next QEMU."""
+    if not plan.machine.updatable:
+        return nullcontext()
     from runner.instance.parts.kept_fds import kept_fds
 
-    return kept_fds
+    return kept_fds(held, descriptors)
 
 
-def _display() -> Callable[[Supervisor, Qemu, int], AbstractAsyncContextManager[None]]:
+def display_shown(supervisor: Supervisor, plan: InstancePlan, machine: Qemu, directory: int) -> Released:
+    """Hold the socket at which VNC viewers connect."""
+    if not plan.machine.vnc:
+        return nullcontext()
     from runner.instance.parts.display import display_shown
 
-    return display_shown
+    return display_shown(supervisor, machine, directory)
 
 
 def entered_cgroups(
@@ -185,23 +187,81 @@ def entered_cgroups(
             assert_never(never)
 
 
-# -- parts that depend on something else -----------------------------------------------------------------------------------------
+# -- imported when they are called -----------------------------------------------------------------------------------------------
 
 
-def problem_documents() -> Callable[[str, Iterable[Problem], Mapping[str, object]], list[ProblemDocument]]:
-    """Import the module for an instance that is refused."""
+def problem_documents(
+    source: str, problems: Iterable[Problem], document: Mapping[str, object]
+) -> list[ProblemDocument]:
+    """Return the problems of an instance that is refused, as JSON."""
     from runner.spec.refusals import problem_documents
 
-    return problem_documents
+    return problem_documents(source, problems, document)
 
 
-def inherited_fds() -> Callable[
-    [Mapping[str, str], PurePosixPath | None], AbstractAsyncContextManager[Mapping[str, InheritedFd]]
-]:
-    """Import the module for descriptors that another program has opened."""
+def inherited_fds(
+    environment: Mapping[str, str], socket: PurePosixPath | None
+) -> AbstractAsyncContextManager[Mapping[str, InheritedFd]]:
+    """Hold the descriptors that another program has opened for the instance."""
     from runner.kernel.inherited_fds import inherited_fds
 
-    return inherited_fds
+    return inherited_fds(environment, socket)
+
+
+def held_figures(supervisor: Supervisor, plan: InstancePlan) -> Figures:
+    """Return the figures of an instance, for an HTTP port or a controller that shows them."""
+    from runner.instance.watch.figures import held_figures
+
+    return held_figures(supervisor, plan)
+
+
+def probes_served(figures: Figures, address: tuple[str, int]) -> Released:
+    """Serve probes and metrics, if the command line gives a port for them."""
+    from runner.instance.watch.probes import probes_served
+
+    return probes_served(figures, address)
+
+
+def control_server(
+    receipts: Receipts, attached: Sequence[AttachedDisk]
+) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
+    """Return the server of the control socket's clients, at the first connection."""
+    from runner.instance.control.server import control_server
+
+    return control_server(receipts, attached)
+
+
+def keep_vcpus_on_container_cpus(receipts: Receipts) -> Awaitable[GuestEnd]:
+    """Watch the container's CPUs, if the placement can lose some."""
+    from runner.instance.change.cpu_watch import keep_vcpus_on_container_cpus
+
+    return keep_vcpus_on_container_cpus(receipts)
+
+
+def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[None]:
+    """Continue as a fresh image of this program after its own fault."""
+    from runner.instance.renewal.upgrade import resume_after_fault
+
+    return resume_after_fault(supervisor, error)
+
+
+def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
+    """Continue as :func:`resume_after_fault` does, after the end of the event loop."""
+    from runner.instance.renewal.after_loop import resume_after_loop
+
+    return resume_after_loop(supervisor, error)
+
+
+# -- imported before they are called: each function returns what it imports ------------------------------------------------------
+
+
+def placed_threads() -> Callable[
+    [Supervisor, InstancePlan, ActivePlacement, Qemu, Callable[[Receipt], None]], AbstractAsyncContextManager[Receipts]
+]:
+    """Import the modules needed once QEMU has greeted, while QEMU starts, which takes it 50 ms."""
+    from runner.instance.watch.receipts import placed_threads
+
+    return placed_threads
 
 
 def guest_agent() -> type[GuestAgent]:
@@ -218,43 +278,11 @@ def console_search() -> Search:
     return search_lines
 
 
-def figures() -> Callable[[Supervisor, InstancePlan], Figures]:
-    """Import the figures of an instance, for those that show them."""
-    from runner.instance.watch.figures import held_figures
-
-    return held_figures
-
-
-def probes() -> Callable[[Figures, tuple[str, int]], AbstractAsyncContextManager[None]]:
-    """Import the server of probes and metrics, if the command line gives a port for it."""
-    from runner.instance.watch.probes import probes_served
-
-    return probes_served
-
-
 def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
     """Import the reports to the controller, if one has placed the instance."""
     from runner.instance.watch.reports import report
 
     return report
-
-
-def placed_threads() -> Callable[
-    [Supervisor, InstancePlan, ActivePlacement, Qemu, Callable[[Receipt], None]], AbstractAsyncContextManager[Receipts]
-]:
-    """Import the modules needed once QEMU has greeted, while QEMU starts, which takes it 50 ms."""
-    from runner.instance.watch.receipts import placed_threads
-
-    return placed_threads
-
-
-def control_server() -> Callable[
-    [Receipts, Sequence[AttachedDisk]], tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]
-]:
-    """Import the server of the control socket, at the first connection."""
-    from runner.instance.control.server import control_server
-
-    return control_server
 
 
 def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
@@ -264,50 +292,8 @@ def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
     return accept
 
 
-def keep_vcpus_on_container_cpus() -> Callable[[Receipts], Awaitable[GuestEnd]]:
-    """Import the watch over the container's CPUs, if the placement can lose some."""
-    from runner.instance.change.cpu_watch import keep_vcpus_on_container_cpus
-
-    return keep_vcpus_on_container_cpus
-
-
 def verify_guest() -> Callable[[Qemu, Receipts], Awaitable[None]]:
     """Import the verification of a guest that another program has started."""
     from runner.instance.renewal.guest_verification import verify_guest
 
     return verify_guest
-
-
-def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[None]:
-    """Continue as a fresh image of this program after its own fault; the module for it is imported only then."""
-    from runner.instance.renewal.upgrade import resume_after_fault
-
-    return resume_after_fault(supervisor, error)
-
-
-def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tuple[str, ...]:
-    """Continue as :func:`resume_after_fault` does, after the end of the event loop."""
-    from runner.instance.renewal.after_loop import resume_after_loop
-
-    return resume_after_loop(supervisor, error)
-
-
-_NO_STEP: AbstractContextManager[None] = nullcontext()
-_NO_FDS: Opened = nullcontext({})
-_NO_PART: AbstractAsyncContextManager[None] = nullcontext()
-_NO_COPIES: AbstractContextManager[QemuFds | None] = nullcontext()
-_NO_LINKS: AbstractAsyncContextManager[Mapping[int, int]] = nullcontext({})
-_NO_NICS: AbstractAsyncContextManager[tuple[NicBackend, ...]] = nullcontext(())
-_NO_SHARES: AbstractAsyncContextManager[tuple[HeldShare, ...]] = nullcontext(())
-
-SEED = OptionalPart(lambda plan: plan.machine.seed is not None, _seed, _NO_FDS)
-DISKS = OptionalPart(lambda plan: bool(plan.machine.disks), _disks, _NO_FDS)
-DEVICES = OptionalPart(lambda plan: bool(plan.machine.passthrough.devices), _devices, _NO_FDS)
-LENT_DEVICES = OptionalPart(DEVICES.wanted, _lent_devices, _NO_STEP)
-RETURNED_DEVICES = OptionalPart(DEVICES.wanted, _returned_devices, _NO_PART)
-MACVTAPS = OptionalPart(_has_macvtaps, _macvtaps, _NO_LINKS)
-NETWORKS = OptionalPart(lambda plan: bool(plan.networks), _networks, _NO_NICS)
-BRIDGES = OptionalPart(_has_bridges, _bridges, _NO_PART)
-SHARES = OptionalPart(lambda plan: bool(plan.shares), _shares, _NO_SHARES)
-KEPT_FDS = OptionalPart(lambda plan: plan.machine.updatable, _kept_fds, _NO_COPIES)
-DISPLAY = OptionalPart(lambda plan: plan.machine.vnc, _display, _NO_PART)

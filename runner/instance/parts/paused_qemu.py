@@ -82,9 +82,9 @@ def opened_files(plan: InstancePlan) -> Iterator[OpenedFiles]:
         numbers = {name: file(found) for name, found in named.items() if found is not None}
         if machine.firmware_vars is not None:
             numbers["firmware-vars"] = stack.enter_context(_variables(machine.firmware_vars))
-        numbers |= stack.enter_context(optional_parts.SEED.of(plan)(machine))
-        numbers |= stack.enter_context(optional_parts.DISKS.of(plan)(machine.disks, plan.state_directory))
-        devices = stack.enter_context(optional_parts.DEVICES.of(plan)(machine.passthrough))
+        numbers |= stack.enter_context(optional_parts.opened_seed(plan))
+        numbers |= stack.enter_context(optional_parts.opened_disks(plan))
+        devices = stack.enter_context(optional_parts.opened_device_nodes(plan))
         vsock = machine.guest.vsock
         vhost_vsock_fd = None if vsock is None else stack.enter_context(vhost_vsock(vsock.cid, exact=vsock.exact))
         if vhost_vsock_fd is not None:
@@ -146,7 +146,7 @@ async def paused_qemu(
             return _descriptors(theirs, endpoints)
 
         def start() -> Process:
-            lent.enter_context(optional_parts.LENT_DEVICES.of(plan)(supervisor.faults, plan.machine.passthrough))
+            lent.enter_context(optional_parts.group_nodes_owned_by_qemu(supervisor.faults, plan))
             with lockable(plan.machine.lockable):
                 return spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd)
 
@@ -160,7 +160,7 @@ async def paused_qemu(
         stack.enter_context(monitor.observed_by(machine.observe))
         stack.enter_context(monitor.observed_by(observe))
         machine.shares = tuple(endpoints.shares)
-        machine.fds = stack.enter_context(optional_parts.KEPT_FDS.of(plan)(held, descriptors))
+        machine.fds = stack.enter_context(optional_parts.kept_fds(held, plan, descriptors))
 
         async def greeted() -> None:
             version = await started_within(supervisor, plan.start_timeout, machine.greeted)

@@ -12,18 +12,16 @@ from pycdlib import PyCdlib
 from runner.base.errors import HostError
 from runner.kernel.files import filled_memory
 from runner.plan.cloud_init import LABEL, SeedPlan
-from runner.plan.machine import MachinePlan
 
 YEARS = range(1900, 2156)
 """One byte counts the years from 1900 on (ECMA-119, 9.1.5, "Recording Date and Time")."""
 
 
 @contextmanager
-def opened_seed(machine: MachinePlan) -> Iterator[Mapping[str, int]]:
-    """Hold the seed of *machine* as a file."""
-    assert machine.seed is not None  # noqa: S101 - it is imported for a plan that has one
-    with filled_memory("cloud-init seed", seed_image(machine.seed)) as seed:
-        yield {"seed": seed}
+def opened_seed(seed: SeedPlan) -> Iterator[Mapping[str, int]]:
+    """Hold *seed* as a file."""
+    with filled_memory("cloud-init seed", seed_image(seed)) as image:
+        yield {"seed": image}
 
 
 def seed_image(seed: SeedPlan) -> bytes:

@@ -32,9 +32,9 @@ async def figures_shown(
             supervisor.held.current("foreign time", lambda: None)
             yield lambda _: None
         else:
-            figures = optional_parts.figures()(supervisor, plan)
+            figures = optional_parts.held_figures(supervisor, plan)
             if http is not None:
-                await stack.enter_async_context(optional_parts.probes()(figures, http))
+                await stack.enter_async_context(optional_parts.probes_served(figures, http))
             if isinstance(placement, ControllerPlacement):
                 reporting = partial(optional_parts.reports(), figures, placement)
                 await stack.enter_async_context(supervisor.background_task(reporting))
