@@ -378,7 +378,7 @@ QUICK, LONG = Timeouts(agreement=0.4, emptying=0.4), Timeouts(agreement=50, empt
 def in_a_thread(obey: Callable[[bytes], bytes]) -> Iterator[socket.socket]:
     """Give the controller's end of a connection to what obeys in a process of its own, and here in a thread."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours.settimeout(10)
+    ours.settimeout(60)
 
     def serve_until_the_end() -> None:
         with its, contextlib.suppress(OSError):

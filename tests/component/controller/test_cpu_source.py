@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 import pytest
-import trio
+import trio.testing
 
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.cpu_source import CpuSource
@@ -153,12 +153,11 @@ def claims(node: Node) -> ClaimsNode:
 
 
 async def quiet(controller: Controller) -> None:
-    """Wait until nothing calls for another pass: each new watch does."""
-    while True:
-        with trio.move_on_after(0.2) as waiting:
-            await controller.loop.next_pass()
-        if waiting.cancelled_caught:
-            return
+    """Wait until nothing calls for another pass: each new watch does, and what it reports wakes a task."""
+    await trio.testing.wait_all_tasks_blocked()
+    while controller.loop._disturbed.is_set():
+        await controller.loop.next_pass()
+        await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_an_instance_gets_the_cpus_of_its_claim_and_float_all_that_are_in_none(claims: ClaimsNode) -> None:

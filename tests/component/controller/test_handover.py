@@ -123,7 +123,7 @@ async def test_the_answer_carries_a_descriptor_that_reports_the_end(node: Node) 
 
 async def test_what_waits_takes_no_place_of_a_registration(node: Node) -> None:
     async with handing_over(node, most_waiting=0), connected(node.socket) as connection:
-        for _ in range(100):
+        for _ in range(20):
             assert (await connection.refusal("registerCgroup", uuid=A, cpuset=OURS))["reason"] == "conflict"
 
 
@@ -258,7 +258,7 @@ async def test_a_request_to_stop_ends_the_wait_at_once(node: Node, logged: Calla
             runner.supervisor.stop.ask("SIGTERM")
 
         nursery.start_soon(stop)
-        with trio.fail_after(5), pytest.raises(StopRequestedError):
+        with trio.fail_after(60), pytest.raises(StopRequestedError):
             await runner.register()
         node.instance(B).populate(False)
     assert not node.instance(A).exists()
