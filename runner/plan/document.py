@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runner.base.errors import Problem
 from runner.plan.cloud_init import check_user_data, read_keys
-from runner.plan.memory import contradictions, parts_of_pages
+from runner.plan.memory import refuse_contradictions, refuse_parts_of_pages
 from runner.plan.problems import Problems
 from runner.plan.shares import refuse_our_files_inside
 from runner.spec.instance import CloudInitSpec, InstanceSpec
@@ -13,9 +13,9 @@ from runner.spec.instance import CloudInitSpec, InstanceSpec
 def document_problems(spec: InstanceSpec) -> list[Problem]:
     """Return the problems of the parsed *spec* on any host. The files that it names are not examined."""
     problems, memory = Problems(), spec.memory
-    problems.found += contradictions(spec, controller=spec.cpu.placement == "controller")
+    refuse_contradictions(spec, problems, controller=spec.cpu.placement == "controller")
     if memory.page_size is not None and memory.size != "limits":
-        problems.found += parts_of_pages(memory.page_size, memory.size)
+        refuse_parts_of_pages(memory.page_size, memory.size, problems)
     for share in spec.share:
         refuse_our_files_inside(share, spec, problems)
     if spec.cloud_init is not None:

@@ -34,14 +34,21 @@ from runner.plan.machine import (
     choose_cpu_model,
     choose_idle,
     plan_file,
+    refuse_too_few_slots,
     refuse_unknown_cpu_model,
     require_program,
-    too_few_slots,
 )
-from runner.plan.memory import memory_not_lockable, memory_overhead, plan_ram, too_few_pages, too_large_files
+from runner.plan.memory import (
+    RamPlan,
+    memory_overhead,
+    plan_ram,
+    refuse_too_few_pages,
+    refuse_too_large_files,
+    refuse_unlockable,
+)
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.problems import Problems
-from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_many_vcpus, refuse_too_much_memory
+from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_many_vcpus
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
 from runner.spec.instance import InstanceSpec
@@ -124,65 +131,125 @@ class InstancePlan:
         return self.machine.shares
 
 
+@frozen
+class _GuestResources:
+    """The CPUs, the memory and the PCI devices of an instance; everything else is planned for these."""
+
+    placement: Placement | None
+    """``None``: there are no CPUs for it, which is a problem found."""
+    vcpus: int
+    topology: GuestTopology | None
+    """``None`` after a problem as well."""
+    accel: Accel
+    user: User
+    """The user that QEMU runs as."""
+    memory: int
+    """Bytes of RAM."""
+    ram: RamPlan
+    passthrough: PassthroughPlan
+    lockable: int
+    """Bytes that QEMU may have to lock, 0 if none."""
+
+
 def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> InstancePlan:
     """Plan the start of *spec* on the host of *facts*.
 
     Raises :exc:`~runner.base.errors.SpecError` with every reason why the host cannot run it.
     """
     problems = Problems()
-    backend = choose_backend(spec.cpu, facts, problems)
-    vcpus = resolve_vcpus(spec.cpu, backend, facts)
-    growing = spec.hotplug.cpus is not None
-    placement = plan_placement(spec.cpu, vcpus, backend, facts, problems, growing=growing)
-    pins = () if placement is None else placement.pins
-
-    accel, user = choose_accelerator(spec, facts, problems)
-    refuse_unknown_cpu_model(spec.cpu.model, accel, facts, problems)
-    copied = bytes_copied(spec.boot, user, facts)
-    possible = max(vcpus, spec.hotplug.cpus or 0)
-    overhead = partial(memory_overhead, spec, possible, accel=accel, copied=copied)
-    size = resolve_memory(spec, pins, overhead, facts, problems)
-    controller = isinstance(placement, ControllerPlacement)
-    ram = plan_ram(spec, size, overhead, facts, problems, controller=controller)
-    siblings = accel == "kvm" or spec.cpu.model is not None
-    topology = plan_topology(spec, pins, size, facts, problems, siblings=siblings) if pins else None
-    problems.found += too_few_pages(spec.memory, size, topology, facts)
-    passthrough = _passthrough(spec, topology, facts, user, accel, problems)
-    lockable = bytes_to_lock(spec, possible, size, sum(device.memory for device in passthrough.devices))
-    problems.found += memory_not_lockable(spec, lockable, facts.limits, root=user.user_id == 0)
-
-    claims = Claims(facts, problems)
-    identity = identify(spec, facts)
-    networks, dhcp = _networks(spec, identity, vcpus, facts, claims, problems)
-    shares = tuple(plan_shares(spec, user, facts, problems))
-    disks = plan_disks(spec.disk, facts, problems)
-    qemu = require_program(facts.qemu, "qemu-system-x86_64", facts, problems, facts.qemu_error)
+    resources = _plan_resources(spec, facts, problems)
+    identity, claims = identify(spec, facts), Claims(facts, problems)
+    networks, dhcp = _networks(spec, identity, resources.vcpus, facts, claims, problems)
     claims.claim_disks(spec.disk)
     claims.refuse_unclaimed()
     sleep = require_program(facts.sleep, "sleep", facts, problems)
+    console = ConsolePlan(spec.console.stdout, _console_log(spec.console.log, facts, problems), spec.console.log_size)
+    machine = _plan_machine(spec, resources, identity, networks, facts, problems)
+    placement, ram, passthrough = resources.placement, resources.ram, resources.passthrough
+    if placement is None or machine is None or sleep is None or problems.found:
+        raise SpecError(source, problems.explained(spec.environment))
+    return InstancePlan(
+        name=spec.instance.name,
+        pod=facts.pod_name,
+        state_directory=facts.state_directory,
+        anchor=(str(sleep), "infinity"),
+        placement=_with_devices(placement, ram.overhead, passthrough, facts, problems),
+        dhcp=dhcp,
+        console=console,
+        machine=machine,
+        shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passthrough.devices)),
+        start_timeout=GREETING_TIMEOUT + (machine.memory / SLOWEST_PREALLOCATION if ram.preallocate else 0),
+        remarks=tuple(problems.remarks),
+        identity=identity,
+    )
+
+
+def _plan_resources(spec: InstanceSpec, facts: HostFacts, problems: Problems) -> _GuestResources:
+    """Plan the CPUs, then the memory on their NUMA nodes, then the devices near both."""
+    backend = choose_backend(spec.cpu, facts, problems)
+    vcpus = resolve_vcpus(spec.cpu, backend, facts)
+    growing, most_vcpus = spec.hotplug.cpus is not None, max(vcpus, spec.hotplug.cpus or 0)
+    placement = plan_placement(spec.cpu, vcpus, backend, facts, problems, growing=growing)
+    pins = () if placement is None else placement.pins
+    accel, user = choose_accelerator(spec, facts, problems)
+    refuse_unknown_cpu_model(spec.cpu.model, accel, facts, problems)
+
+    overhead = partial(memory_overhead, spec, most_vcpus, accel=accel, copied=bytes_copied(spec.boot, user, facts))
+    size = resolve_memory(spec, pins, overhead, facts, problems)
+    ram = plan_ram(spec, size, overhead, facts, problems, controller=isinstance(placement, ControllerPlacement))
+    siblings = accel == "kvm" or spec.cpu.model is not None
+    topology = plan_topology(spec, pins, size, facts, problems, siblings=siblings) if pins else None
+    refuse_too_few_pages(spec.memory, size, topology, facts, problems)
+    if topology is not None:
+        refuse_too_many_vcpus(spec, topology, accel, facts, problems)
+    if topology is not None and ram.shared:
+        refuse_too_large_files(topology, facts.limits, problems)
+
+    passthrough = _passthrough(spec, topology, facts, user, accel, problems)
+    if size > ALWAYS_FITS and passthrough.window is None:  # a window has been judged together with the RAM below it
+        from runner.plan.guest_addresses import refuse_too_much_memory  # here, because few guests have as much memory
+
+        refuse_too_much_memory(spec, size, accel, facts, problems)
+    lockable = bytes_to_lock(spec, most_vcpus, size, sum(device.memory for device in passthrough.devices))
+    refuse_unlockable(spec, lockable, user, facts.limits, problems)
+    return _GuestResources(placement, vcpus, topology, accel, user, size, ram, passthrough, lockable)
+
+
+def _plan_machine(
+    spec: InstanceSpec,
+    resources: _GuestResources,
+    identity: Identity,
+    networks: tuple[NetworkPlan, ...],
+    facts: HostFacts,
+    problems: Problems,
+) -> MachinePlan | None:
+    """Plan the machine that QEMU makes of *resources*; ``None`` if QEMU or a topology is missing, which is a problem found."""
+    user, accel, topology = resources.user, resources.accel, resources.topology
+    shares = tuple(plan_shares(spec, user, facts, problems))
+    disks = plan_disks(spec.disk, facts, problems)
+    qemu = require_program(facts.qemu, "qemu-system-x86_64", facts, problems, facts.qemu_error)
     kernel = plan_file("kernel", spec.boot.kernel, user, facts, problems)
     initrd = plan_file("initrd", spec.boot.initrd, user, facts, problems)
     chosen = choose_firmware(spec.boot, facts, problems)
     firmware = plan_file("firmware", chosen.code, user, facts, problems)
-    judge_boot(spec, size, disks, facts, problems)
+    judge_boot(spec, resources.memory, disks, facts, problems)
     guest = plan_guest(spec.guest, identity, networks, facts, problems)
     seed = _seed(spec, networks, facts, problems)
-    console_log = _console_log(spec.console.log, facts, problems)
-    if placement is None or topology is None or qemu is None or sleep is None:
-        raise SpecError(source, problems.explained(spec.environment))
-
+    if qemu is None or topology is None:
+        return None
+    exclusive = isinstance(resources.placement, ControllerPlacement)
     machine = MachinePlan(
         program=qemu,
         name=spec.instance.name,
         smbios_uuid=spec.instance.uuid,
         user=user,
-        vcpus=vcpus,
-        memory=size,
+        vcpus=resources.vcpus,
+        memory=resources.memory,
         topology=topology,
-        ram=ram,
-        lockable=lockable,
+        ram=resources.ram,
+        lockable=resources.lockable,
         accel=accel,
-        cpu_model=choose_cpu_model(spec.cpu.model, accel, topology, facts, exclusive=controller),
+        cpu_model=choose_cpu_model(spec.cpu.model, accel, topology, facts, exclusive=exclusive),
         idle=choose_idle(spec.cpu.idle, accel, problems),
         kernel=kernel,
         initrd=initrd,
@@ -198,36 +265,14 @@ def plan_instance(source: str, spec: InstanceSpec, facts: HostFacts) -> Instance
         seed=seed,
         vnc=spec.display.vnc,
         on_reboot=spec.shutdown.on_reboot,
-        passthrough=passthrough,
+        passthrough=resources.passthrough,
         updatable=spec.hotplug.qemu,
         remapping=accel == "kvm" and needs_remapping(topology, spec.hotplug.cpus),
         bios_console=spec.boot.by_bios and not spec.display.vnc,
-        vcpu_hotplug=plan_vcpu_hotplug(spec, vcpus, topology, problems),
+        vcpu_hotplug=plan_vcpu_hotplug(spec, resources.vcpus, topology, problems),
     )
-    machine = _with_topology_file(machine, problems)
-    refuse_too_many_vcpus(spec, topology, accel, facts, problems)
-    if size > ALWAYS_FITS and passthrough.window is None:
-        from runner.plan.passthrough_planner import guest_address_bits  # here, because few guests have as much memory
-
-        bits = guest_address_bits(accel, spec.cpu.model, facts.address_bits)
-        refuse_too_much_memory(spec, size, bits, accel, facts, problems)
-    problems.found += (*too_few_slots(machine), *too_large_files(topology if ram.shared else None, facts.limits))
-    if problems.found:
-        raise SpecError(source, problems.explained(spec.environment))
-    return InstancePlan(
-        name=spec.instance.name,
-        pod=facts.pod_name,
-        state_directory=facts.state_directory,
-        anchor=(str(sleep), "infinity"),
-        placement=_with_devices(placement, ram.overhead, passthrough, facts, problems),
-        dhcp=dhcp,
-        console=ConsolePlan(spec.console.stdout, console_log, spec.console.log_size),
-        machine=machine,
-        shutdown=share_grace(spec.shutdown.grace, spec.shutdown.poweroff_status, len(passthrough.devices)),
-        start_timeout=GREETING_TIMEOUT + (size / SLOWEST_PREALLOCATION if ram.preallocate else 0),
-        remarks=tuple(problems.remarks),
-        identity=identity,
-    )
+    refuse_too_few_slots(machine, problems)
+    return _with_topology_file(machine, problems)
 
 
 def _console_log(log: PurePosixPath | None, facts: HostFacts, problems: Problems) -> PurePosixPath:

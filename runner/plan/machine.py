@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 import attrs
 
-from runner.base.errors import Problem
 from runner.base.values import frozen
 from runner.facts.disk import MISSING, FileFact
 from runner.facts.file_errors import remedy_of
@@ -317,8 +315,8 @@ def _is_copied(fact: FileFact, user: User) -> bool:
     return not fact.everyone_reads and user.user_id != 0
 
 
-def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
-    """Yield a problem if the devices that :mod:`runner.plan.argv.qemu` puts on the root bus of *machine* exceed its slots."""
+def refuse_too_few_slots(machine: MachinePlan, problems: Problems) -> None:
+    """Refuse more devices than the root bus of *machine* has slots; :mod:`runner.plan.argv.qemu` puts them there."""
     guest, numa_nodes, bridges = machine.guest, len(machine.topology.numa_nodes), machine.passthrough.bridges
     takers = {
         "disks": len(machine.disks),
@@ -343,7 +341,7 @@ def too_few_slots(machine: MachinePlan) -> Iterator[Problem]:
         return
     listed = ", ".join(f"{number} {taker}" for taker, number in takers.items() if number)
     left = machine.slots - (wanted - ROOT_BUS_SLOTS)
-    yield Problem(
+    problems.refuse(
         "hotplug.disks" if left >= 0 else "",
         f"the guest's root bus has {ROOT_BUS_SLOTS} slots, and {wanted} are wanted: {listed}",
         f"lower hotplug.disks to {left}" if left >= 0 else "give one instance fewer of them, and lower hotplug.disks",

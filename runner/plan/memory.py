@@ -6,13 +6,12 @@ QEMU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
-from runner.base.errors import Problem
 from runner.base.values import frozen
 from runner.facts.hardware import huge_limit_variable, hugepages_resource, hugetlb_name
-from runner.facts.host import HostFacts
+from runner.facts.host import HostFacts, User
 from runner.facts.memory import HugeFact, MemoryLimits
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import KEPT_MEMORY_STATE, MEMLOCK, locked_threads, too_little_lockable
@@ -106,8 +105,8 @@ def plan_ram(
 ) -> RamPlan:
     """Plan *size* bytes of RAM; *overhead* returns the overhead for a size, *controller* is true for the back end ``controller``."""
     memory = spec.memory
-    problems.found += contradictions(spec, controller=controller)
-    problems.found += too_little_memory(memory.page_size, size, overhead, facts.memory, facts.limits)
+    refuse_contradictions(spec, problems, controller=controller)
+    _refuse_too_little_memory(memory.page_size, size, overhead, facts, problems)
     # Preallocate, because the pod is charged only for pages that are touched while QEMU is in its cgroup; missing huge pages must fail the
     # start; and mlockall(2) and VFIO touch all pages at once, which must be on their NUMA nodes by then.
     needed = controller or memory.hugepages is not None or memory.lock or bool(spec.device)
@@ -121,8 +120,8 @@ def plan_ram(
     )
 
 
-def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]:
-    """Yield the keys of ``[memory]`` that contradict others."""
+def refuse_contradictions(spec: InstanceSpec, problems: Problems, *, controller: bool) -> None:
+    """Refuse keys of ``[memory]`` that contradict others; *controller* is true for the back end ``controller``."""
     memory = spec.memory
     if memory.prealloc is False:
         for applies, reason in (
@@ -132,48 +131,43 @@ def contradictions(spec: InstanceSpec, *, controller: bool) -> Iterator[Problem]
             (spec.device != (), "VFIO locks all of it for [[device]]"),
         ):
             if applies:
-                yield Problem("memory.prealloc", f"must not be false: {reason}", "leave it out")
+                problems.refuse("memory.prealloc", f"must not be false: {reason}", "leave it out")
                 return
-    if not memory.shared and spec.share:
-        yield Problem("memory.shared", "must be true: virtiofsd maps the guest's RAM for [[share]]", "leave it out")
-    if not memory.shared and spec.hotplug.qemu:
-        yield Problem(
-            "memory.shared", "must be true with hotplug.qemu: the next QEMU maps the same RAM", "leave it out"
-        )
-    if not memory.shared and memory.hugepages is not None:
-        yield Problem(
-            "memory.shared", "must be true with memory.hugepages, which are files to the kernel", "leave it out"
-        )
+    for applies, reason in (
+        (spec.share != (), "must be true: virtiofsd maps the guest's RAM for [[share]]"),
+        (spec.hotplug.qemu, "must be true with hotplug.qemu: the next QEMU maps the same RAM"),
+        (memory.hugepages is not None, "must be true with memory.hugepages, which are files to the kernel"),
+    ):
+        if applies and not memory.shared:
+            problems.refuse("memory.shared", reason, "leave it out")
 
 
-def too_little_memory(
-    page: int | None, size: int, overhead: Callable[[int], int], available: int, limits: MemoryLimits
-) -> Iterator[Problem]:
-    """Yield a problem if *size* bytes of RAM in pages of *page* bytes, and the *overhead* for that size, do not fit.
-
-    *available* is the part of the machine's memory that this pod may use, *limits* are those of its cgroups.
-    """
+def _refuse_too_little_memory(
+    page: int | None, size: int, overhead: Callable[[int], int], facts: HostFacts, problems: Problems
+) -> None:
+    """Refuse *size* bytes of RAM in pages of *page* bytes (``None``: ordinary ones) that do not fit with the *overhead* for that size."""
+    available = facts.memory
     if page is None:
         if size + overhead(size) > available:
             # The overhead grows with the RAM, so the overhead for all available memory is an upper bound.
             fits = available - overhead(min(size, available))
-            yield Problem(
+            problems.refuse(
                 "memory.size",
                 f"{format_size(size)} and {format_size(overhead(size))} of overhead (QEMU, page tables, this program) do "
                 f"not fit into the {in_mib(available)} this pod may use",
                 f"at most {in_mib(fits)} do, or raise limits.memory" if fits >= LEAST_MEMORY else "raise limits.memory",
             )
         return
-    limit = limits.huge.get(page, HugeFact()).limit
+    limit = facts.limits.huge.get(page, HugeFact()).limit
     if limit is not None and size > limit:
-        yield Problem(
+        problems.refuse(
             "memory.size",
             f"{format_size(size)} in pages of {format_size(page)} do not fit into the {in_mib(limit)} of them this pod may "
             f"use (hugetlb.{hugetlb_name(page)}.max, {huge_limit_variable(page)})",
             f"raise limits.{hugepages_resource(page)} in the pod",
         )
     if overhead(size) > available:
-        yield Problem(
+        problems.refuse(
             "memory.hugepages",
             f"{format_size(overhead(size))} of overhead in ordinary pages (QEMU, this program) do not fit into the "
             f"{in_mib(available)} of memory this pod may use",
@@ -181,8 +175,10 @@ def too_little_memory(
         )
 
 
-def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None, facts: HostFacts) -> Iterator[Problem]:
-    """Yield a problem if there are too few of the huge pages that *memory* requests, for *size* bytes of RAM.
+def refuse_too_few_pages(
+    memory: MemorySpec, size: int, topology: GuestTopology | None, facts: HostFacts, problems: Problems
+) -> None:
+    """Refuse *size* bytes of RAM for which there are too few of the huge pages that *memory* requests.
 
     They must be free on the NUMA nodes that *topology* binds the RAM to, or, if unbound, on any that this process may use.
     Without a topology only the size is checked.
@@ -194,12 +190,10 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
     known = sorted(limits.huge)
     if page not in known:
         others = " and ".join(map(format_size, known)) or "none at all"
-        yield Problem("memory.hugepages", f"this host has no huge pages of {shown}", f"it knows {others}")
+        problems.refuse("memory.hugepages", f"this host has no huge pages of {shown}", f"it knows {others}")
         return
-    if parts := [*parts_of_pages(page, size)]:
-        yield from parts
-        return
-    if topology is None:
+    refuse_parts_of_pages(page, size, problems)
+    if size % page or topology is None:
         return
     pools = {
         node.id: pool
@@ -216,33 +210,36 @@ def too_few_pages(memory: MemorySpec, size: int, topology: GuestTopology | None,
         free = sum(pools[node].free for node in sources if node in pools)
         if pages > free:
             short = True
-            yield _shortage(sources, pages, page, free, pools[sources[0]].total)
+            _refuse_shortage(sources, pages, page, free, pools[sources[0]].total, problems)
     # Sets may overlap, and reserved pages belong to no NUMA node in particular.
     free = sum(pool.free for pool in pools.values())
     promised = limits.huge[page].promised
     if not short and sum(wanted.values()) > free - promised:
         others = f", of which {promised} are promised to others that have not touched them yet" if promised else ""
-        yield Problem(
+        problems.refuse(
             "memory.hugepages",
             f"{sum(wanted.values())} pages of {shown} are wanted on all NUMA nodes together, where {free} are free{others}",
             f"reserve more on the node ({KEPT_MEMORY_STATE})",
         )
 
 
-def parts_of_pages(page: int, size: int) -> Iterator[Problem]:
-    """Yield a problem if *size* bytes of RAM cannot consist of huge pages of *page* bytes."""
+def refuse_parts_of_pages(page: int, size: int, problems: Problems) -> None:
+    """Refuse *size* bytes of RAM that cannot consist of huge pages of *page* bytes."""
     if size % page:
-        yield Problem(
+        problems.refuse(
             "memory.size",
             f"{format_size(size)} is not a multiple of the huge pages' {format_size(page)}",
             f"{format_size(size // page * page + page)} is",
         )
 
 
-def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total: int) -> Problem:
+def _refuse_shortage(
+    sources: tuple[int, ...], pages: int, page: int, free: int, total: int, problems: Problems
+) -> None:
+    """Refuse *pages* huge pages of *page* bytes from the NUMA nodes *sources*, where *free* are free; the first one has *total*."""
     where = f"NUMA node {' and '.join(map(str, sources))}"
     file = f"/sys/devices/system/node/node{sources[0]}/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
-    return Problem(
+    problems.refuse(
         "memory.hugepages",
         f"{pages} pages of {format_size(page)} ({format_size(pages * page)}) are to come from {where}, where {free} "
         f"({in_mib(free * page)}) are free",
@@ -250,21 +247,21 @@ def _shortage(sources: tuple[int, ...], pages: int, page: int, free: int, total:
     )
 
 
-def memory_not_lockable(spec: InstanceSpec, needed: int, limits: MemoryLimits, *, root: bool) -> Iterator[Problem]:
-    """Yield a problem if QEMU, which is *root* or not, cannot lock *needed* bytes."""
-    reason = too_little_lockable(None if root and limits.may_lock else limits.lockable, needed)
+def refuse_unlockable(spec: InstanceSpec, needed: int, user: User, limits: MemoryLimits, problems: Problems) -> None:
+    """Refuse the keys that make QEMU lock *needed* bytes if its *user* cannot."""
+    reason = too_little_lockable(None if user.user_id == 0 and limits.may_lock else limits.lockable, needed)
     if reason is not None:
         what = ["QEMU's memory with all of its addresses (memory.lock)"] if spec.memory.lock else []
         what += ["the guest's RAM for VFIO ([[device]])"] if spec.device else []
         where = "memory.lock" if spec.memory.lock else "device"
-        yield Problem(where, f"{reason}: {' and '.join(what)}", MEMLOCK)
+        problems.refuse(where, f"{reason}: {' and '.join(what)}", MEMLOCK)
 
 
-def too_large_files(topology: GuestTopology | None, limits: MemoryLimits) -> Iterator[Problem]:
-    """Yield a problem if the RAM of a NUMA node of *topology*, a single file to the kernel, exceeds the limit of a file."""
-    largest = 0 if topology is None else max(each.memory for each in topology.numa_nodes)
+def refuse_too_large_files(topology: GuestTopology, limits: MemoryLimits, problems: Problems) -> None:
+    """Refuse shared RAM of a NUMA node of *topology*, a single file to the kernel, that exceeds the limit of a file."""
+    largest = max(each.memory for each in topology.numa_nodes)
     if limits.file_size is not None and largest > limits.file_size:
-        yield Problem(
+        problems.refuse(
             "memory.size",
             f"{format_size(largest)} of RAM are one file to the kernel, and a file of this process may have "
             f"{in_mib(limits.file_size)} (RLIMIT_FSIZE)",

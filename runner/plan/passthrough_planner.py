@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import assert_never
 
 import attrs
 
-from runner.base.errors import Problem
+from runner.base.errors import RefusedError
 from runner.base.table import some
 from runner.base.values import frozen
 from runner.facts.host import HostFacts, User, format_version, parse_version
 from runner.facts.pci import Bar, ClaimFile, DeviceNode, GroupMember, PciFact, VfioFacts
 from runner.placement.guest_topology import GuestTopology
+from runner.plan.guest_addresses import guest_address_bits, round_up, top_of_addresses
 from runner.plan.host_checks import DENIED, LET_IN
 from runner.plan.machine import Accel
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
 from runner.plan.pci_judgements import device_remarks
 from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
 from runner.plan.problems import Problems
-from runner.plan.qemu_limits import GIB, HOLE, HYPERTRANSPORT, LOW_RAM
+from runner.plan.qemu_limits import HOLE
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
 
@@ -43,13 +43,6 @@ PORT_GRAIN = 1 << 20
 """Bytes; the window of a PCI bridge is a multiple of it."""
 OTHERS = 256 * MIB
 """Bytes of the window for the machine's other devices: 16 KiB for a virtio device, 2 MiB for a port for disks attached later."""
-EMULATED_BITS = 40
-"""Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
-LEGACY_BITS, PSE36_BITS = 32, 36
-"""Bits of physical addresses of a CPU without 64-bit mode, and of one of them with PSE-36."""
-WITHOUT_PSE36 = frozenset({"486", "base", "coreduo", "n270", "pentium", "qemu32"})
-WITHOUT_LONG_MODE = WITHOUT_PSE36 | {"athlon", "kvm32", "pentium2", "pentium3"}
-"""QEMU's CPU models without 64-bit mode."""
 
 BIND = (
     "bind it: driverctl set-override {0} vfio-pci (or write vfio-pci to its driver_override and {0} to drivers_probe)"
@@ -87,14 +80,6 @@ class Asked:
     """The host bridge that the driver names; ``None`` if it names none."""
 
 
-class _NoDevicesError(Exception):
-    """The reason why a ``[[device]]`` gets no devices, and the remedy."""
-
-    def __init__(self, message: str, remedy: str = "") -> None:
-        super().__init__(message, remedy)
-        self.message, self.remedy = message, remedy
-
-
 _Location = tuple[int | None, str | None]
 _Given = dict[str, _Location]
 """PCI address of each device given to the container → the NUMA node and host bridge named with it."""
@@ -108,7 +93,7 @@ def given_addresses(
     for device in devices:
         try:
             addresses |= dict.fromkeys([device.address] if device.address else _given(device, environment, claims))
-        except _NoDevicesError:  # asked_devices reports the reason
+        except RefusedError:  # asked_devices reports the reason
             continue
     return tuple(addresses)
 
@@ -117,14 +102,14 @@ def asked_devices(
     devices: Sequence[DeviceSpec],
     environment: Mapping[str, str],
     claims: Mapping[str, tuple[ClaimFile, ...]],
-    facts: Mapping[str, PciFact] = MappingProxyType({}),
-) -> tuple[list[Asked], list[Problem]]:
-    """Return the devices that the spec requests, and the problems of tables whose devices are unknown.
+    facts: Mapping[str, PciFact],
+    problems: Problems,
+) -> list[Asked]:
+    """Return the devices that the spec requests; refuse tables whose devices are unknown.
 
     *environment*, *claims* and *facts* are those of :class:`~runner.facts.pci.VfioFacts`.
     """
     asked: list[Asked] = []
-    problems: list[Problem] = []
     taken = {device.address for device in devices if device.address is not None}
     for index, device in enumerate(devices):
         if device.address is not None:
@@ -132,13 +117,13 @@ def asked_devices(
             continue
         try:
             found = _share(device, _given(device, environment, claims), taken, facts)
-        except _NoDevicesError as error:
+        except RefusedError as error:
             key = next(name for name in ("claim", "variable", "resource") if getattr(device, name) is not None)
-            problems.append(Problem(f"device[{index}].{key}", error.message, error.remedy))
+            problems.refuse(f"device[{index}].{key}", error.message, error.remedy)
             continue
         taken |= found.keys()
         asked += [Asked(index, address, device, *location) for address, location in found.items()]
-    return asked, problems
+    return asked
 
 
 def _given(device: DeviceSpec, environment: Mapping[str, str], claims: Mapping[str, tuple[ClaimFile, ...]]) -> _Given:
@@ -161,7 +146,7 @@ def _share(device: DeviceSpec, given: _Given, taken: Collection[str], facts: Map
         everything = ", ".join(given)
         why = f"{len(left)} are left of the {len(given)} that were given ({everything})"
         where = "the resource claim" if device.resource is None else f"`{device.resource}` in the container's limits"
-        raise _NoDevicesError(f"asks for {wanted or 'some'}, but {why}", f"ask for more of {where}")
+        raise RefusedError(f"asks for {wanted or 'some'}, but {why}", remedy=f"ask for more of {where}")
     chosen = {address for each in list(left.values())[:wanted] for address in each}
     return {address: location for address, location in given.items() if address in chosen}
 
@@ -188,10 +173,10 @@ def _of_resource(resource: str, environment: Mapping[str, str]) -> _Given:
         return _checked(everything)
     mediated = f"{MEDIATED_PREFIX}_{variables[0].removeprefix(PREFIXES[0] + '_')}"
     if environment.get(mediated):
-        raise _NoDevicesError(f"{mediated} names mediated devices, which cannot be passed through", NOT_MEDIATED)
-    raise _NoDevicesError(
+        raise RefusedError(f"{mediated} names mediated devices, which cannot be passed through", remedy=NOT_MEDIATED)
+    raise RefusedError(
         f"no device is given for it: neither of {' and '.join(variables)} is in the environment",
-        f"ask for `{resource}` in the container's limits, or name the address",
+        remedy=f"ask for `{resource}` in the container's limits, or name the address",
     )
 
 
@@ -200,58 +185,58 @@ def _of_variable(variable: str, environment: Mapping[str, str]) -> _Given:
     everything = listed((variable,), environment)
     if not everything:
         remedy = "list the claim in the container's resources.claims, and name the variable that its driver sets by CDI"
-        raise _NoDevicesError(f"the environment has no address in {variable}", remedy)
+        raise RefusedError(f"the environment has no address in {variable}", remedy=remedy)
     return _checked(everything)
 
 
 def _checked(addresses: Iterable[str]) -> _Given:
     wrong = next((each for each in addresses if not re.fullmatch(PCI_ADDRESS, each, re.ASCII)), None)
     if wrong is not None:
-        raise _NoDevicesError(f"the environment lists {wrong!r} for it, which is no PCI address")
+        raise RefusedError(f"the environment lists {wrong!r} for it, which is no PCI address")
     return dict.fromkeys(addresses, (None, None))
 
 
 def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _Given:
     """Return the devices of *claim*, of one *request* or of all, from the *files* of its drivers."""
     if not files:
-        raise _NoDevicesError(
+        raise RefusedError(
             f"the container has no file about the devices of a claim {claim!r}",
-            "list the claim in the container's resources.claims, and let its driver write device metadata (KEP-5304, "
+            remedy="list the claim in the container's resources.claims, and let its driver write device metadata (KEP-5304, "
             "Kubernetes 1.36)",
         )
     kinds = {each.path.parents[1] for each in files}
     if len(kinds) > 1:
-        raise _NoDevicesError(
+        raise RefusedError(
             f"two claims have this name, {' and '.join(sorted(map(str, kinds)))}",
-            "give the entry with the template another name in the pod's resourceClaims",
+            remedy="give the entry with the template another name in the pod's resourceClaims",
         )
     chosen = [each for each in files if request in {None, each.request}]
     if not chosen:
         has = ", ".join(dict.fromkeys(each.request for each in files))
-        raise _NoDevicesError(
+        raise RefusedError(
             f"the container has no devices of its request {request!r}, but of {has}",
-            "list the request in the container's resources.claims, or name another one",
+            remedy="list the request in the container's resources.claims, or name another one",
         )
     return dict(given for file in chosen for given in _of_file(file))
 
 
 def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Location]]:
     if file.error is not None:
-        raise _NoDevicesError(f"{file.path}: {file.error}")
+        raise RefusedError(f"{file.path}: {file.error}")
     if not file.devices:
-        raise _NoDevicesError(f"{file.path} names no device", "see the log of its driver on this node")
+        raise RefusedError(f"{file.path} names no device", remedy="see the log of its driver on this node")
     for device in file.devices:
         what = f"the device {device.name!r} of the driver {device.driver}"
         if device.address is None and any(name.lower().endswith("mdevuuid") for name in device.attributes):
-            raise _NoDevicesError(f"{what} is a mediated device, which cannot be passed through", NOT_MEDIATED)
+            raise RefusedError(f"{what} is a mediated device, which cannot be passed through", remedy=NOT_MEDIATED)
         if device.address is None:
             has = ", ".join(device.attributes) or "none"
-            raise _NoDevicesError(
+            raise RefusedError(
                 f"{file.path} does not say the PCI address of {what} (resource.kubernetes.io/pciBusID), and its attributes are {has}",
-                "name the request of the PCI devices in `request`, use a driver that says their addresses, or name the address",
+                remedy="name the request of the PCI devices in `request`, use a driver that says their addresses, or name the address",
             )
         if not re.fullmatch(PCI_ADDRESS, device.address, re.ASCII):
-            raise _NoDevicesError(f"{file.path} says {device.address!r} for {what}, which is no PCI address")
+            raise RefusedError(f"{file.path} says {device.address!r} for {what}, which is no PCI address")
         yield device.address, (device.numa_node, device.pcie_root)
 
 
@@ -272,8 +257,7 @@ class _DevicePlanner:
         self._spec, self._topology, self._facts, self._user, self._problems = spec, topology, facts, user, problems
         self._vfio = facts.vfio or VfioFacts()
         vfio = self._vfio
-        self._asked, problems_found = asked_devices(spec.device, vfio.environment, vfio.claims, vfio.devices)
-        problems.found += problems_found
+        self._asked = asked_devices(spec.device, vfio.environment, vfio.claims, vfio.devices, problems)
 
     def plan(self, accel: Accel) -> PassthroughPlan:
         facts = [(each, self._fact(each)) for each in self._asked]
@@ -505,7 +489,7 @@ def tree_window(ports: Iterable[PciPort], bars: Mapping[str, Iterable[Bar]]) -> 
         if not parts:
             return 0, 0
         grain = max(PORT_GRAIN, *(alignment for _, alignment in parts))
-        return _up(sum(size for size, _ in parts), grain), grain
+        return round_up(sum(size for size, _ in parts), grain), grain
 
     total = sum(window(port)[0] for port in ports if port.bus not in names)
     return 1 << (total + OTHERS - 1).bit_length() if total else 0
@@ -521,59 +505,3 @@ def _in_place(plan: DevicePlan, place: DevicePlace) -> DevicePlan:
         guest_address=place.address,
         link=place.link,
     )
-
-
-def _up(value: int, grain: int) -> int:
-    return -(-value // grain) * grain
-
-
-def top_of_addresses(memory: int, window: int, *, amd: bool) -> int:
-    """Return the end address of *window* above *memory* bytes of RAM; OVMF places it at a multiple of its size."""
-    ram = 4 * GIB + max(0, memory - LOW_RAM)
-    top = _up(ram, window) + window
-    if amd and top > HYPERTRANSPORT:
-        top = _up(1024 * GIB + max(0, memory - LOW_RAM), window) + window
-    return top
-
-
-def guest_address_bits(accel: Accel, model: str | None, host: int) -> int:
-    """Return the number of bits of a physical address in the guest; 0 if unknown. *host* is the number on the host.
-
-    QEMU's rules are those of ``target/i386/host-cpu.c`` (only under KVM) and ``x86_cpu_realizefn``: ``host-phys-bits``,
-    which the models ``host`` and ``max`` have, comes before ``phys-bits``, and ``host-phys-bits-limit`` counts only with it.
-    """
-    name, properties = _cpu_properties(model or ("host" if accel == "kvm" else "max"))
-    base = re.sub(r"-v[0-9]+$", "", name)
-    if not _is_on(properties.get("lm"), otherwise=base not in WITHOUT_LONG_MODE):
-        return PSE36_BITS if _is_on(properties.get("pse36"), otherwise=base not in WITHOUT_PSE36) else LEGACY_BITS
-    if accel == "kvm" and _is_on(properties.get("host-phys-bits"), otherwise=name in {"host", "max"}):
-        limit = _number(properties.get("host-phys-bits-limit"))
-        return min(filter(None, (host, limit)), default=0)
-    return _number(properties.get("phys-bits")) or EMULATED_BITS
-
-
-def _cpu_properties(model: str) -> tuple[str, dict[str, str]]:
-    """Return the name and the properties in QEMU's CPU *model* (``x86_cpu_parse_featurestr``).
-
-    The last value of a property counts, but one with ``+`` comes after all values, and one with ``-`` after those.
-    """
-    name, *words = model.split(",")
-    values: dict[str, str] = {}
-    signed: dict[str, dict[str, str]] = {"+": {}, "-": {}}
-    for word in filter(None, words):
-        key, _, value = word.lstrip("+-").partition("=")
-        found = signed.get(word[0], values)
-        found[key.replace("_", "-")] = {"+": "on", "-": "off"}.get(word[0], value or "on")
-    return name, values | signed["+"] | signed["-"]
-
-
-def _is_on(value: str | None, *, otherwise: bool) -> bool:
-    return otherwise if value is None else value in {"on", "yes", "true", "y"}
-
-
-def _number(value: str | None) -> int:
-    """Return the number in *value*, also in hexadecimal; 0 for none, and for values that QEMU refuses itself."""
-    try:
-        return int(value or "0", 0)
-    except ValueError:
-        return 0

@@ -111,7 +111,7 @@ def guest_tree(devices: Iterable[Placed], numa_nodes: int, qemu_version: str, pr
             'pass fewer to one instance, or set device.topology = "numa", which shows no switches',
         )
     for bus, ports in Counter(port.bus for port in builder.ports).items():
-        if ports > SLOTS and bus != ROOT_BUS:  # for the root bus: runner.plan.machine.too_few_slots
+        if ports > SLOTS and bus != ROOT_BUS:  # for the root bus: runner.plan.machine.refuse_too_few_slots
             problems.refuse(
                 "device",
                 f"{ports} devices would be on the guest's bus {bus!r}, which takes {SLOTS}",

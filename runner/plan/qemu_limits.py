@@ -5,7 +5,6 @@ Sources are QEMU's ``hw/i386``; ``tests/machine/test_qemu_limits.py`` starts thi
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Literal
 
 from runner.facts.host import HostFacts, Version, parse_version
@@ -37,10 +36,6 @@ aperture is as well."""
 SPLIT_FROM, ACPI_DATA = 0xB0000000, 160 << 10
 """Bytes of RAM from which on no more than :data:`LOW_RAM` of it are below 4 GiB (``pc_q35.c``), and of its end there, where no initial
 RAM disk may be (``pc_machine_class_init``: ``acpi_data_size``)."""
-HYPERTRANSPORT = 1012 * GIB
-"""The first address that devices of an AMD machine cannot reach; QEMU moves all RAM above 4 GiB to 1 TiB for it (``pc.c``)."""
-_AMD_MODELS = re.compile(r"max\b|qemu64\b|EPYC|Opteron|phenom\b|athlon\b")
-"""The models that are AMD's when emulated; under KVM each has the host's vendor."""
 ALWAYS_FITS = 28 * GIB
 """Bytes of RAM that any CPU with addresses above 4 GiB has room for: the least, PSE-36, has 36 bits."""
 
@@ -94,29 +89,3 @@ def refuse_too_large_initrd(path: PurePosixPath, size: int, memory: int, problem
             f"{str(path)!r} has {size} bytes, and QEMU has room for {most} in {format_size(low)} of RAM below 4GiB",
             "raise memory.size, or compress it" if low == memory else "compress it, or put what it holds on a disk",
         )
-
-
-def refuse_too_much_memory(
-    spec: InstanceSpec, size: int, bits: int, accel: Literal["kvm", "tcg"], facts: HostFacts, problems: Problems
-) -> None:
-    """Refuse *size* bytes of RAM if they and the usual window above them do not fit into *bits* of the CPU's addresses.
-
-    QEMU 7.1 and later compare both (``pc_memory_init``). A larger window is checked with the devices that need it.
-    """
-    model = spec.cpu.model
-    amd = facts.cpu_vendor == "AuthenticAMD" if accel == "kvm" else _AMD_MODELS.match(model or "max") is not None
-
-    def top(memory: int) -> int:
-        above = -(-max(0, memory - LOW_RAM) // GIB) * GIB + HOLE
-        return 4 * GIB + above if not amd or 4 * GIB + above <= HYPERTRANSPORT else 1024 * GIB + above
-
-    if not bits or top(size) <= 1 << bits:
-        return
-    fits = max(memory for memory in range(GIB, size, GIB) if top(memory) <= 1 << bits)
-    wider = accel == "kvm" and (facts.address_bits == 0 or top(size) <= 1 << facts.address_bits)
-    problems.refuse(
-        "memory.size",
-        f"{format_size(size)} of RAM and 32GiB for devices end at {format_size(top(size))}, and the guest's CPU has addresses of {bits} "
-        f"bits, up to {format_size(1 << bits)}",
-        "add host-phys-bits=on to cpu.model, or leave cpu.model out" if wider else f"at most {format_size(fits)} fit",
-    )

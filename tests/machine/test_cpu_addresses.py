@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.facts.host import parse_cpu_models
+from runner.plan.guest_addresses import guest_address_bits
 from runner.plan.machine import Accel
-from runner.plan.passthrough_planner import guest_address_bits
 from tests.machine.test_shapes import QmpConnection
 
 KVM = Path("/dev/kvm")

@@ -13,7 +13,7 @@ import pytest
 from runner.facts.host import Version, parse_version
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.firmware import BUILDS
-from runner.plan.passthrough_planner import guest_address_bits
+from runner.plan.guest_addresses import refuse_too_much_memory
 from runner.plan.problems import Problems
 from runner.plan.qemu_limits import (
     ACPI_DATA,
@@ -26,7 +26,6 @@ from runner.plan.qemu_limits import (
     X2APIC_EMULATED_SINCE,
     refuse_too_large_initrd,
     refuse_too_many_vcpus,
-    refuse_too_much_memory,
 )
 from runner.spec.instance import parse_instance
 from tests.support.plans import FACTS
@@ -107,7 +106,7 @@ def test_memory_fits_into_the_addresses_of_the_cpu(model: str, tmp_path: Path) -
     def judged(gib: int) -> bool:
         spec = parse_instance("spec.toml", f'[cpu]\nmodel = "{model}"\n[boot]\nkernel = "/k"\n'.encode())
         problems = Problems()
-        refuse_too_much_memory(spec, gib * GIB, guest_address_bits("tcg", model, 0), "tcg", FACTS, problems)
+        refuse_too_much_memory(spec, gib * GIB, "tcg", FACTS, problems)
         return bool(problems.found)
 
     border = next(gib for gib in range(20, 1100) if judged(gib))

@@ -21,7 +21,8 @@ from runner.plan.argv.preallocator import preallocator_argv
 from runner.plan.argv.qemu import qemu_argv
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.plan.machine import Accel
-from runner.plan.memory import memory_overhead, too_few_pages
+from runner.plan.memory import memory_overhead, refuse_too_few_pages
+from runner.plan.problems import Problems
 from runner.plan.render import plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_kernel import FAKE_KERNEL
@@ -366,7 +367,9 @@ def test_huge_pages_that_two_guest_numa_nodes_need_are_reported_with_the_sum() -
     two = attrs.evolve(two, bound=(1,), memory=2000 * MIB)
     memory = parse_instance("s", f'{KERNEL}[memory]\nsize = "5000MiB"\nhugepages = "2MiB"\n'.encode()).memory
     both = attrs.evolve(topology, numa_nodes=(one, two))
-    [found] = too_few_pages(memory, 5000 * MIB, both, FACTS)
+    problems = Problems()
+    refuse_too_few_pages(memory, 5000 * MIB, both, FACTS, problems)
+    [found] = problems.found
     assert str(found) == (
         "memory.hugepages: 2500 pages of 2MiB are wanted on all NUMA nodes together, where 2048 are free; reserve more on "
         "the node (with the static Memory Manager drain the node, stop the kubelet, and remove its old memory_manager_state)"

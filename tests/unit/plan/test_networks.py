@@ -147,9 +147,9 @@ def test_a_disk_by_its_descriptor() -> None:
         "/proc/self/fd/9"
     )
     assert given('[[disk]]\nfd = "disk"\n[[disk]]\npath = "/disk"\n', "a") == [
-        "disk[0].path: 'fd:disk' does not exist",
         "disk[0].fd: no descriptor 'disk' was inherited; there are: 'a'",
         "descriptors: nothing names the descriptor 'a' (the tap 't0'); name it in a key fd, or do not pass it",
+        "disk[0].path: 'fd:disk' does not exist",
     ]
     assert problems("[[disk]]\n") == [
         "disk[0].path: is missing; a disk needs a path, or the fd that it is inherited as"

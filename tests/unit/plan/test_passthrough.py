@@ -21,15 +21,11 @@ from runner.kernel.pci import read_pci_facts
 from runner.plan.argv.by_hand import pasteable
 from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.guest_addresses import guest_address_bits, top_of_addresses
 from runner.plan.instance import share_grace
 from runner.plan.machine import Accel
-from runner.plan.passthrough_planner import (
-    asked_devices,
-    guest_address_bits,
-    listed,
-    resource_variables,
-    top_of_addresses,
-)
+from runner.plan.passthrough_planner import asked_devices, listed, resource_variables
+from runner.plan.problems import Problems
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.fake_pci import Record, bar_window, fake_pci_tree, recorded_pci, vfio_facts
@@ -114,8 +110,9 @@ def asked(
 ) -> tuple[list[str], list[str]]:
     spec = parse_instance("spec.toml", f"{KERNEL}{text}".encode())
     files = {each.claim: read_claim(claims, each.claim) for each in spec.device if each.claim is not None}
-    devices, found = asked_devices(spec.device, environment, files)
-    return [each.address for each in devices], [str(problem) for problem in found]
+    problems = Problems()
+    devices = asked_devices(spec.device, environment, files, {}, problems)
+    return [each.address for each in devices], [str(problem) for problem in problems.found]
 
 
 def test_a_resource_is_divided_among_the_devices_that_ask_for_it() -> None:
