@@ -275,9 +275,9 @@ def _depends_on_version(spec: InstanceSpec, allowed: CpuSet) -> bool:
     return bool(spec.device) or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM
 
 
-async def ask_qemu_version(processes: Processes, qemu: PurePosixPath) -> tuple[str, str | None]:
-    """Return the version of *qemu*, and the reason why it cannot be used; ``None`` if it can."""
-    output, reason = await version_output(processes, "qemu", qemu)
+async def ask_qemu_version(processes: Processes, qemu: PurePosixPath, user: User = ROOT) -> tuple[str, str | None]:
+    """Return the version of *qemu*, which *user* runs, and the reason why it cannot be used; ``None`` if it can."""
+    output, reason = await version_output(processes, "qemu", qemu, user)
     version = re.search(r"version ([0-9.]+)", output, re.ASCII)
     if reason or version is None:
         return "", reason or f"it prints {output!r} when asked for its version"

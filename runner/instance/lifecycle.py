@@ -105,7 +105,7 @@ async def run_instance(
             ) as machine,
             placed_threads()(supervisor, plan, active, machine, count_from) as receipts,  # imported while QEMU started
             display_shown(supervisor, plan, machine, directory),
-            _controlled(supervisor, directory, receipts),
+            _controlled(supervisor, plan, machine, active, receipts, directory),
         ):
             passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
 
@@ -124,7 +124,8 @@ async def run_instance(
                     with supervisor.renewal.possible(
                         partial(optional_parts.resume_after_fault, supervisor), unfinished
                     ):
-                        ended = await _ended(supervisor, daemons, receipts)
+                        cpus_lost = partial(_cpus_lost, supervisor, plan, machine, active, receipts)
+                        ended = await _ended(supervisor, machine, receipts, daemons, cpus_lost)
                 over = trio.current_time()
                 why = f"the instance ends: {ended.detail}" if ended.detail else supervisor.stop.clause
                 async with supervisor.changes.begin(Kind.STOP, why):
@@ -136,16 +137,17 @@ async def run_instance(
 
 async def _ended(
     supervisor: Supervisor,
-    daemons: Callable[[], Sequence[Process]],
+    machine: Qemu,
     receipts: Receipts,
+    daemons: Callable[[], Sequence[Process]],
+    cpus_lost: Callable[[], Awaitable[GuestEnd]],
 ) -> GuestEnd:
     """Wait for the end; where a bug of this program cannot be survived, let the guest power down."""
-    machine = receipts.machine
     ended = GuestEnd(Status.STOPPED, "")  # after a bug that is not survived, which has asked to stop
 
     async def wait() -> None:
         nonlocal ended
-        ended = await _wait_for_the_end(supervisor, machine, daemons, partial(_cpus_lost, receipts))
+        ended = await _wait_for_the_end(supervisor, machine, daemons, cpus_lost)
 
     async with AsyncExitStack() as stack:
         if supervisor.held.resuming:
@@ -187,11 +189,13 @@ async def _wait_for_the_end(
     return await first_of(machine.ended, asked, lost, cpus_lost)
 
 
-async def _cpus_lost(receipts: Receipts) -> GuestEnd:
+async def _cpus_lost(
+    supervisor: Supervisor, plan: InstancePlan, machine: Qemu, active: ActivePlacement, receipts: Receipts
+) -> GuestEnd:
     """Follow the CPUs of the container; return when the guest cannot run on the remaining ones."""
-    if not receipts.active.loses_cpus:
+    if not active.loses_cpus:
         await trio.sleep_forever()
-    return await optional_parts.keep_vcpus_on_container_cpus(receipts)
+    return await optional_parts.keep_vcpus_on_container_cpus(supervisor, plan.machine, machine, active, receipts)
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over: float) -> GuestEnd:
@@ -232,15 +236,21 @@ def _claimed(path: PurePosixPath) -> Iterator[int]:
 
 
 @asynccontextmanager
-async def _controlled(supervisor: Supervisor, directory: int, receipts: Receipts) -> AsyncIterator[None]:
+async def _controlled(
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    machine: Qemu,
+    active: ActivePlacement,
+    receipts: Receipts,
+    directory: int,
+) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
     recorded = supervisor.faults.recorded
-    machine = receipts.machine
     hotplug: DiskHotplug | None = None
 
     def control_server() -> Serve:
         nonlocal hotplug
-        hotplug, serve = optional_parts.control_server(receipts, attached)
+        hotplug, serve = optional_parts.control_server(supervisor, plan, machine, active, receipts, attached)
         return serve
 
     def qmp_server() -> Serve:

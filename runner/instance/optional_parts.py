@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from runner.placement.threads import Receipt
     from runner.plan.argv.endpoints import QemuFds
     from runner.plan.instance import InstancePlan
+    from runner.plan.machine import MachinePlan
     from runner.protocol.guest_agent import GuestAgent
     from runner.protocol.qmp import Monitor
     from runner.spec.refusals import ProblemDocument
@@ -223,19 +224,26 @@ def probes_served(figures: Figures, address: tuple[str, int]) -> Released:
 
 
 def control_server(
-    receipts: Receipts, attached: Sequence[AttachedDisk]
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    machine: Qemu,
+    active: ActivePlacement,
+    receipts: Receipts,
+    attached: Sequence[AttachedDisk],
 ) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
     """Return the server of the control socket's clients, at the first connection."""
     from runner.instance.control.server import control_server
 
-    return control_server(receipts, attached)
+    return control_server(supervisor, plan, machine, active, receipts, attached)
 
 
-def keep_vcpus_on_container_cpus(receipts: Receipts) -> Awaitable[GuestEnd]:
+def keep_vcpus_on_container_cpus(
+    supervisor: Supervisor, plan: MachinePlan, machine: Qemu, active: ActivePlacement, receipts: Receipts
+) -> Awaitable[GuestEnd]:
     """Watch the container's CPUs, if the placement can lose some."""
     from runner.instance.change.cpu_watch import keep_vcpus_on_container_cpus
 
-    return keep_vcpus_on_container_cpus(receipts)
+    return keep_vcpus_on_container_cpus(supervisor, plan, machine, active, receipts)
 
 
 def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[None]:

@@ -611,6 +611,20 @@ async def test_a_virtiofsd_that_others_than_root_may_change_is_refused(fake_host
     await run(fake_host, plan, act)
 
 
+async def test_a_program_that_says_no_version_is_refused(fake_host: FakeHost) -> None:
+    plan = plan_of(fake_host)
+    program = fake_host.root / "bin" / "other"
+    program.write_text("#!/bin/sh\necho nothing known\n")
+    program.chmod(0o755)
+
+    async def act(_supervisor: Supervisor) -> None:
+        found: Any = await ask_instance(plan.state_directory, "qemu.check", {"qemu": str(program)})
+        reason = f"cannot use '{program}': it prints 'nothing known' when asked for its version"
+        assert (found["program_version"], found["refused"]) == ("", [reason])
+
+    await run(fake_host, plan, act)
+
+
 async def test_a_program_of_another_digest_than_the_one_demanded_is_refused(fake_host: FakeHost) -> None:
     plan = plan_of(fake_host)
     program = fake_host.program("next", "fake_qemu.py", **NEW)

@@ -19,11 +19,14 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen
 from runner.instance.change.vcpus import Vcpus
 from runner.instance.gate import Kind, LiveChange
-from runner.instance.parts.qemu import GuestEnd
+from runner.instance.parts.cgroups.active import ActivePlacement
+from runner.instance.parts.qemu import GuestEnd, Qemu
+from runner.instance.supervisor import Supervisor
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.hardware_reader import read_online
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import ControllerPlacement, Placement
+from runner.plan.machine import MachinePlan
 
 log = logging.getLogger(__name__)
 
@@ -42,62 +45,64 @@ class LostCpus:
         return f"the container no longer has the CPUs '{self.cpus}' of some vCPUs; it has '{self.available}'"
 
 
-async def keep_vcpus_on_container_cpus(receipts: Receipts) -> GuestEnd:
+async def keep_vcpus_on_container_cpus(
+    supervisor: Supervisor, plan: MachinePlan, machine: Qemu, active: ActivePlacement, receipts: Receipts
+) -> GuestEnd:
     """Put the vCPUs on the remaining CPUs, each time the container has lost some; return when that fails."""
-    supervisor, vcpus = receipts.supervisor, Vcpus(receipts)
+    vcpus = Vcpus(supervisor, plan, machine, active, receipts)
     try:
         while True:
             await trio.sleep(supervisor.timeouts.cpus_looked)
-            await receipts.machine.decided()
-            _watch_offline(receipts)
-            if (lost := find_lost_cpus(receipts)) is not None:
+            await machine.decided()
+            _watch_offline(vcpus)
+            if (lost := find_lost_cpus(vcpus)) is not None:
                 supervisor.log_limit.log(log.warning, InstanceEvent.CPUS_LOST, lost)
                 supervisor.guest_state.set_cpus_lost(str(lost))
                 if lost.sure:
                     vcpus.leave(lost.available)  # at once: a change in progress may take long
                 async with supervisor.changes.begin(Kind.CPUS_LOST, str(lost)) as change:
-                    if (end := await _make_room(receipts, vcpus, change)) is not None:
+                    if (end := await _make_room(vcpus, change)) is not None:
                         return end
-            elif _unsettled(receipts):
+            elif _unsettled(vcpus):
                 async with supervisor.changes.begin(Kind.PLACEMENT, "the vCPUs are being put back on their CPUs"):
-                    await _restore(receipts, vcpus)
+                    await _restore(vcpus)
     except RefusedError:  # refused for a stop, which ends this task
         pass
     return await trio.sleep_forever()
 
 
-async def _make_room(receipts: Receipts, vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
+async def _make_room(vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
     """Put the vCPUs on the remaining CPUs, or on their own if the container has them all again.
 
     Return ``None`` when they are there, and the guest's end if that is impossible.
     """
-    state, timeouts = receipts.supervisor.guest_state, receipts.supervisor.timeouts
-    since, before = change.since, find_lost_cpus(receipts)
+    state, timeouts = vcpus.supervisor.guest_state, vcpus.supervisor.timeouts
+    since, before = change.since, find_lost_cpus(vcpus)
     while state.cpus_lost:
-        if (lost := find_lost_cpus(receipts)) is None:
-            await _restore(receipts, vcpus)
+        if (lost := find_lost_cpus(vcpus)) is None:
+            await _restore(vcpus)
         else:
             if lost != before:
                 since, before = trio.current_time(), lost
             change.what = str(lost)
             state.set_cpus_lost(change.what)
             sure = lost.sure or trio.current_time() >= since + timeouts.displaced
-            if sure and (end := await _leave(receipts, vcpus, lost)) is not None:
+            if sure and (end := await _leave(vcpus, lost)) is not None:
                 return end
         if state.cpus_lost:
             await trio.sleep(timeouts.cpus_looked)
-            _watch_offline(receipts)
+            _watch_offline(vcpus)
     return None
 
 
-def _watch_offline(receipts: Receipts) -> None:
+def _watch_offline(vcpus: Vcpus) -> None:
     """Log the vCPUs' CPUs that have gone offline, and those that are online again.
 
     The container still has them, so there is nothing to do: the kernel runs their vCPUs on the other CPUs of the instance's cgroup
     (``Documentation/core-api/cpu_hotplug.rst``), and on their own again once these are online.
     """
-    state = receipts.supervisor.guest_state
-    offline = _offline(receipts)
+    state = vcpus.supervisor.guest_state
+    offline = _offline(vcpus)
     if gone := offline - state.offline:
         log.warning(InstanceEvent.CPUS_OFFLINE, gone)
     if back := state.offline - offline:
@@ -105,48 +110,48 @@ def _watch_offline(receipts: Receipts) -> None:
     state.set_offline(offline)
 
 
-def _offline(receipts: Receipts) -> CpuSet:
+def _offline(vcpus: Vcpus) -> CpuSet:
     """Return the vCPUs' CPUs that are offline; the last known ones if the kernel's list cannot be read."""
     try:
-        return CpuSet(receipts.active.placement.pins) - read_online(receipts.supervisor.roots.sys)
+        return CpuSet(vcpus.active.placement.pins) - read_online(vcpus.supervisor.roots.sys)
     except HostError:
-        return receipts.supervisor.guest_state.offline
+        return vcpus.supervisor.guest_state.offline
 
 
-async def _restore(receipts: Receipts, vcpus: Vcpus) -> None:
+async def _restore(vcpus: Vcpus) -> None:
     """Pin each vCPU to its own CPU, and move all other threads off the instance's CPUs, if no vCPU's CPU is lost."""
 
     def kept() -> CpuSet | None:
-        return _kept(receipts) if _unsettled(receipts) and find_lost_cpus(receipts) is None else None
+        return _kept(vcpus.active) if _unsettled(vcpus) and find_lost_cpus(vcpus) is None else None
 
     with contextlib.suppress(RunnerError):  # the next check finds it
         await vcpus.fit(kept)
-        receipts.supervisor.guest_state.set_cpus_lost("")
+        vcpus.supervisor.guest_state.set_cpus_lost("")
 
 
-def _unsettled(receipts: Receipts) -> bool:
+def _unsettled(vcpus: Vcpus) -> bool:
     """Tell whether threads or cgroups differ from the placement in force, although the container has all vCPUs' CPUs.
 
     A thread may have ended, or have another mask: Linux before 6.2 gives all threads all CPUs of a cgroup whose CPUs have changed. CPUs
     without a vCPU may no longer belong to the instance.
     """
-    placement = receipts.active.placement
-    placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in _masks(receipts))
+    placement = vcpus.active.placement
+    placed = sum(len(mask) == 1 and placement.pins[vcpu] in mask for vcpu, mask in _masks(vcpus))
     return (
-        bool(receipts.supervisor.guest_state.cpus_lost)
-        or placed != len(receipts.threads.vcpus)
-        or receipts.receipt.rules.pins != placement.pins
-        or bool(_divided(placement) - _kept(receipts))
+        bool(vcpus.supervisor.guest_state.cpus_lost)
+        or placed != len(vcpus.threads)
+        or vcpus.receipts.receipt.rules.pins != placement.pins
+        or bool(_divided(placement) - _kept(vcpus.active))
     )
 
 
-def _kept(receipts: Receipts) -> CpuSet:
+def _kept(active: ActivePlacement) -> CpuSet:
     """Return the container's CPUs, provided that it has all of the vCPUs' CPUs.
 
     The controller also takes CPUs without a vCPU; they are then in float, in which this process runs.
     """
-    placement = receipts.active.placement
-    kept = _named_by_container(receipts) or _divided(placement)
+    placement = active.placement
+    kept = _named_by_container(active) or _divided(placement)
     if isinstance(placement, ControllerPlacement):
         kept -= read_mask()
     return kept | CpuSet(placement.pins)  # no effective cpuset lists an offline CPU
@@ -157,20 +162,20 @@ def _divided(placement: Placement) -> CpuSet:
     return placement.cpus if isinstance(placement, ControllerPlacement) else placement.cpus | placement.float_cpus
 
 
-async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd | None:
+async def _leave(vcpus: Vcpus, lost: LostCpus) -> GuestEnd | None:
     """Put the vCPUs on the remaining CPUs; return the guest's end if these are too few."""
-    supervisor = receipts.supervisor
+    supervisor = vcpus.supervisor
 
     def available() -> CpuSet | None:
-        now = find_lost_cpus(receipts)
+        now = find_lost_cpus(vcpus)
         return None if now is None else now.available
 
     try:
         await vcpus.fit(available)
     except RefusedError as error:
-        if receipts.machine.ends:
+        if vcpus.machine.ends:
             await trio.sleep_forever()  # the guest's end follows
-        if find_lost_cpus(receipts) != lost:
+        if find_lost_cpus(vcpus) != lost:
             return None  # the container has other CPUs by now
         detail = f"{lost}: {explain(error)}"
         log.error(InstanceEvent.GUEST_WITHOUT_CPUS, detail)  # noqa: TRY400 - one line
@@ -182,52 +187,52 @@ async def _leave(receipts: Receipts, vcpus: Vcpus, lost: LostCpus) -> GuestEnd |
     return None
 
 
-def find_lost_cpus(receipts: Receipts) -> LostCpus | None:
+def find_lost_cpus(vcpus: Vcpus) -> LostCpus | None:
     """Return the vCPUs' CPUs that the container no longer has, ``None`` if it has all."""
-    own, named = CpuSet(receipts.active.placement.pins), _named_by_container(receipts)
-    shown = _shown_by_threads(receipts, named)
+    own, named = CpuSet(vcpus.active.placement.pins), _named_by_container(vcpus.active)
+    shown = _shown_by_threads(vcpus, named)
     sure = bool(named) and not own <= named
     available = named if sure else shown
     if available is None:
         return None
     # An offline CPU still belongs to the container, although the kernel has moved its threads.
-    lost = own - available - _offline(receipts)
+    lost = own - available - _offline(vcpus)
     return LostCpus(lost, available, sure) if lost else None
 
 
-def _shown_by_threads(receipts: Receipts, named: CpuSet) -> CpuSet | None:
+def _shown_by_threads(vcpus: Vcpus, named: CpuSet) -> CpuSet | None:
     """Return the CPUs of a thread that cannot run on its own CPU, which are all CPUs of its cgroup; ``None`` if each thread can.
 
     A thread that is not on its own CPU may merely have another mask, unless *named*, the CPUs that the container's cgroup lists, lacks its
     CPU. *named* is empty if that cgroup is not visible.
     """
-    pins = receipts.active.placement.pins
-    for vcpu, mask in _masks(receipts):
+    pins = vcpus.active.placement.pins
+    for vcpu, mask in _masks(vcpus):
         taken = bool(named) and pins[vcpu] not in named
-        if pins[vcpu] not in mask and (taken or not _may_have(receipts, vcpu, pins[vcpu])):
+        if pins[vcpu] not in mask and (taken or not _may_have(vcpus, vcpu, pins[vcpu])):
             return mask
     return None
 
 
-def _may_have(receipts: Receipts, vcpu: int, cpu: int) -> bool:
+def _may_have(vcpus: Vcpus, vcpu: int, cpu: int) -> bool:
     """Pin the thread of a vCPU to its own CPU, and return whether the kernel allows it."""
     try:
-        pin(receipts.threads.vcpus[vcpu].tid, CpuSet([cpu]))
+        pin(vcpus.threads[vcpu].tid, CpuSet([cpu]))
     except PlacementError:
         return False
     return True
 
 
-def _masks(receipts: Receipts) -> Iterator[tuple[int, CpuSet]]:
+def _masks(vcpus: Vcpus) -> Iterator[tuple[int, CpuSet]]:
     """Yield each vCPU that has a CPU, with the CPUs that its thread may run on."""
-    for vcpu in receipts.threads.vcpus[: len(receipts.active.placement.pins)]:
+    for vcpu in vcpus.threads[: len(vcpus.active.placement.pins)]:
         with contextlib.suppress(ProcessLookupError):  # it has been unplugged
             yield vcpu.index, read_mask(vcpu.tid)
 
 
-def _named_by_container(receipts: Receipts) -> CpuSet:
+def _named_by_container(active: ActivePlacement) -> CpuSet:
     """Return the CPUs listed by the container's cgroup; empty if it is not visible."""
     try:
-        return receipts.active.container_cpus()
+        return active.container_cpus()
     except HostError:
         return CpuSet()

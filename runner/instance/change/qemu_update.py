@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,7 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen, short_text, whole_number
 from runner.facts.host import format_version, parse_version
-from runner.host.discover import version_output
+from runner.host.discover import ask_qemu_version
 from runner.instance.change.running_instance import RunningInstance
 from runner.instance.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
@@ -117,11 +116,10 @@ async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_bac
     if unusable := await _program_reasons(path, program.digest):
         return _NextQemu(path, ""), [*reasons, *unusable]  # the program is not executed
     # With QEMU's own rights: asking a program for its version already executes its code.
-    output, failure = await version_output(running.supervisor.processes, "qemu", path, running.plan.machine.user)
-    match = re.search(r"version ([0-9.]+)", output, re.ASCII)
-    successor = _NextQemu(path, "" if match is None else match[1])
-    if failure or not successor.version:
-        reasons.append(failure or f"cannot use {str(path)!r}: it says {output!r} when asked for its version")
+    version, error = await ask_qemu_version(running.supervisor.processes, path, running.plan.machine.user)
+    successor = _NextQemu(path, version)
+    if not version:
+        reasons.append(f"cannot use {str(path)!r}: {error}")
     versions = ((f"{str(path)!r}", successor.version), ("the QEMU that runs", running.machine.monitor.version))
     oldest = format_version(SINCE)
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
@@ -427,7 +425,7 @@ class _Move:
             descriptors = attrs.evolve(
                 kept, qmp=theirs.fileno(), wires=tuple(wires), files=files, shares=shares, devices=devices
             )
-            cgroup = self.running.receipts.active.memory_cgroup_fd
+            cgroup = self.running.active.memory_cgroup_fd
             lent.enter_context(lockable(plan.lockable))
             process = spawn_qemu(supervisor, plan, descriptors, cgroup, options, more)
             return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
@@ -441,16 +439,16 @@ class _Move:
 
     async def _place(self, successor: Qemu) -> None:
         """Give the successor's vCPU threads the CPUs of the source's threads, and read every thread back."""
-        receipts = self.running.receipts
+        active = self.running.active
         threads = QemuThreads(successor.process, await successor.vcpu_threads(), await successor.iothreads())
-        receipts.active.admit(successor.process.pid)
+        active.admit(successor.process.pid)
         # Before the source's leave: the controller unseals the CPUs of a cgroup without threads.
-        enter_places(receipts.active, receipts.active.placement, threads.vcpus)
+        enter_places(active, active.placement, threads.vcpus)
         self.displaced = True
         for vcpu in self.threads.vcpus:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or reading back detects it
-                receipts.active.release(vcpu.tid)
-        receipts.follow(threads)
+                active.release(vcpu.tid)
+        self.running.receipts.follow(threads)
 
     async def _let_run(self, successor: Qemu) -> _Moved:
         """Let the successor run the guest; from here on the source's state is out of date, and it never runs the guest again.
@@ -497,9 +495,7 @@ class _Move:
         try:
             if self.displaced:
                 with contextlib.suppress(HostError, PlacementError):  # found when they are read back
-                    enter_places(
-                        self.running.receipts.active, self.running.receipts.active.placement, self.threads.vcpus
-                    )
+                    enter_places(self.running.active, self.running.active.placement, self.threads.vcpus)
             if self.successor is not None:
                 self.successor.monitor.close()
                 await supervisor.processes.kill(self.successor.process)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from runner.base.values import frozen
 from runner.instance.change.disk_hotplug import DiskHotplug
 from runner.instance.change.vcpus import Vcpus
+from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.instance.supervisor import Supervisor
 from runner.instance.watch.receipts import Receipts
@@ -18,6 +19,7 @@ class RunningInstance:
     supervisor: Supervisor
     plan: InstancePlan
     machine: Qemu
+    active: ActivePlacement
     receipts: Receipts
     disks: DiskHotplug
     vcpus: Vcpus

@@ -22,15 +22,18 @@ from runner.base.values import frozen, short_text, whole_number
 from runner.facts.hardware import Hardware
 from runner.facts.host import format_version, parse_version
 from runner.instance.gate import Kind
+from runner.instance.parts.cgroups.active import ActivePlacement
+from runner.instance.parts.qemu import Qemu
 from runner.instance.parts.thread_placement import QemuThreads, enter_places
+from runner.instance.supervisor import Supervisor
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.resize import more_pins, moved_pins, unlike, with_pins
 from runner.placement.threads import guarantee_of
-from runner.plan.machine import VcpuHotplugPlan
-from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent
+from runner.plan.machine import MachinePlan, VcpuHotplugPlan
+from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent, VcpuThread
 
 if TYPE_CHECKING:
     from runner.instance.documents import VcpuDocument, VcpusAnswer
@@ -63,20 +66,25 @@ class GuestStoppedError(HostError):
     """The guest was stopped for a change, and cannot be continued."""
 
 
+@frozen
 class Vcpus:
     """The vCPUs of a running machine."""
 
-    def __init__(self, receipts: Receipts) -> None:
-        self._receipts = receipts
+    supervisor: Supervisor
+    plan: MachinePlan
+    machine: Qemu
+    active: ActivePlacement
+    receipts: Receipts
 
     @property
-    def _placement(self) -> Placement:
-        return self._receipts.active.placement
+    def threads(self) -> Sequence[VcpuThread]:
+        """Return the thread of each vCPU, by index."""
+        return self.receipts.threads.vcpus
 
     async def listed(self) -> VcpusAnswer:
         """Return each vCPU as JSON, and the CPUs of the container that no vCPU has."""
         slots = await self._slots()
-        pins, threads = self._placement.pins, self._receipts.threads
+        pins = self.active.placement.pins
         vcpus: list[VcpuDocument] = [
             {
                 "vcpu": vcpu.index,
@@ -84,10 +92,10 @@ class Vcpus:
                 "cpu": pins[vcpu.index],
                 "plugged_later": slots[vcpu.index].plugged_later,
             }
-            for vcpu in threads.vcpus
+            for vcpu in self.threads
         ]
-        plan = self._receipts.plan.machine.vcpu_hotplug
-        unused = self._receipts.active.container_cpus() - CpuSet(pins)
+        plan = self.plan.vcpu_hotplug
+        unused = self.active.container_cpus() - CpuSet(pins)
         return {"vcpus": vcpus, "unused": str(unused), "most": len(vcpus) if plan is None else plan.most}
 
     async def set(self, count: int) -> VcpusAnswer:
@@ -95,12 +103,12 @@ class Vcpus:
 
         Raises :exc:`~runner.base.errors.RunnerError`, in which case the machine is unchanged, unless the error says otherwise.
         """
-        async with self._receipts.supervisor.changes.begin(Kind.VCPUS, "the vCPUs are being changed"):
+        async with self.supervisor.changes.begin(Kind.VCPUS, "the vCPUs are being changed"):
             plan = self._allowed(count)
             await self._drop_released()
-            await self._release_from(len(self._receipts.threads.vcpus))  # vCPUs that an earlier change could not remove
-            before, pause = len(self._receipts.threads.vcpus), 0.0
-            if count > before and self._receipts.unplugged and self._receipts.plan.machine.accel == "tcg":
+            await self._release_from(len(self.threads))  # vCPUs that an earlier change could not remove
+            before, pause = len(self.threads), 0.0
+            if count > before and self.receipts.unplugged and self.plan.accel == "tcg":
                 raise RefusedError(
                     "cannot plug a vCPU: the guest has released one before, and without KVM QEMU crashes when another is plugged then",
                     remedy="start the instance again",
@@ -111,7 +119,7 @@ class Vcpus:
                     InstanceEvent.VCPUS_PLUGGED,
                     count,
                     before,
-                    CpuSet(self._placement.pins),
+                    CpuSet(self.active.placement.pins),
                     pause * 1000,
                 )
             elif count < before:
@@ -121,7 +129,7 @@ class Vcpus:
 
     def _allowed(self, count: int) -> VcpuHotplugPlan:
         """Return the plan's rules for other numbers of vCPUs. Raises :exc:`RefusedError` if they do not allow *count*."""
-        plan = self._receipts.plan.machine.vcpu_hotplug
+        plan = self.plan.vcpu_hotplug
         if plan is None:
             raise RefusedError(
                 "cannot change the number of vCPUs: the machine was not started for it",
@@ -138,11 +146,11 @@ class Vcpus:
 
     async def _grow(self, count: int, plan: VcpuHotplugPlan) -> float:
         """Plug vCPUs until there are *count*; return the pause of the guest in seconds."""
-        receipts, before = self._receipts, self._placement
-        wanted = self._with_more(count, plan, read_hardware(self._receipts.supervisor.roots.sys.parent))
+        before = self.active.placement
+        wanted = self._with_more(count, plan, read_hardware(self.supervisor.roots.sys.parent))
         slots = await self._slots()
-        threads, first = receipts.threads, len(receipts.threads.vcpus)
-        await receipts.active.change(wanted)
+        threads, first = self.receipts.threads, len(self.threads)
+        await self.active.change(wanted)
         failure: RunnerError | None = None
         pause, placed = 0.0, list[int]()
         try:
@@ -152,7 +160,7 @@ class Vcpus:
                     await self._plug(index, slots[index])
                 await self._place(first, placed)
             pause = stopped.seconds
-            receipts.publish_change()
+            self.receipts.publish_change()
         except GuestStoppedError:  # the instance ends
             raise
         except RunnerError as error:
@@ -165,7 +173,7 @@ class Vcpus:
 
     def _with_more(self, count: int, plan: VcpuHotplugPlan, hardware: Hardware) -> Placement:
         """Return the placement of *count* vCPUs. Raises :exc:`RefusedError` where the CPUs or the guest cannot have them."""
-        given, pins = self._receipts.active.container_cpus(), self._placement.pins
+        given, pins = self.active.container_cpus(), self.active.placement.pins
         available = given & hardware.online
         if lost := CpuSet(pins) - available:
             why = "are offline" if lost <= given else "no longer belong to the container"
@@ -181,13 +189,13 @@ class Vcpus:
                 f"cannot have {count} vCPUs: the guest sees one L3 cache, and the CPUs '{others}' have another than CPU {found[0]}",
                 remedy='set cpu.topology = "flat" and start the instance again',
             )
-        return with_pins(self._placement, given, found)
+        return with_pins(self.active.placement, given, found)
 
     def _check_guarantee(self, placement: Placement) -> None:
         """Check that the kernel keeps all other tasks off the CPUs of *placement*, if the spec requires it."""
         if not isinstance(placement, ControllerPlacement) or not placement.enforced:
             return
-        threads = self._receipts.read().threads
+        threads = self.receipts.read().threads
         if guarantee_of(placement.backend, placement.cpus, threads) != "enforced":
             raise PlacementError(
                 f"cannot keep all others off the CPUs '{placement.cpus}'",
@@ -200,7 +208,7 @@ class Vcpus:
 
         Raises :exc:`GuestStoppedError` if it cannot be continued afterwards; the instance is then asked to stop.
         """
-        monitor = self._receipts.machine.monitor
+        monitor = self.machine.monitor
         if await monitor.query("query-status", lambda reply: reply["running"]) is not True:
             raise RefusedError("cannot plug a vCPU: the guest does not run")
         pause, began = _Pause(), trio.current_time()
@@ -208,7 +216,7 @@ class Vcpus:
             await monitor.execute("stop")
             yield pause
         finally:
-            within = self._receipts.supervisor.timeouts.guest_runs
+            within = self.supervisor.timeouts.guest_runs
             reason = f"QEMU has not answered within {within:g} s"
             with trio.move_on_after(within, shield=True):
                 reason = await self._let_run()
@@ -219,28 +227,27 @@ class Vcpus:
     async def _let_run(self) -> str:
         """Let the guest run again; return the reason if that fails, empty if it works."""
         try:
-            await self._receipts.machine.monitor.execute("cont")
+            await self.machine.monitor.execute("cont")
         except QmpError as error:
             return explain(error)
         return ""
 
     def _give_up(self, reason: str) -> NoReturn:
         """End the instance, whose guest cannot be continued. Raises :exc:`GuestStoppedError`."""
-        if not self._receipts.machine.ends:
+        if not self.machine.ends:
             log.error(InstanceEvent.GUEST_NOT_CONTINUED, reason)
-            self._receipts.supervisor.stop.ask("the guest does not continue after a vCPU was to be plugged")
+            self.supervisor.stop.ask("the guest does not continue after a vCPU was to be plugged")
         raise GuestStoppedError(f"the guest does not continue, and the instance ends: {reason}")
 
     async def _plug(self, index: int, slot: VcpuSlot) -> None:
         arguments = {"driver": slot.driver, "id": f"vcpu{index}", **slot.properties}
-        await self._receipts.machine.monitor.execute("device_add", arguments)
+        await self.machine.monitor.execute("device_add", arguments)
 
     async def _place(self, first: int, placed: list[int]) -> None:
         """Pin the vCPUs from index *first* on to their CPUs, and read every thread back; append their tids to *placed*."""
-        receipts = self._receipts
-        vcpus = await receipts.machine.vcpu_threads()
-        enter_places(receipts.active, receipts.active.placement, vcpus, first, placed)
-        receipts.follow(attrs.evolve(receipts.threads, vcpus=vcpus))
+        vcpus = await self.machine.vcpu_threads()
+        enter_places(self.active, self.active.placement, vcpus, first, placed)
+        self.receipts.follow(attrs.evolve(self.receipts.threads, vcpus=vcpus))
 
     async def _take_back(
         self, first: int, placed: Sequence[int], threads: QemuThreads, before: Placement, failure: RunnerError
@@ -249,7 +256,6 @@ class Vcpus:
 
         A vCPU that the guest keeps stays in float; the next change tries again to release it.
         """
-        receipts = self._receipts
         left: RunnerError | None = None
         try:
             await self._release_from(first)
@@ -257,13 +263,13 @@ class Vcpus:
             left = error
             for tid in placed:
                 with suppress(HostError, PlacementError):  # it has ended, or was never there
-                    receipts.active.release(tid)
+                    self.active.release(tid)
         try:
             for tid in placed:
-                receipts.active.forget(tid)
-            await receipts.active.change(before)
-            receipts.follow(threads)
-            receipts.publish_change()
+                self.active.forget(tid)
+            await self.active.change(before)
+            self.receipts.follow(threads)
+            self.receipts.publish_change()
         except RunnerError as error:
             left = left or error
         if left is not None:
@@ -274,7 +280,7 @@ class Vcpus:
         for index, slot in reversed(list(enumerate(await self._slots()))):
             if index >= first and slot.path is not None:
                 await self._release(index, slot.path)
-                self._receipts.drop_vcpus(index)
+                self.receipts.drop_vcpus(index)
 
     # -- fewer -------------------------------------------------------------------------------------------------------
 
@@ -289,29 +295,28 @@ class Vcpus:
         try:
             await self._follow_threads(available)  # released vCPUs stay released
         except RunnerError as error:
-            raise HostError(f"{len(self._receipts.threads.vcpus)} vCPUs are left, but {explain(error)}") from refusal
+            raise HostError(f"{len(self.threads)} vCPUs are left, but {explain(error)}") from refusal
         if refusal is not None:
             raise refusal
 
     def _divided_cpus(self) -> CpuSet:
         """Return the CPUs that the vCPUs and float have together: fewer vCPUs need no new registration."""
-        placement = self._placement
-        return placement.cpus if isinstance(placement, ControllerPlacement) else self._receipts.active.container_cpus()
+        placement = self.active.placement
+        return placement.cpus if isinstance(placement, ControllerPlacement) else self.active.container_cpus()
 
     async def _follow_threads(self, available: CpuSet) -> None:
         """Write placement and receipt anew, for the remaining vCPUs."""
-        receipts, before = self._receipts, self._placement
-        await receipts.active.change(with_pins(before, available, before.pins[: len(receipts.threads.vcpus)]))
-        receipts.follow(receipts.threads)
-        receipts.publish_change()
+        before = self.active.placement
+        await self.active.change(with_pins(before, available, before.pins[: len(self.threads)]))
+        self.receipts.follow(self.receipts.threads)
+        self.receipts.publish_change()
 
     async def _drop_released(self) -> None:
         """Forget the vCPUs that the guest has released late or unasked, which it may do at any moment.
 
         Raises :exc:`HostError` if it keeps others with higher indexes: indexes have no gaps.
         """
-        receipts, slots = self._receipts, await self._slots()
-        vcpus = receipts.threads.vcpus
+        slots, vcpus = await self._slots(), self.threads
         there = tuple(vcpu for vcpu in vcpus if slots[vcpu.index].path is not None)
         if len(there) == len(vcpus):
             return
@@ -322,23 +327,23 @@ class Vcpus:
                 remedy="start the instance again",
             )
         available = self._divided_cpus()
-        receipts.drop_vcpus(len(there))
+        self.receipts.drop_vcpus(len(there))
         log.info(InstanceEvent.VCPUS_RELEASED, len(there), len(vcpus))
         await self._follow_threads(available)
 
     async def _unplug(self, count: int) -> None:
         """Ask the guest to release vCPUs until there are *count*. Raises :exc:`RefusedError` if it keeps one."""
-        receipts, slots = self._receipts, await self._slots()
-        while len(vcpus := receipts.threads.vcpus) > count:
+        slots = await self._slots()
+        while len(vcpus := self.threads) > count:
             last = vcpus[-1]
             if (path := slots[last.index].path) is not None:  # else it has been released meanwhile
                 await self._release(last.index, path)
-            receipts.drop_vcpus(len(vcpus) - 1)
+            self.receipts.drop_vcpus(len(vcpus) - 1)
 
     async def _release(self, index: int, path: str) -> None:
         """Ask the guest to release the vCPU *index* with the QOM *path*."""
-        machine = self._receipts.machine
-        if self._receipts.plan.machine.accel == "tcg" and parse_version(machine.monitor.version) < EMULATED_SINCE:
+        machine = self.machine
+        if self.plan.accel == "tcg" and parse_version(machine.monitor.version) < EMULATED_SINCE:
             raise RefusedError(
                 f"cannot unplug vCPU {index}: without KVM, QEMU {machine.monitor.version} crashes some time after it",
                 remedy=f"use QEMU {format_version(EMULATED_SINCE)}",
@@ -349,7 +354,7 @@ class Vcpus:
             if event.name == "DEVICE_DELETED" and event.data.get("path") == path:
                 gone.set()
 
-        asked, timeouts = False, self._receipts.supervisor.timeouts
+        asked, timeouts = False, self.supervisor.timeouts
         with machine.monitor.observed_by(observe), trio.move_on_after(timeouts.vcpu_released):
             while not gone.is_set():
                 asked = asked or await self._ask_for(path)
@@ -368,7 +373,7 @@ class Vcpus:
     async def _ask_for(self, path: str) -> bool:
         """Let QEMU ask the guest to release the vCPU with the QOM *path*; return ``False`` if the guest cannot be asked yet."""
         try:
-            await self._receipts.machine.monitor.execute("device_del", {"id": path})
+            await self.machine.monitor.execute("device_del", {"id": path})
         except ExecuteError as error:
             # Until the guest has switched to the hotplug registers that can unplug (piix4/ich9: "legacy" CPU hotplug).
             if "not supported device type" in error.description:
@@ -389,30 +394,30 @@ class Vcpus:
         if (available := find()) is not None:
             self.leave(available)
             await self._drop_released()
-            receipts, before = self._receipts, self._placement
+            before = self.active.placement
             if len(before.pins) > len(available):
-                if receipts.plan.machine.vcpu_hotplug is None:
+                if self.plan.vcpu_hotplug is None:
                     raise RefusedError(
                         "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)"
                     )
                 await self._unplug(len(available))
-            found = moved_pins(before.pins[: len(receipts.threads.vcpus)], available)
+            found = moved_pins(before.pins[: len(self.threads)], available)
             wanted, done = with_pins(before, available, found), False
-            await receipts.active.follow(wanted)
+            await self.active.follow(wanted)
             try:
                 self._pin(found)
-                receipts.follow(receipts.threads)
+                self.receipts.follow(self.receipts.threads)
                 done = True
             finally:
                 if not done:  # the controller may be away, and has not assigned the new CPUs yet
-                    receipts.active.adopt(before)
-            receipts.publish_change()
-            receipts.supervisor.log_limit.log(log.info, InstanceEvent.VCPUS_PLACED_ANEW, len(found), CpuSet(found))
+                    self.active.adopt(before)
+            self.receipts.publish_change()
+            self.supervisor.log_limit.log(log.info, InstanceEvent.VCPUS_PLACED_ANEW, len(found), CpuSet(found))
             _tell_if_shared(wanted, before)
 
     def _pin(self, pins: Sequence[int]) -> None:
         """Pin each vCPU thread to its CPU in *pins*. Raises :exc:`~runner.base.errors.PlacementError`."""
-        for vcpu in self._receipts.threads.vcpus:
+        for vcpu in self.threads:
             own = CpuSet([pins[vcpu.index]])
             try:
                 mask = read_mask(vcpu.tid)
@@ -423,14 +428,14 @@ class Vcpus:
 
     def leave(self, available: CpuSet) -> None:
         """Move each vCPU thread off all CPUs but *available*; the controller has done so unless it is away."""
-        for vcpu in self._receipts.threads.vcpus:
+        for vcpu in self.threads:
             with suppress(ProcessLookupError, PlacementError):  # it has ended, or its cgroup has fewer CPUs
                 if not read_mask(vcpu.tid) <= available:
                     pin(vcpu.tid, available)
 
     async def _slots(self) -> Sequence[VcpuSlot]:
         """Return the places for vCPUs by index."""
-        machine = self._receipts.plan.machine
+        machine = self.plan
         least = machine.vcpus if machine.vcpu_hotplug is None else machine.vcpu_hotplug.most
 
         def parse(reply: Any) -> list[VcpuSlot]:
@@ -439,7 +444,7 @@ class Vcpus:
                 raise ValueError(f"{len(slots)} slots, and not {least}")
             return slots
 
-        slots = await self._receipts.machine.monitor.query("query-hotpluggable-cpus", parse)
+        slots = await self.machine.monitor.query("query-hotpluggable-cpus", parse)
         return sorted(slots, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
 
 

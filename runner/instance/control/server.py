@@ -26,11 +26,14 @@ from runner.instance.change.vcpus import Vcpus
 from runner.instance.control.method_table import METHODS, PROTOCOL
 from runner.instance.control.status import read_status, runner_document
 from runner.instance.documents import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
-from runner.instance.parts.qemu import EXITS_WITHIN
+from runner.instance.parts.cgroups.active import ActivePlacement
+from runner.instance.parts.qemu import EXITS_WITHIN, Qemu
+from runner.instance.supervisor import Supervisor
 from runner.instance.watch.receipts import Receipts
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.shared_directories import followed, shared_directories
 from runner.kernel.sockets import Socket
+from runner.plan.instance import InstancePlan
 from runner.protocol.jsonrpc import BUSY, INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
 from runner.protocol.qmp import ExecInterruptedError, SilentError
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
@@ -58,15 +61,20 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def control_server(
-    receipts: Receipts, attached: Sequence[AttachedDisk]
+    supervisor: Supervisor,
+    plan: InstancePlan,
+    machine: Qemu,
+    active: ActivePlacement,
+    receipts: Receipts,
+    attached: Sequence[AttachedDisk],
 ) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
     """Return the disks of a running instance, of which *attached* are attached already, and the server of its socket's clients."""
-    plan, machine, supervisor = receipts.plan, receipts.machine, receipts.supervisor
-    in_pod_cgroup = receipts.active.in_pod_cgroup
     known = {each.plan.name: each for each in attached}
     within = supervisor.timeouts.disk_released
-    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, in_pod_cgroup, within, known)
-    return disks, partial(_accept, RunningInstance(supervisor, plan, machine, receipts, disks, Vcpus(receipts)))
+    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, active.in_pod_cgroup, within, known)
+    vcpus = Vcpus(supervisor, plan.machine, machine, active, receipts)
+    running = RunningInstance(supervisor, plan, machine, active, receipts, disks, vcpus)
+    return disks, partial(_accept, running)
 
 
 async def _accept(running: RunningInstance, listener: Socket) -> None:

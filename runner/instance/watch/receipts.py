@@ -86,13 +86,13 @@ class PlacedThreads(NamedTuple):
 class Receipts:
     """The receipt of a running QEMU, kept up to date."""
 
-    supervisor: Supervisor
-    plan: InstancePlan
-    machine: Qemu
+    _supervisor: Supervisor
+    _plan: InstancePlan
+    _machine: Qemu
     threads: QemuThreads
-    active: ActivePlacement
+    _active: ActivePlacement
     receipt: Receipt
-    count_from: Callable[[Receipt], None]
+    _count_from: Callable[[Receipt], None]
     """Counts the time of other tasks on the vCPUs' CPUs from a receipt on."""
     unplugged: bool = False
     """Whether the guest has released a vCPU."""
@@ -108,13 +108,13 @@ class Receipts:
         strays = [each.thread for each in receipt.threads if receipt.rules.is_child_of_vcpu(each)]
         for thread in strays:
             with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
-                self.active.release(thread.tid)
-                self.supervisor.counters.swept += 1
-                self.supervisor.log_limit.log(log.info, InstanceEvent.THREAD_MOVED_TO_FLOAT, thread.tid, thread.name)
+                self._active.release(thread.tid)
+                self._supervisor.counters.swept += 1
+                self._supervisor.log_limit.log(log.info, InstanceEvent.THREAD_MOVED_TO_FLOAT, thread.tid, thread.name)
         return self._read_once() if strays else receipt
 
     def _read_once(self) -> Receipt:
-        threads = read_threads(self.supervisor.processes, self.supervisor.procfs, self.active, self.threads)
+        threads = read_threads(self._supervisor.processes, self._supervisor.procfs, self._active, self.threads)
         return attrs.evolve(self.receipt, threads=threads)
 
     def confirm(self, reason: str) -> None:
@@ -128,7 +128,7 @@ class Receipts:
             log.info(InstanceEvent.GUARANTEE_ENFORCED, self.receipt.rules.cpus)
         else:
             reason = reason or "the kernel lets other processes of the pod run there"
-            if isinstance(self.plan.placement, ControllerPlacement) and self.plan.placement.enforced:
+            if isinstance(self._plan.placement, ControllerPlacement) and self._plan.placement.enforced:
                 raise PlacementError(
                     f"cannot keep all others off the vCPUs' CPUs: {reason}",
                     remedy='set cpu.exclusive = "auto" to start without that guarantee',
@@ -140,7 +140,7 @@ class Receipts:
         """Forget the vCPUs from index *first* on, which the guest has released; the receipt is written by :meth:`follow`."""
         vcpus = self.threads.vcpus
         for vcpu in vcpus[first:]:
-            self.active.forget(vcpu.tid)
+            self._active.forget(vcpu.tid)
         self.threads, self.unplugged = attrs.evolve(self.threads, vcpus=vcpus[:first]), True
 
     def follow(self, threads: QemuThreads) -> None:
@@ -148,25 +148,25 @@ class Receipts:
 
         Raises :exc:`~runner.base.errors.RunnerError` when a thread is misplaced; the receipt is then unchanged.
         """
-        supervisor, active = self.supervisor, self.active
+        supervisor, active = self._supervisor, self._active
         receipt = read_back(supervisor.processes, supervisor.procfs, active, active.placement, threads)
         self.threads = threads
         self.receipt = attrs.evolve(receipt, guarantee_reason=self.receipt.guarantee_reason)
-        self.count_from(self.receipt)
+        self._count_from(self.receipt)
 
     def publish(self) -> None:
         """Write the receipt to the state directory, with the names of the instance and of its pod."""
-        renewal = self.supervisor.renewal
+        renewal = self._supervisor.renewal
         document: ReceiptDocument = {
             **self.receipt.to_json(),
-            "instance": self.plan.name,
-            "pod": self.plan.pod.to_json(),
+            "instance": self._plan.name,
+            "pod": self._plan.pod.to_json(),
             "generation": renewal.generation,
-            "qemu_generation": self.machine.updates,
+            "qemu_generation": self._machine.updates,
         }
         content = json.dumps(document, indent=1).encode() + b"\n"
         try:
-            files.publish(self.plan.state_directory / RECEIPT, content)
+            files.publish(self._plan.state_directory / RECEIPT, content)
         except HostError:
             self._unpublished.set()
             raise
@@ -179,7 +179,7 @@ class Receipts:
             self._log_outdated(error)
 
     def _log_outdated(self, error: RunnerError) -> None:
-        self.supervisor.log_limit.log(log.warning, InstanceEvent.RECEIPT_OUTDATED, explain(error))
+        self._supervisor.log_limit.log(log.warning, InstanceEvent.RECEIPT_OUTDATED, explain(error))
 
     def placed(self) -> PlacedThreads:
         """Return QEMU's threads, and the receipt."""
@@ -192,13 +192,13 @@ class Receipts:
         Raises :exc:`~runner.base.errors.PlacementError` if one is misplaced and the renewal is strict.
         """
         self.receipt = self.read()
-        if self.supervisor.renewal.strict:
+        if self._supervisor.renewal.strict:
             verified(self.receipt)
 
     def misplaced(self) -> str:
         """Return a description of the threads that are not where the receipt has them, empty if there are none."""
-        if self.supervisor.guest_state.cpus_lost:
-            return self.supervisor.guest_state.cpus_lost
+        if self._supervisor.guest_state.cpus_lost:
+            return self._supervisor.guest_state.cpus_lost
         try:
             return "; ".join(sentences(self.read().violations()))
         except HostError as error:
@@ -208,7 +208,7 @@ class Receipts:
         """Return the CPU time of the busiest vCPU in seconds; ``None`` if the kernel does not show it."""
         pid = self.threads.process.pid
         try:
-            times = [self.supervisor.procfs.times(pid, each.tid) for each in self.threads.vcpus]
+            times = [self._supervisor.procfs.times(pid, each.tid) for each in self.threads.vcpus]
         except HostError:
             return None
         return max((each.ran for each in times if each is not None and each.ran is not None), default=None)
@@ -218,18 +218,18 @@ class Receipts:
 
         Raises :exc:`~runner.base.errors.PlacementError` when a thread is still misplaced after 1.6 s.
         """
-        self.threads = attrs.evolve(self.threads, iothreads=await self.machine.iothreads())
+        self.threads = attrs.evolve(self.threads, iothreads=await self._machine.iothreads())
         await self._publish_settled()
 
     async def follow_restarts(self) -> None:
         """Publish the receipt anew after each restart of a child, and where it could not be written; may be cancelled at any moment."""
-        happened = self.supervisor.restarted.next
+        happened = self._supervisor.restarted.next
         while True:
             await first_of(happened.wait, self._unpublished.wait)
             # The new process may not have executed its program yet.
             await trio.sleep(PUBLISHED_AGAIN if self._unpublished.is_set() else VERIFIED_AGAIN[0])
             # Before the threads are read, so that a restart meanwhile is not missed.
-            happened, self._unpublished = self.supervisor.restarted.next, trio.Event()
+            happened, self._unpublished = self._supervisor.restarted.next, trio.Event()
             try:
                 await self._publish_settled()
             except RunnerError as error:
@@ -272,7 +272,7 @@ async def placed_threads(
     receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
     supervisor.held.before_commit(receipts.reread)
     async with (
-        _sealed_cpus(supervisor, active, receipts),
+        _sealed_cpus(supervisor, plan, active, receipts),
         supervisor.background_task(active.settle),
         supervisor.background_task(receipts.follow_restarts),
     ):
@@ -280,7 +280,9 @@ async def placed_threads(
 
 
 @asynccontextmanager
-async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts: Receipts) -> AsyncIterator[None]:
+async def _sealed_cpus(
+    supervisor: Supervisor, plan: InstancePlan, active: ActivePlacement, receipts: Receipts
+) -> AsyncIterator[None]:
     """Keep all other tasks off the vCPUs' CPUs as far as this host can, and record the result in the receipt."""
     async with active.sealed() as reason:
         supervisor.held.value("placement confirmed", lambda: receipts.confirm(reason))
@@ -288,4 +290,4 @@ async def _sealed_cpus(supervisor: Supervisor, active: ActivePlacement, receipts
             yield
         finally:
             with supervisor.faults.recorded("remove the receipt"):
-                files.remove(receipts.plan.state_directory / RECEIPT)
+                files.remove(plan.state_directory / RECEIPT)
