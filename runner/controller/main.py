@@ -128,7 +128,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
     registrations = Registrations(
         callers, loop, device_filter, seccomp, timeouts, options.cpus or CpuSet(), seals.required
     )
-    status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning)
+    status = NodeStatus(callers, loop, device_filter, processes, seccomp, reports, tuning)
     if trusting:
         log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -142,7 +142,8 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                 for each in (listener, report_listener):
                     os.dup(each.fileno())
                 hang_up = HangUps().hang_up
-                server = UnixServer(controller_methods(registrations, seals, status), SocketLimits(), hang_up)
+                methods = controller_methods(callers, loop, registrations, seals, tuning, status)
+                server = UnixServer(methods, SocketLimits(), hang_up)
                 report_server = UnixServer(report_methods(callers, loop, reports), LIMITS, hang_up)
                 tasks: dict[str, Callable[[], Awaitable[None]]] = {
                     "log": output.drain,

@@ -32,7 +32,7 @@ ONE_PEER = attrs.evolve(LIMITS, connections_per_peer=LIMITS.connections, in_flig
 @asynccontextmanager
 async def reporting(node: Node, controller: Controller, uids: list[str]) -> AsyncIterator[None]:
     """Hold a socket that identifies its peers in the machine's /proc, and instances that report to it."""
-    callers = attrs.evolve(controller.status.callers, peers=Peers(Path("/proc")))
+    callers = attrs.evolve(controller.callers, peers=Peers(Path("/proc")))
     methods = report_methods(callers, controller.loop, controller.reports)
     with listening(node.path / "real.sock") as listener:
         async with trio.open_nursery() as nursery:

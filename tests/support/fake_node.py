@@ -332,29 +332,18 @@ class Controller:
     server: UnixServer
     device_filter: DeviceFilter
     methods: RpcMethods
-    status: NodeStatus
-    """All parts of the controller."""
+    callers: Callers
+    processes: tuple[PrivilegedProcess, ...]
+    seccomp: SeccompCheck
+    reports: Reports
+    """The latest ones of instances."""
+    tuning: TuningPasses
     host_tuner: HostTuner
     """What is in a process of its own, and here in a thread."""
 
-    @property
-    def tuning(self) -> TuningPasses:
-        return self.status.tuning
-
-    @property
-    def seccomp(self) -> SeccompCheck:
-        return self.status.seccomp
-
-    @property
-    def reports(self) -> Reports:
-        """Return what instances have reported."""
-        return self.status.reports
-
     def endpoints(self, device_filter: DeviceFilter | None = None) -> HttpEndpoints:
         """Return what the port for metrics shows, which nothing has asked for yet."""
-        return HttpEndpoints(
-            self.loop, device_filter or self.device_filter, self.status.processes, self.reports, self.seccomp
-        )
+        return HttpEndpoints(self.loop, device_filter or self.device_filter, self.processes, self.reports, self.seccomp)
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
@@ -476,8 +465,8 @@ async def controlled(
         processes: tuple[PrivilegedProcess, ...] = (tuning_passes.process,)
         if partition_writer is not None:
             processes += (partition_writer,)
-        status = NodeStatus(callers, loop, device_filter, processes, seals, seccomp, reports, tuning_passes)
-        methods = controller_methods(registrations, seals, status)
+        status = NodeStatus(callers, loop, device_filter, processes, seccomp, reports, tuning_passes)
+        methods = controller_methods(callers, loop, registrations, seals, tuning_passes, status)
         methods = attrs.evolve(methods, methods=parts.methods(methods.methods))
         server = UnixServer(methods, limits or SocketLimits(), hang_up)
         async with running_loop(loop):
@@ -491,7 +480,19 @@ async def controlled(
                     nursery.start_soon(server.accept, listener)
                     nursery.start_soon(report_server.accept, for_reports)
                     try:
-                        yield Controller(node, loop, server, device_filter, methods, status, host_tuner)
+                        yield Controller(
+                            node=node,
+                            loop=loop,
+                            server=server,
+                            device_filter=device_filter,
+                            methods=methods,
+                            callers=callers,
+                            processes=processes,
+                            seccomp=seccomp,
+                            reports=reports,
+                            tuning=tuning_passes,
+                            host_tuner=host_tuner,
+                        )
                     finally:
                         nursery.cancel_scope.cancel()
 

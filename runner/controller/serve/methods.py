@@ -161,9 +161,15 @@ def reported_end(group: Cgroup, stack: ExitStack) -> Sequence[int]:
         raise RpcError(BUSY, reason, {"reason": identity.BUSY}, remedy="ask again") from error
 
 
-def controller_methods(registrations: Registrations, seals: Seals, status: NodeStatus) -> RpcMethods:
+def controller_methods(
+    callers: Callers,
+    loop: ReconcileLoop,
+    registrations: Registrations,
+    seals: Seals,
+    tuning: TuningPasses,
+    status: NodeStatus,
+) -> RpcMethods:
     """Return the methods of the controller's socket."""
-    callers, loop = status.callers, status.loop
     optional = frozenset({"protocol", "overhead", "charged"})
     return RpcMethods(
         callers,
@@ -174,7 +180,7 @@ def controller_methods(registrations: Registrations, seals: Seals, status: NodeS
             "deregisterCgroup": Method(registrations.deregister, ("uuid",)),
             "sealCgroup": Method(seals.seal, ("uuid",)),
             "unsealCgroup": Method(seals.unseal, ("uuid",)),
-            "tuneInstance": Method(partial(_tune, callers, loop, status.tuning), ("uuid", "tuning")),
+            "tuneInstance": Method(partial(_tune, callers, loop, tuning), ("uuid", "tuning")),
             "listInstances": Method(status.list_instances),
             "getStatus": Method(status.get_status),
         },

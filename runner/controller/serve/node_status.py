@@ -13,7 +13,7 @@ from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers, RpcRequest
 from runner.controller.serve.handover import handovers
 from runner.controller.serve.reports import Reports
-from runner.controller.serve.seals import Seals
+from runner.controller.serve.seals import guarantee, impossible
 from runner.controller.serve.seccomp import SeccompCheck
 from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tree.loop import ReconcileLoop
@@ -33,7 +33,6 @@ class NodeStatus:
     loop: ReconcileLoop
     device_filter: DeviceFilter
     processes: tuple[PrivilegedProcess, ...]
-    seals: Seals
     seccomp: SeccompCheck
     reports: Reports
     tuning: TuningPasses
@@ -61,7 +60,7 @@ class NodeStatus:
                 ],
                 "without_seccomp": pod_uid in without_seccomp,
                 "reported": self.reports.to_json(pod_uid),
-                **self.seals.guarantee(pod_uid, group),
+                **guarantee(self.loop.tree, pod_uid, group),
             }
             for pod_uid, group in sorted(observed.instances().items())
             if mine is None or pod_uid == mine
@@ -93,11 +92,11 @@ class NodeStatus:
             "claims": source is not None and source.has_claims(),
             "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
             "frozen": self.loop.frozen() or None,
-            "partitions": self.seals.impossible() or "enforced",
+            "partitions": impossible(self.loop) or "enforced",
             "arranged": [
                 {"uuid": pod_uid, "reason": reason}
                 for pod_uid, group in sorted(observed.instances().items())
-                if mine in (None, pod_uid) and (reason := self.seals.guarantee(pod_uid, group).get("reason"))
+                if mine in (None, pod_uid) and (reason := guarantee(self.loop.tree, pod_uid, group).get("reason"))
             ],
             "handovers": [
                 {"uuid": each.pod_uid, "holder": each.holder, "cpuset": str(each.cpus)}

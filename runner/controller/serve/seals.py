@@ -18,6 +18,7 @@ from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.turns import Turns
 from runner.controller.tree.loop import ReconcileLoop
 from runner.controller.tree.model import ISOLATED, Group, Requested
+from runner.controller.tree.tree import Tree
 from runner.kernel.cgroup import CgroupError
 from runner.kubelet.pod_cgroups import NOT_SEALED, vcpus_group
 from runner.protocol.jsonrpc import RpcResult
@@ -90,13 +91,13 @@ class Seals:
         The reason is stored with the group, for later requests.
         """
         reason = self._make(pod_uid)
-        if reason != self._not_sealed(pod_uid):
+        if reason != _not_sealed(self.loop.tree, pod_uid):
             with contextlib.suppress(CgroupError):  # the attribute is only information
                 self.loop.tree.domain(pod_uid).set_attribute(NOT_SEALED, reason)
         return reason
 
     def _make(self, pod_uid: str) -> str:
-        if reason := self.impossible():
+        if reason := impossible(self.loop):
             return reason
         faults = self.loop.pass_over({pod_uid: Requested(sealed=True)})
         group = self.loop.recently_observed().instances().get(pod_uid)
@@ -107,23 +108,26 @@ class Seals:
         reasons = [str(fault) for fault in faults if fault.group == vcpus_group(pod_uid)]
         return "; ".join(reasons) or self.loop.frozen() or f"the kernel says {group.partition!r}"
 
-    def impossible(self) -> str:
-        """Return the reason why no instance can be sealed, empty if one can."""
-        writer = self.loop.tree.partition_writer
-        if writer is None:
-            return "the controller's option --partitions is off"
-        if not writer.missing and self.loop.recently_observed().exclusive is None:
-            return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
-        return writer.missing
 
-    def guarantee(self, pod_uid: str, group: Group) -> GuaranteeDocument:
-        """Return whether the kernel keeps all other tasks off the CPUs of *pod_uid*; if not, with the reason of the last attempt."""
-        if group.partition == ISOLATED:
-            return {"guarantee": "enforced"}
-        return {"guarantee": "arranged", "reason": self._not_sealed(pod_uid)}
+def impossible(loop: ReconcileLoop) -> str:
+    """Return the reason why no instance in the tree of *loop* can be sealed, empty if one can."""
+    writer = loop.tree.partition_writer
+    if writer is None:
+        return "the controller's option --partitions is off"
+    if not writer.missing and loop.recently_observed().exclusive is None:
+        return "the kernel has no remote partitions (cpuset.cpus.exclusive); they come with Linux 6.7"
+    return writer.missing
 
-    def _not_sealed(self, pod_uid: str) -> str:
-        return escaped(self.loop.tree.domain(pod_uid).attribute(NOT_SEALED) or "")[:_MOST_REASON]
+
+def guarantee(tree: Tree, pod_uid: str, group: Group) -> GuaranteeDocument:
+    """Return whether the kernel keeps all other tasks off the CPUs of *pod_uid*; if not, with the reason of the last attempt."""
+    if group.partition == ISOLATED:
+        return {"guarantee": "enforced"}
+    return {"guarantee": "arranged", "reason": _not_sealed(tree, pod_uid)}
+
+
+def _not_sealed(tree: Tree, pod_uid: str) -> str:
+    return escaped(tree.domain(pod_uid).attribute(NOT_SEALED) or "")[:_MOST_REASON]
 
 
 def unsealed(loop: ReconcileLoop, pod_uid: str) -> bool:
