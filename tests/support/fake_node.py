@@ -349,7 +349,7 @@ class Controller:
         """Wait until *condition* holds, which no event signals: request passes, and test it after each."""
         await trio.lowlevel.checkpoint()
         while not condition():
-            self.loop.disturb()
+            self.loop.request_pass()
             await self.loop.next_pass()
 
     async def until(self, condition: Callable[[], bool]) -> None:

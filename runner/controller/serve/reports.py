@@ -44,6 +44,7 @@ class _Instance:
     came: trio.Event = attrs.field(factory=trio.Event)
     """Set when the wanted report has arrived."""
     owed: bool = False
+    """Whether a wanted report has not arrived yet; it is stored at once, however soon after the last one."""
     _texts: dict[str, tuple[Samples, float]] = attrs.field(factory=dict)
     """Family → its texts, and the time since which they are kept."""
 

@@ -1,4 +1,4 @@
-"""The check for pods without seccomp, which may be root of a user namespace and so may write their cgroups' files."""
+"""The check for pods without seccomp: in user namespaces that their processes make, these are root, and may write their cgroups' files."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ _REMEDY = (
 
 @attrs.define(eq=False)
 class SeccompCheck:
-    """Checks in *procfs* the rights of processes in *tree* and of registering ones; with *required*, those without seccomp are refused."""
+    """Checks by *procfs* whether processes in *tree*, and those that register, may become root of a user namespace.
+
+    With *required*, such a registration is refused.
+    """
 
     tree: Tree
     procfs: Procfs
     log_limit: LogRateLimit
     required: bool
-    believed: float = 10.0
+    cached_for: float = 10.0
     """Seconds for which a result is cached: a status can have 700 KB, 20 ms each, any process may ask for it (``getStatus``), and any
     container's PID 1 cause a reading (``registerCgroup``)."""
     _found: dict[str | tuple[int, int], tuple[float, bool]] = attrs.field(factory=dict)
     """Pod UID, or process and PID namespace → time of the reading, and its result."""
 
     def check(self, peer: Peer, pod_uid: str) -> None:
-        """Log that *peer*, which registers *pod_uid*, may be such a root; with *required*, raise :class:`RequestRefusedError`."""
+        """Check *peer*, which registers *pod_uid*; log that it may become root, or with *required* raise :class:`RequestRefusedError`."""
         if not self._may_make_root((peer.pid, peer.pid_namespace), lambda: [peer.pid]):
             return
         if self.required:
@@ -53,11 +56,11 @@ class SeccompCheck:
         self.log_limit.log(log.warning, ControllerEvent.INSTANCE_WITHOUT_SECCOMP, pod_uid, why, peer=pod_uid)
 
     def without(self, pod_uids: Collection[str]) -> frozenset[str]:
-        """Return the pods of *pod_uids* that may be such a root, judged by their first processes in the tree."""
+        """Return the pods of *pod_uids* without seccomp, judged by their first processes in the tree."""
         return frozenset(filter(self._is_without, pod_uids))
 
     def _is_without(self, pod_uid: str) -> bool:
-        """Tell whether *pod_uid* may be such a root; one that hides its threads by a lease counts as one, because it owns the file."""
+        """Tell whether *pod_uid* has no seccomp; one that hides its threads by a lease counts as such, because it owns the file."""
         try:
             return self._may_make_root(pod_uid, lambda: sorted(self.tree.float_of(pod_uid).threads())[:_MOST_JUDGED])
         except LeasedError:
@@ -67,7 +70,7 @@ class SeccompCheck:
 
     def _may_make_root(self, who: str | tuple[int, int], threads: Callable[[], list[int]]) -> bool:
         now = time.monotonic()
-        self._found = {each: found for each, found in self._found.items() if now - found[0] < self.believed}
+        self._found = {each: found for each, found in self._found.items() if now - found[0] < self.cached_for}
         if who not in self._found:
             if not (pids := threads()):
                 return False

@@ -115,7 +115,7 @@ class ReconcileLoop:
     """The tree as last observed, by a pass at the latest; ``None`` until the first has."""
     error: str = ""
     """The errors of the last pass made by :meth:`once`, empty if there were none; with an error the node is not ready."""
-    _disturbed: trio.Event = attrs.field(factory=trio.Event)
+    _pass_requested: trio.Event = attrs.field(factory=trio.Event)
     _passed: Announcements = attrs.field(factory=Announcements)
     _followed: list[Path] = attrs.field(factory=list)
     """The files of :meth:`following`."""
@@ -157,7 +157,7 @@ class ReconcileLoop:
             return self.state
         now = self.source.current(self.state)
         if isinstance(now, Frozen):
-            self.disturb()
+            self.request_pass()
         return now
 
     def desired(self, machine: OnlineCpus) -> Desired | Frozen:
@@ -243,7 +243,7 @@ class ReconcileLoop:
         faults += self._apply(actions, observed, requests, machine)
         failed = {fault.group for fault in faults if not fault.group_usable}
         after = self.observe() if actions else observed
-        self.pass_log.left = {name: group.cpus for name, group in after.groups.items()}
+        self.pass_log.last_cpus = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(standing_faults(self.tree.root.path, desired, after, machine.online, failed))
         faults += (self.mount_options.fault,) if self.mount_options.fault is not None else ()
         self.pass_log.add_faults(faults)
@@ -286,9 +286,9 @@ class ReconcileLoop:
         faults = self.tree.apply(actions, machine.online)
         return self.observe(), faults
 
-    def disturb(self) -> None:
+    def request_pass(self) -> None:
         """Request a pass soon."""
-        self._disturbed.set()
+        self._pass_requested.set()
 
     async def next_pass(self) -> None:
         """Wait until the next pass is done."""
@@ -302,7 +302,7 @@ class ReconcileLoop:
         """
         files = tuple(files)
         self._followed += files
-        self.disturb()
+        self.request_pass()
         try:
             yield
         finally:
@@ -337,13 +337,13 @@ class ReconcileLoop:
     async def follow(self, watches: Watches) -> None:
         """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
         while True:
-            disturbed = self._disturbed = trio.Event()  # events from here on require another pass
+            requested = self._pass_requested = trio.Event()  # events from here on require another pass
             repairs = self.counters.repairs
             await self.once(watches)
             least = self.intervals.least if self.counters.repairs == repairs else self.intervals.repaired
             earliest = trio.current_time() + least
             with trio.move_on_after(self._interval()):
-                await disturbed.wait()
+                await requested.wait()
             await trio.sleep_until(earliest)
 
     def _interval(self) -> float:
@@ -358,7 +358,7 @@ class ReconcileLoop:
         """Reclaim the memory left in domains without groups, after each pass; never return."""
         while True:
             if self.observed is not None:
-                await self.left_memory.reclaim(self.observed, self.disturb)
+                await self.left_memory.reclaim(self.observed, self.request_pass)
             await self.next_pass()
 
     async def once(self, watches: Watches) -> None:
@@ -386,7 +386,7 @@ def _evicted(actions: Iterable[Action]) -> frozenset[str]:
 async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
     """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree is left in place at the end."""
     with inotify.watching() as queue:
-        watches = Watches(queue, loop.tree, loop.source, loop.pods, loop.log_limit, loop.disturb)
+        watches = Watches(queue, loop.tree, loop.source, loop.pods, loop.log_limit, loop.request_pass)
         crowded = partial(
             end_crowded_pods,
             loop.tree,
@@ -401,10 +401,10 @@ async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
             for name, task in (
                 ("events", watches.listen),
                 ("reconcile", partial(loop.follow, watches)),
-                ("leases", partial(loop.held.outwait_leases, loop.disturb)),
+                ("leases", partial(loop.held.outwait_leases, loop.request_pass)),
                 ("reclaim", loop.reclaim),
                 ("processes", crowded),
-                ("mount", partial(loop.mount_options.keep, loop.intervals.mount, loop.disturb)),
+                ("mount", partial(loop.mount_options.keep, loop.intervals.mount, loop.request_pass)),
             ):
                 nursery.start_soon(restarted, name, task, loop.counters)
             try:

@@ -44,13 +44,13 @@ class MountOptions:
     known: frozenset[str] = frozenset({NSDELEGATE})
     """The options to add."""
 
-    async def keep(self, every: float, disturb: Callable[[], None]) -> None:
-        """Add the options that are missing, every *every* seconds, and call *disturb* when the fault changes; never return."""
+    async def keep(self, every: float, request_pass: Callable[[], None]) -> None:
+        """Add the options that are missing, every *every* seconds, and call *request_pass* when the fault changes; never return."""
         while True:
             before = self.fault
             self._look()
             if self.fault != before:
-                disturb()
+                request_pass()
             await trio.sleep(every)
 
     def _look(self) -> None:

@@ -42,8 +42,8 @@ class PassLog:
     """Whether a kubelet assigns the CPUs; without one each registration changes float."""
     faults: tuple[Fault, ...] = ()
     """The faults of the last pass, group by group."""
-    left: Mapping[str, CpuSet] = attrs.field(factory=dict)
-    """The cpusets as this program last read or wrote them: any difference was made by another program."""
+    last_cpus: Mapping[str, CpuSet] = attrs.field(factory=dict)
+    """The cpuset of each group at the end of the last pass: any difference was made by another program."""
     _oom_kills: Mapping[str, int] | None = None
     """Pod UID → the last :attr:`~runner.controller.tree.model.Domain.oom_kills`; ``None`` before the tree was observed."""
 
@@ -89,8 +89,8 @@ class PassLog:
                 case Restrict(group, file, value) if group in (ROOT, PARENT):
                     log.info(ControllerEvent.LIMIT_WRITTEN, self.tree.group(group).path / file, value)
                 case Write(group, "cpuset.cpus", value):
-                    left, found, limited = self.left.get(group), observed.groups.get(group), not self.kubelet
-                    if left is not None and found is not None and found.cpus != left:
+                    last, found, limited = self.last_cpus.get(group), observed.groups.get(group), not self.kubelet
+                    if last is not None and found is not None and found.cpus != last:
                         self.counters.repairs += 1
                         limited = True
                         self.limit.log(

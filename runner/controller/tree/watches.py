@@ -53,7 +53,7 @@ class Watches:
     source: CpuSource | None
     pods: PodCgroups
     log_limit: LogRateLimit
-    disturb: Callable[[], None]
+    request_pass: Callable[[], None]
     """Requests a pass."""
     _watches: set[int] = attrs.field(factory=set)
     _watched: dict[Path, int] = attrs.field(factory=dict)
@@ -68,7 +68,7 @@ class Watches:
                 if event.mask & inotify.IGNORED:
                     self._watches.discard(event.watch)
                 if self._matters(event):
-                    self.disturb()
+                    self.request_pass()
 
     def _matters(self, event: inotify.FileEvent) -> bool:
         if not event.name or event.mask & inotify.QUEUE_OVERFLOW:
@@ -116,5 +116,5 @@ class Watches:
             return None
         if watch not in self._watches:
             self._watches.add(watch)
-            self.disturb()
+            self.request_pass()
         return watch

@@ -169,7 +169,7 @@ class Decision:
 
     changes: tuple[SettingChange, ...]
     records: Mapping[str, Record]
-    takes: bool
+    unrecorded: bool
     """Whether a change is not recorded yet: then the records have to be written first."""
 
 
@@ -181,7 +181,7 @@ def decide(
     Records of the settings *lasting* are kept although they were not found: these may return with a value of ours. Unless *recordable*,
     recorded values that are no longer needed are restored, and nothing else is changed.
     """
-    changes, kept, takes = [], {path: records[path] for path in lasting if path in records}, False
+    changes, kept, unrecorded = [], {path: records[path] for path in lasting if path in records}, False
     for found in settings:
         record, setting = _record_of(found, records), found
         if not recordable:
@@ -204,12 +204,12 @@ def decide(
         if not recordable and not recorded and record is not None:
             kept[setting.path] = record
             continue
-        takes |= not recorded
+        unrecorded |= not recorded
         if needed is not None:
             kept[setting.path] = needed
         if setting.current != target or written != target:
             changes.append(SettingChange(setting, target))
-    return Decision(tuple(changes), kept, takes)
+    return Decision(tuple(changes), kept, unrecorded)
 
 
 def settled(decision: Decision, refused: Iterable[str], late: Iterable[str] = ()) -> Mapping[str, Record]:

@@ -133,7 +133,7 @@ class HostTuner:
             and (irqbalance is not None if path == _IRQBALANCE else (self.host.root / path).exists())
         ]
         decision, recorded, recordable = decide(settings, records, lasting), records, True
-        if decision.takes:
+        if decision.unrecorded:
             try:
                 self._publish(decision.records)
                 recorded = decision.records

@@ -769,7 +769,7 @@ async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog
     """As one that may make user namespaces does with the CPUs of its groups, and one whose seal the kernel refuses each second."""
     group, written = vcpus_group(A), Write(vcpus_group(A), "cpuset.cpus", "1")
     pass_log = PassLog(Tree(Cgroup("/nowhere")), ControllerCounters(), LogRateLimit(), kubelet=True)
-    pass_log.left = {group: CpuSet([1])}
+    pass_log.last_cpus = {group: CpuSet([1])}
     found = Group("threaded", CpuSet([2]), CpuSet(), CpuSet(), populated=True)
     observed = Observed(frozenset(), frozenset(), exists=True, groups={group: found})
     caplog.set_level(logging.INFO)

@@ -155,7 +155,7 @@ def claims(node: Node) -> ClaimsNode:
 async def quiet(controller: Controller) -> None:
     """Wait until nothing calls for another pass: each new watch does, and what it reports wakes a task."""
     await trio.testing.wait_all_tasks_blocked()
-    while controller.loop._disturbed.is_set():
+    while controller.loop._pass_requested.is_set():
         await controller.loop.next_pass()
         await trio.testing.wait_all_tasks_blocked()
 
@@ -181,7 +181,7 @@ async def test_nothing_is_asked_while_nothing_changes(claims: ClaimsNode) -> Non
     async with claims.controlled() as (controller, client):
         for _ in range(3):
             assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-            controller.loop.disturb()
+            controller.loop.request_pass()
             await controller.loop.next_pass()
     assert claims.api.calls == [LIST]
 
@@ -294,7 +294,7 @@ async def test_a_kubelet_that_lists_a_container_later_is_asked_again(claims: Cla
         )
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
         before = len(claims.api.calls)
-        controller.loop.disturb()
+        controller.loop.request_pass()
         await controller.loop.next_pass()
         assert len(claims.api.calls) == before
 
@@ -327,7 +327,7 @@ async def test_a_restarted_kubelet_is_not_asked_for_what_is_known(claims: Claims
         assert not controller.loop.frozen()
         claims.node.pod_resources.rename(claims.node.pod_resources.with_name("away"))
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
-        controller.loop.disturb()
+        controller.loop.request_pass()
         await controller.loop.next_pass()
         assert not controller.loop.frozen()
         claims.node.pod_resources.with_name("away").rename(claims.node.pod_resources)

@@ -131,7 +131,7 @@ async def test_float_gets_none_of_the_cpus_and_the_old_instance_keeps_them(node:
     async with handing_over(node) as controller, connected(node.socket) as connection:
         for _ in range(3):
             await connection.refusal("registerCgroup", uuid=A, cpuset=OURS)
-            controller.loop.disturb()
+            controller.loop.request_pass()
             await controller.loop.next_pass()
             assert str(node.instance(B).cpus()) == OURS
             assert node.float_cgroup.cpus().isdisjoint(CpuSet.parse(OURS))

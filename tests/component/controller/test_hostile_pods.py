@@ -201,7 +201,7 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node) -> Non
             assert isinstance(status, dict)
             assert status["without_seccomp"] == [B]
         assert read == [os.getpid()]
-        controller.seccomp.believed = 0
+        controller.seccomp.cached_for = 0
         node.expose(os.getpid(), seccomp=2)
         assert without_seccomp(controller) == set()
         controller.loop.held.close()  # as if the pod had been faster
@@ -296,7 +296,7 @@ async def test_a_pod_that_may_write_its_groups_is_refused_on_demand(node: Node) 
     node.become(B)
     node.expose(os.getpid())
     async with controlled(node, require_seccomp=True) as controller, connected(node.socket) as client:
-        controller.seccomp.believed = 0
+        controller.seccomp.cached_for = 0
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "host"
         assert "set seccompProfile: RuntimeDefault" in str(refused["message"])
@@ -595,7 +595,7 @@ async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplo
     async with controlled(node) as controller, connected(node.socket) as client:
         for _ in range(3):
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
-            controller.loop.disturb()
+            controller.loop.request_pass()
             await controller.loop.next_pass()
         assert controller.loop.error == ""
         for name in ("cpu", "hugetlb", "memory", "pids"):
@@ -612,7 +612,7 @@ async def test_a_limit_that_the_kernel_refuses_stops_nothing(node: Node, caplog:
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert str(node.instance(B).cpus()) == "14-17"
         assert node.domain(B).read("cpu.weight") == "100"
-        controller.loop.disturb()
+        controller.loop.request_pass()
         await controller.loop.next_pass()
         assert controller.loop.error == ""
         for group in (node.root, node.domain(B)):
@@ -660,7 +660,7 @@ async def test_a_third_pod_registers_on_the_cpus_that_strangers_held(node: Node)
     async with controlled(node, timeouts=timeouts) as controller, connected(node.socket) as client:
         assert (await client.refusal("registerCgroup", uuid=A, cpuset="14-17"))["holder"] == B
         node.end_pod(B)
-        controller.loop._disturbed = trio.Event()  # no pass is made: the registration itself finds it
+        controller.loop._pass_requested = trio.Event()  # no pass is made: the registration itself finds it
         assert await client.result("registerCgroup", uuid=A, cpuset="14-17")
         assert not node.instance(B).exists()
 

@@ -181,7 +181,7 @@ async def test_an_instance_is_sealed_and_unsealed(node: Node, writer: CgroupWrit
         assert (node.instance(B).partition(), node.root.exclusive_cpus()) == ("member", CpuSet())
         await client.result("sealCgroup", uuid=B)
         node.instance(B).put_threads(())
-        controller.loop.disturb()
+        controller.loop.request_pass()
         await controller.until(lambda: node.instance(B).partition() == "member")
         assert node.root.exclusive_cpus() == CpuSet()
         node.instance(B).put_threads({11})

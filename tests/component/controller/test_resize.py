@@ -157,7 +157,7 @@ async def test_where_a_partition_is_not_extended_it_stays_as_it_was(
         refusal = await client.refusal("registerCgroup", uuid=B, cpuset="11,14-17")
         assert "14-17" in str(refusal["message"])
         writer.failing = None
-        controller.loop.disturb()
+        controller.loop.request_pass()
         await controller.eventually(lambda: holds(node, "11,14-17", sealed=True))
 
 

@@ -73,7 +73,7 @@ async def test_a_damaged_state_is_never_a_wrong_cpuset(tmp_path: Path) -> None:
             text = damaged(good, source)
             state.write_bytes(text)
             for _ in range(2):  # the second pass began after the file was written
-                controller.loop.disturb()
+                controller.loop.request_pass()
                 await controller.loop.next_pass()
             now = node.float_cgroup.cpus()
             if controller.loop.frozen():

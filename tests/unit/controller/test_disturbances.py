@@ -83,11 +83,11 @@ class FakeMachine:
             for path, value in sorted(self.values.items(), key=lambda pair: pair[0] != DEFAULT)
         ]
         decision = decide(settings, self.records)
-        if decision.takes and not recordable:
+        if decision.unrecorded and not recordable:
             decision = decide(settings, self.records, recordable=False)
         if dies_after == 0:
             return
-        if decision.takes:
+        if decision.unrecorded:
             self.records = parse_records(format_records(decision.records, "boot"), "boot")
         for number, change in enumerate(decision.changes, 1):
             if dies_after == number:
@@ -227,11 +227,11 @@ def test_giving_back_needs_no_room_for_records() -> None:
 def test_a_single_value_is_given_back_without_room_for_records() -> None:
     setting = Setting("governor", "governor", "powersave", Fixed("performance"))
     taken = decide([setting], {})
-    assert taken.takes
+    assert taken.unrecorded
     assert decide([setting], {}, recordable=False).changes == ()
     found = attrs.evolve(setting, current="performance", rule=Fixed(None))
     given_back = decide([found], settled(taken, ()))
-    assert not given_back.takes
+    assert not given_back.unrecorded
     assert [change.value for change in given_back.changes] == ["powersave"]
     assert settled(given_back, ()) == {}
 
