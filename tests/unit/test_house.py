@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,26 +123,36 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield name, path
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path: Path) -> dict[str, int]:
+    """Return each module, or name in a package, that *path* imports → the line of its first import."""
+    found: dict[str, int] = {}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name: node.lineno for alias in node.names if alias.name not in found}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; name the module from runner on"
             module = node.module or ""
-            if module == "runner" or (
-                module.startswith("runner.") and (PACKAGE / module.removeprefix("runner.").replace(".", "/")).is_dir()
-            ):
-                yield from (f"{module}.{alias.name}" for alias in node.names)
-            else:
-                yield module
+            is_package = (PACKAGE / module.removeprefix("runner.").replace(".", "/")).is_dir()
+            ours = module == "runner" or (module.startswith("runner.") and is_package)
+            names = [f"{module}.{alias.name}" for alias in node.names] if ours else [module]
+            found |= {name: node.lineno for name in names if name not in found}
+    return found
 
 
-def imports_by_name(path: Path) -> Iterator[str]:
-    """Yield what may be a module's name among the strings of *path*, which ``import_module`` can be given."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("runner."):
-            yield node.value
+def imports_by_name(path: Path) -> dict[str, int]:
+    """Return what may be a module's name among the strings of *path*, which ``import_module`` can be given → its line."""
+    return {
+        node.value: node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("runner.")
+    }
+
+
+def hold(rule: str, path: Path, broken: Mapping[str, int]) -> None:
+    """Fail if *broken* has anything: what breaks *rule* in *path* → its line. *rule* ends with what to do instead."""
+    places = [f"{path.relative_to(PACKAGE.parent)}:{line}: {what}: {rule}" for what, line in broken.items()]
+    if places:
+        pytest.fail("\n".join(places), pytrace=False)
 
 
 def is_module(name: str) -> bool:
@@ -169,9 +179,16 @@ def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
     room = name.split(".", maxsplit=1)[0]
     if room in EVERYTHING or path == PACKAGE / room / "__init__.py":
         return
-    by_name = {found for found in imports_by_name(path) if is_module(found)}
-    ours = {found.removeprefix("runner.") for found in {*imports(path), *by_name} if found.startswith("runner.")}
-    assert {found for found in ours if not within(found, allowed(room))} == set()
+    by_name = {found: line for found, line in imports_by_name(path).items() if is_module(found)}
+    hold(
+        f"{room} may import only {', '.join(sorted(allowed(room)))}: move what both need into one of these",
+        path,
+        {
+            f"imports {found}": line
+            for found, line in (by_name | imports(path)).items()
+            if found.startswith("runner.") and not within(found.removeprefix("runner."), allowed(room))
+        },
+    )
 
 
 @pytest.mark.parametrize(("name", "path"), [each for each in modules() if each[0].startswith("instance.")])
@@ -179,18 +196,24 @@ def test_rooms_of_instance_import_only_what_their_law_allows(name: str, path: Pa
     room = name.split(".")[1]
     if room not in INSTANCE_ENTRANCES:
         others = {f"runner.instance.{other}" for other in INSTANCE_LAW.keys() - INSTANCE_LAW.get(room, set()) - {room}}
-        assert {each for each in imports(path) if within(each, others)} == set()
+        broken = {f"imports {each}": line for each, line in imports(path).items() if within(each, others)}
+        rule = "of instance's rooms it may import only those before its own: give what it needs to it as an argument"
+        hold(rule, path, broken)
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if name.startswith("controller.")])
 def test_the_host_tuner_knows_nothing_of_what_pods_send(name: str, path: Path) -> None:
     """It has a process of its own, with which the rest of the controller speaks through a door."""
-    found = {each.removeprefix("runner.") for each in imports(path)}
+    found = {each.removeprefix("runner."): line for each, line in imports(path).items()}
     if within(name, {"controller.tune"}):
-        assert not {each for each in found if within(each, {"controller.serve", "controller.tree", "protocol"})}
+        rule = "the host tuner parses nothing that a pod sends: let it have values, as messages of its own"
+        known = {"controller.serve", "controller.tree", "protocol"}
+        hold(rule, path, {f"imports {each}": line for each, line in found.items() if within(each, known)})
     elif name not in {"controller.main", "controller.privileged_start"}:
         doors = {f"controller.tune.{door}" for door in TUNING_DOORS}
-        assert {each for each in found if within(each, {"controller.tune"})} <= doors
+        rule = f"the tuner is a process of its own: speak with it through {', '.join(sorted(doors))}"
+        inside = {each: line for each, line in found.items() if within(each, {"controller.tune"}) and each not in doors}
+        hold(rule, path, {f"imports {each}": line for each, line in inside.items()})
 
 
 def test_no_two_files_import_each_other() -> None:
@@ -206,7 +229,7 @@ def test_no_two_files_import_each_other() -> None:
         for name, path in modules()
     }
     circles = sorted(name for name in needs if name in reached(needs, name))
-    assert circles == [], f"these files are in a circle: {circles}"
+    assert circles == [], f"{circles} import each other: move what both need into a module that imports neither"
 
 
 def reached(needs: dict[str, set[str]], start: str) -> set[str]:
@@ -226,17 +249,24 @@ def test_no_class_name_is_used_twice() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(name)
-    assert {cls: where for cls, where in places.items() if len(where) > 1} == {}
+    twice = {cls: where for cls, where in places.items() if len(where) > 1}
+    assert twice == {}, f"one class name is used in several modules, {twice}: give each class a name of its own"
 
 
 def test_no_class_is_as_large_as_a_program() -> None:
     """One of more lines of code does several things, and whoever needs one of them is given all."""
-    assert {cls: size for size, cls in figures.classes() if size > LARGEST_CLASS} == {}
+    large = {cls: size for size, cls in figures.classes() if size > LARGEST_CLASS}
+    assert large == {}, (
+        f"a class has at most {LARGEST_CLASS} lines of code, and {large}: move what needs no state out of it"
+    )
 
 
 def test_what_few_instances_need_is_imported_by_the_table_of_optional_parts() -> None:
     """Elsewhere in PID 1 an import inside a function is an exception; and the table names modules to mypy, which checks their types."""
-    assert len(set(figures.imports_inside_functions("instance"))) <= MOST_IMPORTS_INSIDE_FUNCTIONS
+    inside = sorted(set(figures.imports_inside_functions("instance")))
+    assert len(inside) <= MOST_IMPORTS_INSIDE_FUNCTIONS, (
+        f"{inside}: import at the top, or by a row of {figures.OPTIONAL_PARTS.name}"
+    )
     names = {node.id for node in ast.walk(ast.parse(figures.OPTIONAL_PARTS.read_text())) if isinstance(node, ast.Name)}
     assert names & {"Any", "import_module"} == set()
     assert not any(map(is_module, imports_by_name(figures.OPTIONAL_PARTS)))
@@ -245,22 +275,28 @@ def test_what_few_instances_need_is_imported_by_the_table_of_optional_parts() ->
 @pytest.mark.parametrize(("name", "path"), MODULES)
 def test_pure_rooms_do_nothing(name: str, path: Path) -> None:
     if within(name, PURE):
-        assert {found for found in imports(path) if found.split(".")[0] in EFFECTS} == set()
+        broken = {f"imports {found}": line for found, line in imports(path).items() if found.split(".")[0] in EFFECTS}
+        hold(f"{name} does no input or output: read it in kernel or host, and pass the value", path, broken)
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
 def test_each_kernel_interface_is_used_by_one_module_only(name: str, path: Path) -> None:
     for module, users in ONE_DOOR.items():
         if not within(name, users):
-            assert not any(within(found, {module}) for found in imports(path)), f"{name} imports {module}"
+            broken = {f"imports {found}": line for found, line in imports(path).items() if within(found, {module})}
+            hold(f"only {', '.join(sorted(users))} may: call a function of it, or write one there", path, broken)
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
 def test_no_decision_reads_the_wall_clock(name: str, path: Path) -> None:
     """The wall clock may jump an hour either way; timeouts use trio's monotonic clock."""
-    calls = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert not {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"} & calls, name
-    assert "datetime" not in set(imports(path))
+    del name
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    calls = {ast.unparse(node): node.lineno for node in nodes}
+    calls |= {found: line for found, line in imports(path).items() if found == "datetime"}
+    wall = {"time.time", "time.time_ns", "datetime", "datetime.now", "datetime.utcnow"}
+    broken = {call: line for call, line in calls.items() if call in wall}
+    hold("the wall clock may jump: take trio.current_time() or time.monotonic()", path, broken)
 
 
 @pytest.mark.parametrize(
@@ -268,14 +304,23 @@ def test_no_decision_reads_the_wall_clock(name: str, path: Path) -> None:
 )
 def test_no_constant_of_a_module_holds_a_path_of_the_kernels_file_systems(name: str, path: Path) -> None:
     """Readers take their root path as an argument, so that another machine's tree can be read as well."""
+    del name
     assignments = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    texts = {each.value for node in assignments for each in ast.walk(node) if isinstance(each, ast.Constant)}
-    assert not {text for text in texts if isinstance(text, str) and text.startswith(("/proc", "/sys", "/dev"))}, name
+    broken = {
+        repr(each.value): each.lineno
+        for node in assignments
+        for each in ast.walk(node)
+        if isinstance(each, ast.Constant)
+        and isinstance(each.value, str)
+        and each.value.startswith(("/proc", "/sys", "/dev"))
+    }
+    hold("another machine's tree must be readable too: join it to a root, which the caller gives", path, broken)
 
 
 @pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if path.name == "__init__.py"])
 def test_init_files_are_empty(name: str, path: Path) -> None:
-    assert path.read_text() == "", name
+    del name
+    hold("a room's __init__ has no code: move it into a module", path, {"code": 1} if path.read_text() else {})
 
 
 NO_IMPERATIVE = {"What", "Whether", "How", "Why", "Which", "Where", "Who", "When", "Have"}
@@ -286,14 +331,13 @@ NO_NOUN = {"what", "why", "where", "who", "those"}
 @pytest.mark.parametrize(("name", "path"), MODULES)
 def test_the_docstring_of_a_function_says_what_it_does(name: str, path: Path) -> None:
     del name
-    functions = (
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
-    begins = {node.name: (ast.get_docstring(node) or "-").split()[:2] for node in functions}
-    wrong = {each: words for each, words in begins.items() if words[0] in NO_IMPERATIVE or words[-1] in NO_NOUN}
-    assert wrong == {}
+    broken = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "-").split()[:2]
+            if words[0] in NO_IMPERATIVE or words[-1] in NO_NOUN:
+                broken[f"{node.name} ({' '.join(words)} …)"] = node.lineno
+    hold("its docstring begins with a verb in the imperative, and names values by nouns: 'Return the …'", path, broken)
 
 
 @pytest.mark.parametrize(("name", "path"), MODULES)
@@ -301,16 +345,17 @@ def test_the_docstring_of_a_field_or_constant_begins_with_a_noun(name: str, path
     """Or with "Whether"."""
     del name
     bodies = (getattr(node, "body", []) for node in ast.walk(ast.parse(path.read_text())))
-    begins = {
-        ast.unparse(named): described.value.value.split()[0]
+    broken = {
+        f"{ast.unparse(named)} ({described.value.value.split()[0]} …)": described.lineno
         for body in bodies
         if isinstance(body, list)
         for named, described in pairwise(body)
         if isinstance(described, ast.Expr)
         and isinstance(described.value, ast.Constant)
         and isinstance(described.value.value, str)
+        and described.value.value.split()[0] in NO_IMPERATIVE - {"Whether"}
     }
-    assert {each: word for each, word in begins.items() if word in NO_IMPERATIVE - {"Whether"}} == {}
+    hold("its docstring begins with a noun, or with Whether", path, broken)
 
 
 @pytest.mark.parametrize(
@@ -320,22 +365,30 @@ def test_the_docstring_of_a_field_or_constant_begins_with_a_noun(name: str, path
 def test_the_docstring_of_a_module_or_class_begins_with_what_it_is(name: str, path: Path) -> None:
     """Not those of the spec's tables, which are a sentence of its reference."""
     tree = ast.parse(path.read_text())
-    begins = {
-        getattr(node, "name", name): (ast.get_docstring(node) or "-").split()[0]
+    broken = {
+        getattr(node, "name", name): getattr(node, "lineno", 1)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef)
+        if isinstance(node, ast.Module | ast.ClassDef) and (ast.get_docstring(node) or "-").split()[0] in NO_IMPERATIVE
     }
-    assert {each: word for each, word in begins.items() if word in NO_IMPERATIVE} == {}
+    hold("its docstring begins with a noun that says what it is", path, broken)
 
 
 def test_a_forbidden_import_is_found(tmp_path: Path) -> None:
     by_name = tmp_path / "by_name.py"
     by_name.write_text('modules = {"tun": "runner.kernel.tun"}\n')
-    assert list(imports_by_name(by_name)) == ["runner.kernel.tun"]
+    assert imports_by_name(by_name) == {"runner.kernel.tun": 1}
     offender = tmp_path / "offender.py"
     offender.write_text(
         "import runner.plan.argv.qemu\nfrom runner.protocol import qmp\nfrom runner import spec\nimport os.path\n"
     )
-    assert set(imports(offender)) == {"runner.plan.argv.qemu", "runner.protocol.qmp", "runner.spec", "os.path"}
+    assert imports(offender) == {"runner.plan.argv.qemu": 1, "runner.protocol.qmp": 2, "runner.spec": 3, "os.path": 4}
     assert not within("plan.argv", allowed("kernel"))
     assert allowed("protocol") == {"protocol", "kernel", "facts", "base"}
+
+
+def test_a_broken_rule_is_named_with_its_place_and_what_to_do() -> None:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        hold("kernel may import only base, facts: move it", PACKAGE / "kernel/files.py", {"imports runner.plan": 7})
+    assert (
+        caught.value.msg == "runner/kernel/files.py:7: imports runner.plan: kernel may import only base, facts: move it"
+    )
