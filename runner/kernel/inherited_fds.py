@@ -68,6 +68,10 @@ class InheritedFd:
         return attrs.evolve(probe_descriptor(self.descriptor.number), declared=self.declared)
 
 
+_Take = Callable[[str, int, str | None], None]
+"""Owns a descriptor, and then refuses or keeps it: its name, its number, and the kind that an agent declares."""
+
+
 @asynccontextmanager
 async def inherited_fds(
     environment: Mapping[str, str], agent: PurePosixPath | None
@@ -94,7 +98,7 @@ async def inherited_fds(
                 )
             inherited[name] = InheritedFd(descriptor, declared)
 
-        take_inherited(environment, take)
+        _take_inherited(environment, take)
         if agent is not None:
             with trio.move_on_after(SENT_WITHIN) as timeout:
                 await _take_sent(agent, take)
@@ -108,30 +112,31 @@ async def inherited_fds(
         yield inherited
 
 
-def take_inherited(environment: Mapping[str, str], take: Callable[[str, int, str | None], None]) -> None:
-    """Take the descriptors of sd_listen_fds_with_names(3); all are owned before a name is refused."""
+def _take_inherited(environment: Mapping[str, str], take: _Take) -> None:
+    """Take the descriptors of sd_listen_fds_with_names(3); if one is refused, close the others as well."""
     if not environment.get("LISTEN_FDS"):
         return
     if environment.get("LISTEN_PID") != str(os.getpid()):
         log.warning(InstanceEvent.DESCRIPTORS_IGNORED, environment.get("LISTEN_PID"), os.getpid())
         return
-    text = environment["LISTEN_FDS"]
+    text, names = environment["LISTEN_FDS"], environment.get("LISTEN_FDNAMES", "")
     if not text.isdecimal() or int(text) > MOST:
         raise RefusedError(f"cannot use LISTEN_FDS {text!r}: it takes a number up to {MOST}")
-    numbers = range(FIRST, FIRST + int(text))
-    names = environment.get("LISTEN_FDNAMES", "").split(":")
-    with ExitStack() as unnamed:
-        for number in numbers:
+    waiting: list[int] = []
+    try:
+        for number in range(FIRST, FIRST + int(text)):
             if not _inherited(number):
                 raise RefusedError(f"cannot use LISTEN_FDS {text!r}: descriptor {number} is not open")
-            unnamed.callback(_close, number)
-        if len(names) != len(numbers):
+            waiting.append(number)
+        if len(listed := names.split(":")) != len(waiting):
             raise RefusedError(
-                f"cannot use LISTEN_FDNAMES {environment.get('LISTEN_FDNAMES', '')!r}: it names {len(names)} descriptors, and "
-                f"LISTEN_FDS says {text}"
+                f"cannot use LISTEN_FDNAMES {names!r}: it names {len(listed)} descriptors, and LISTEN_FDS says {text}"
             )
-        unnamed.pop_all()
-        _take_all([(name, number, None) for name, number in zip(names, numbers, strict=True)], take)
+        for name in listed:
+            take(name, waiting.pop(0), None)
+    finally:
+        for number in waiting:
+            _close(number)
 
 
 def _inherited(number: int) -> bool:
@@ -142,18 +147,6 @@ def _inherited(number: int) -> bool:
         return False
 
 
-def _take_all(found: list[tuple[str, int, str | None]], take: Callable[[str, int, str | None], None]) -> None:
-    """Take each descriptor; if one is refused, close the remaining ones."""
-    while found:
-        name, number, declared = found.pop(0)
-        try:
-            take(name, number, declared)
-        except BaseException:
-            for _, other, _ in found:
-                _close(other)
-            raise
-
-
 def _close(number: int) -> None:
     try:
         os.close(number)
@@ -162,7 +155,7 @@ def _close(number: int) -> None:
             raise
 
 
-async def _take_sent(agent: PurePosixPath, take: Callable[[str, int, str | None], None]) -> None:
+async def _take_sent(agent: PurePosixPath, take: _Take) -> None:
     where = repr(str(agent))
     with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
@@ -175,9 +168,7 @@ async def _take_sent(agent: PurePosixPath, take: Callable[[str, int, str | None]
         await _take_from(connection, where, take)
 
 
-async def _take_from(
-    connection: trio.socket.SocketType, where: str, take: Callable[[str, int, str | None], None]
-) -> None:
+async def _take_from(connection: trio.socket.SocketType, where: str, take: _Take) -> None:
     """Take each line with its descriptor; descriptors whose line has not come are closed when anything is wrong."""
     framer, size, taken = LineFramer(MOST_BYTES), 0, 0
     waiting: list[int] = []

@@ -26,8 +26,8 @@ from runner.kernel.cgroup import flat_keyed
 from runner.kernel.small_files import read_text
 
 Use = Literal["file", "process", "inotify", "epoll", "lock", "backing", "aio", "ring", "mapping", "namespace"]
-"""The purpose of a call: a file, another descriptor or memory; a process or thread; a watch of one of these two kinds; locked memory;
-memory of a file, such as a guest's RAM; requests of native AIO; an io_uring; memory that a device reaches; a namespace."""
+"""The purpose of the call that failed. ``file`` is any descriptor, and memory; ``inotify`` and ``epoll`` are watches, ``lock`` is locked
+memory, ``backing`` a file that is a guest's RAM, ``aio`` native AIO, ``ring`` an io_uring, ``mapping`` memory that a device reaches."""
 
 _ALL_CONTAINERS = "in all containers without a user namespace of their own"
 CAP_IPC_LOCK, _CAP_SYS_RESOURCE = 14, 24

@@ -2,6 +2,8 @@
 
 The ``ifalias`` of a link that this program has made is ``instance-runner``. While a guest has taken the place of the pod's interface, the
 interface's ``ifalias`` describes its earlier configuration, so that the next runner can restore it after this one was killed.
+Taking over and restoring are here and not with the instance's parts, because ``check`` and ``plan``, which know no instance, read the
+same description; :mod:`runner.instance.parts.links` decides when both happen.
 
 The kernel executes a request within the system call: a private network takes seven requests and a millisecond to build, two
 requests and 30 ms to remove, most of which the kernel waits for readers of the link (RCU). That is why PID 1 does it itself,

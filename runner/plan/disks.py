@@ -21,7 +21,7 @@ from runner.facts.disk import MISSING, DiskFacts, FileFact, ImageFact, LateDiskF
 from runner.facts.file_errors import remedy_of
 from runner.facts.file_formats import SUFFIXES
 from runner.facts.host import HostFacts
-from runner.plan.problems import Problems
+from runner.plan.problems import Problems, Reason
 from runner.spec.instance import DetectZeroes, DiskFormat, DiskSpec
 from runner.spec.rules import format_size
 
@@ -349,52 +349,52 @@ def _layers(
 
 def _backing_errors(
     path: PurePosixPath, image: ImageFact, allowed: Sequence[PurePosixPath], seen: Sequence[PurePosixPath]
-) -> Iterator[tuple[str, str]]:
-    """Yield the errors of the backing file that *image*, at *path*, names, each with its remedy."""
+) -> Iterator[Reason]:
+    """Yield the errors of the backing file that *image*, at *path*, names."""
     backing, format_ = image.backing, image.backing_format
     needs = f"{str(path)!r} takes data from {(image.backing_elsewhere or str(backing))!r}"
     if backing is None:
-        yield f"{needs}, which is no file here", f"{_flatten(path)} where QEMU reaches that"
+        yield Reason(f"{needs}, which is no file here", f"{_flatten(path)} where QEMU reaches that")
         return
     if not within(backing, allowed):
         listed = ", ".join(map(repr, map(str, allowed)))
         rule = f"which is not in {listed}" if listed else "which is not followed unless backing names its directory"
-        yield f"{needs}, {rule}", f"{_flatten(path)}, or name the directory in backing"
+        yield Reason(f"{needs}, {rule}", f"{_flatten(path)}, or name the directory in backing")
     if backing in seen:
-        yield f"{needs}, and so on without end", ""
+        yield Reason(f"{needs}, and so on without end")
     if len(seen) > LONGEST_CHAIN:
-        yield f"{needs}: more than {LONGEST_CHAIN} in a row", _flatten(seen[0])
+        yield Reason(f"{needs}: more than {LONGEST_CHAIN} in a row", _flatten(seen[0]))
     if format_ not in _FORMATS:
         given = "no format" if format_ is None else f"the format {format_!r}"
-        yield f"{needs} and gives {given} for it", "set it with `qemu-img rebase -u -F raw` (or qcow2)"
+        yield Reason(f"{needs} and gives {given} for it", "set it with `qemu-img rebase -u -F raw` (or qcow2)")
 
 
 def _flatten(path: PurePosixPath) -> str:
     return f"flatten it with `qemu-img convert -O qcow2 {path} NEW`"
 
 
-def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes: bool) -> Iterator[tuple[str, str]]:
-    """Yield the errors of one layer, each with its remedy, empty if there is none."""
+def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes: bool) -> Iterator[Reason]:
+    """Yield the errors of one layer."""
     name, image = repr(str(path)), fact.image
     if fact.kind == "missing":
-        yield f"{name} does not exist", ""
+        yield Reason(f"{name} does not exist")
     if fact.kind not in {"file", "block"}:
-        yield f"{name} {fact.words}, not a file or block device", ""
+        yield Reason(f"{name} {fact.words}, not a file or block device")
     if fact.error is not None:
-        yield f"cannot open {name}: {fact.error}", _open_remedy(fact, writes=writes)
+        yield Reason(f"cannot open {name}: {fact.error}", _open_remedy(fact, writes=writes))
     if image is None:
         return
     if image.format not in _FORMATS:
         from runner.facts.file_formats import FORMATS, unusable
 
         holds, remedy = unusable(next(each for each in FORMATS if each.name == image.format), str(path))
-        yield f"{name} {holds}, which is neither raw nor qcow2", remedy
+        yield Reason(f"{name} {holds}, which is neither raw nor qcow2", remedy)
     if image.format != format_:
-        yield f'is "{format_}", but {name} holds a {image.format} image', _format_remedy(image.format, fact)
+        yield Reason(f'is "{format_}", but {name} holds a {image.format} image', _format_remedy(image.format, fact))
     if image.error is not None:
-        yield f"{name} {image.error}", ""
+        yield Reason(f"{name} {image.error}")
     if image.locked and not fact.mounted_read_only:
-        yield f"{name} is in use by another process (QEMU's image lock)", "stop it first"
+        yield Reason(f"{name} is in use by another process (QEMU's image lock)", "stop it first")
 
 
 def _format_remedy(found: str, fact: FileFact) -> str:

@@ -28,7 +28,7 @@ from runner.plan.host_checks import (
 )
 from runner.plan.memory import RamPlan
 from runner.plan.passthrough_plan import ROOT_BUS, PassthroughPlan
-from runner.plan.problems import Problems
+from runner.plan.problems import Problems, Reason
 from runner.plan.qemu_limits import FLASH_SECTOR, MOST_FLASH
 from runner.plan.shares import SharePlan
 from runner.spec.instance import BootSpec, IdleChoice, InstanceSpec, RebootAction
@@ -276,14 +276,14 @@ def plan_file(
     return FilePlan(path, copied=_is_copied(fact, user))
 
 
-def _unfit(use: Literal["kernel", "initrd", "firmware"], path: PurePosixPath, fact: FileFact) -> tuple[str, str] | None:
-    """Return the reason, and the remedy, why a file does not fit its key; ``None`` if it fits, or its format is unknown."""
+def _unfit(use: Literal["kernel", "initrd", "firmware"], path: PurePosixPath, fact: FileFact) -> Reason | None:
+    """Return the reason why a file does not fit its key; ``None`` if it fits, or its format is unknown."""
     name, format_ = repr(str(path)), fact.format
     kind = "" if format_ is None else format_.kind
     held, command = ("", "") if format_ is None else unusable(format_, str(path))
     if use == "kernel" and kind != "kernel":
         also = f"; it {held}" if held else ""
-        return (
+        return Reason(
             f"{name} is no kernel that QEMU can start: it is no bzImage (no 'HdrS' at byte 0x202), ELF or multiboot image{also}",
             command or "name a kernel for x86-64, such as /boot/vmlinuz-…",
         )
@@ -292,14 +292,14 @@ def _unfit(use: Literal["kernel", "initrd", "firmware"], path: PurePosixPath, fa
         and kind in {"image", "packed", "text", "kernel", "program", "firmware"}
         and fact.format not in UNPACKED
     ):
-        return f"{name} {held}, which Linux does not take as an initial RAM disk", command
+        return Reason(f"{name} {held}, which Linux does not take as an initial RAM disk", command)
     if use == "firmware" and (fact.size == 0 or fact.size % FLASH_SECTOR or fact.size > MOST_FLASH):
-        return (
+        return Reason(
             f"{name} has {fact.size} bytes, and QEMU takes firmware of a multiple of {FLASH_SECTOR} bytes, at most {MOST_FLASH}",
             command or "name a firmware for x86, such as /usr/share/OVMF/OVMF_CODE_4M.fd",
         )
     if use == "firmware" and kind not in {"", "firmware"}:
-        return f"{name} is no firmware: it {held}", command or "name the file of the firmware's code"
+        return Reason(f"{name} is no firmware: it {held}", command or "name the file of the firmware's code")
     return None
 
 

@@ -23,7 +23,7 @@ from runner.plan.machine import Accel
 from runner.plan.passthrough_plan import ROOT_BUS, DevicePlan, PassthroughPlan, PciPort, VfioBackend
 from runner.plan.pci_judgements import device_remarks
 from runner.plan.pci_tree import DevicePlace, GuestTree, Placed, guest_tree
-from runner.plan.problems import Problems
+from runner.plan.problems import Problems, Reason
 from runner.plan.qemu_limits import HOLE
 from runner.spec.instance import PCI_ADDRESS, DeviceSpec, InstanceSpec
 from runner.spec.rules import MIB, format_size
@@ -68,21 +68,27 @@ def listed(variables: Iterable[str], environment: Mapping[str, str]) -> tuple[st
 
 
 @frozen
+class DriverLocation:
+    """The place of a device on the host according to the driver of a resource claim."""
+
+    numa_node: int | None = None
+    """``None`` if the driver names none."""
+    pcie_root: str | None = None
+    """The host bridge; ``None`` if the driver names none."""
+
+
+@frozen
 class Asked:
     """One PCI device that ``device[index]`` of the spec asks for."""
 
     index: int
     address: str
     device: DeviceSpec
-    numa_node: int | None = None
-    """The NUMA node of the host that a resource claim's driver names; ``None`` if it names none."""
-    pcie_root: str | None = None
-    """The host bridge that the driver names; ``None`` if it names none."""
+    location: DriverLocation = DriverLocation()
 
 
-_Location = tuple[int | None, str | None]
-_Given = dict[str, _Location]
-"""PCI address of each device given to the container → the NUMA node and host bridge named with it."""
+_Given = dict[str, DriverLocation]
+"""PCI address of each device given to the container → the place named with it."""
 
 
 def given_addresses(
@@ -122,7 +128,7 @@ def asked_devices(
             problems.refuse(f"device[{index}].{key}", error.message, error.remedy)
             continue
         taken |= found.keys()
-        asked += [Asked(index, address, device, *location) for address, location in found.items()]
+        asked += [Asked(index, address, device, location) for address, location in found.items()]
     return asked
 
 
@@ -193,7 +199,7 @@ def _checked(addresses: Iterable[str]) -> _Given:
     wrong = next((each for each in addresses if not re.fullmatch(PCI_ADDRESS, each, re.ASCII)), None)
     if wrong is not None:
         raise RefusedError(f"the environment lists {wrong!r} for it, which is no PCI address")
-    return dict.fromkeys(addresses, (None, None))
+    return dict.fromkeys(addresses, DriverLocation())
 
 
 def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _Given:
@@ -220,7 +226,7 @@ def _of_claim(claim: str, request: str | None, files: Sequence[ClaimFile]) -> _G
     return dict(given for file in chosen for given in _of_file(file))
 
 
-def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Location]]:
+def _of_file(file: ClaimFile) -> Iterator[tuple[str, DriverLocation]]:
     if file.error is not None:
         raise RefusedError(f"{file.path}: {file.error}")
     if not file.devices:
@@ -237,7 +243,7 @@ def _of_file(file: ClaimFile) -> Iterator[tuple[str, _Location]]:
             )
         if not re.fullmatch(PCI_ADDRESS, device.address, re.ASCII):
             raise RefusedError(f"{file.path} says {device.address!r} for {what}, which is no PCI address")
-        yield device.address, (device.numa_node, device.pcie_root)
+        yield device.address, DriverLocation(device.numa_node, device.pcie_root)
 
 
 def plan_passthrough(
@@ -289,15 +295,15 @@ class _DevicePlanner:
         The same holds for its root complex, if sysfs does not show it.
         """
         fact = self._vfio.devices.get(asked.address)
-        if fact is not None and not fact.root and asked.pcie_root is not None:
-            fact = attrs.evolve(fact, root=asked.pcie_root)
-        if fact is None or asked.numa_node in {None, fact.numa_node}:
+        if fact is not None and not fact.root and asked.location.pcie_root is not None:
+            fact = attrs.evolve(fact, root=asked.location.pcie_root)
+        if fact is None or asked.location.numa_node in {None, fact.numa_node}:
             return fact
         if fact.numa_node < 0:
-            return attrs.evolve(fact, numa_node=asked.numa_node)
+            return attrs.evolve(fact, numa_node=asked.location.numa_node)
         self._problems.remark(
             "device",
-            f"{fact.address} is on NUMA node {fact.numa_node} by its sysfs, and on {asked.numa_node} by the driver of the "
+            f"{fact.address} is on NUMA node {fact.numa_node} by its sysfs, and on {asked.location.numa_node} by the driver of the "
             f"claim {asked.device.claim!r}; the first counts",
         )
         return fact
@@ -401,30 +407,30 @@ class _DevicePlanner:
         return window
 
 
-def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the reasons why no backend can pass the device at *address* through, each with its remedy.
+def device_errors(address: str, fact: PciFact | None, passed: Iterable[str]) -> list[Reason]:
+    """Return the reasons why no backend can pass the device at *address* through.
 
     *passed* are the addresses of all devices to pass through.
     """
     if fact is None:
-        return [(f"there is no PCI device {address} here", "`lspci -D` lists them")]
+        return [Reason(f"there is no PCI device {address} here", "`lspci -D` lists them")]
     if fact.wedged is not None:
-        return [(f"{address} ({fact.name}) cannot be used: {fact.wedged}", WEDGED)]
+        return [Reason(f"{address} ({fact.name}) cannot be used: {fact.wedged}", WEDGED)]
     if fact.group is None:
         remedy = "switch on VT-d or AMD-Vi in the firmware, and boot the node with intel_iommu=on (AMD: amd_iommu=on)"
-        return [(f"{address} ({fact.name}) has no IOMMU group, so the IOMMU is off", remedy)]
+        return [Reason(f"{address} ({fact.name}) has no IOMMU group, so the IOMMU is off", remedy)]
     errors = []
     if not fact.vfio:
         bound = f"is bound to {fact.driver!r}, not to vfio-pci" if fact.driver else "is bound to no driver"
-        errors.append((f"{address} ({fact.name}) {bound}", BIND.format(address)))
+        errors.append(Reason(f"{address} ({fact.name}) {bound}", BIND.format(address)))
     errors += [
-        (_reachable_by(member, address, fact.group), BIND.format(member.address))
+        Reason(_reachable_by(member, address, fact.group), BIND.format(member.address))
         for member in fact.members
         if not member.bridge and member.driver is not None and member.address not in set(passed)
     ]
     if fact.group_node is not None and fact.group_node.busy:
         node = fact.group_node.path
-        errors.append((f"{address} is in use: another process has {node} open", HOLDER.format(node)))
+        errors.append(Reason(f"{address} is in use: another process has {node} open", HOLDER.format(node)))
     return errors
 
 

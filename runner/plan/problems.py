@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import attrs
 
 from runner.base.errors import Problem
 from runner.base.judgement import Judgement, Level
 from runner.spec.variables import EnvironmentSpec, declaring
+
+
+class Reason(NamedTuple):
+    """A reason why a value is refused, whatever its path is."""
+
+    message: str
+    remedy: str = ""
 
 
 class Problems:
