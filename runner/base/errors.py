@@ -133,7 +133,7 @@ class HostError(RunnerError):
     """The kernel, or a program we started, did not do what was asked of it.
 
     Its status is that of a failed start; where the guest already runs, the end of the instance has its own
-    (:func:`runner.instance.init.of_running_guest`).
+    (:func:`runner.instance.exit_report.of_running_guest`).
     """
 
 

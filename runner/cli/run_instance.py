@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 from runner.base.errors import UsageError
 from runner.base.events import InstanceEvent
 from runner.cli.options import TERMINATION_LOG, read_spec_file
-from runner.instance.init import ASK_TO_STOP, ExitReport, run_as_init
+from runner.instance.exit_report import ExitReport
+from runner.instance.init import ASK_TO_STOP, run_as_init
 from runner.instance.outputs import Outputs
 from runner.instance.supervisor import Renewal
 from runner.kernel.child_processes import raise_limits

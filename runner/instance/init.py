@@ -1,25 +1,19 @@
-"""The duties of an init process around one instance: signals, orphans, the plan and the exit report."""
+"""The duties of an init process around one instance: signals, orphans, the plan, and an end that is always reported."""
 
 from __future__ import annotations
 
-import errno
-import importlib
-import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from itertools import accumulate, takewhile
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Self
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import attrs
-import trio
 
-from runner.base.errors import HostError, Problem, RefusedError, RunnerError, SpecError, Status, explain, problems_of
+from runner.base.errors import RefusedError, RunnerError, Status
 from runner.base.events import InstanceEvent
 from runner.base.tasks import capture
 from runner.base.values import frozen
@@ -27,92 +21,27 @@ from runner.base.version import VERSION
 from runner.facts.roots import Roots
 from runner.host.discover import read_host_facts
 from runner.instance import optional_parts
+from runner.instance.exit_report import ExitReport, failed_system_call, of_running_guest, report_of, with_faults
 from runner.instance.gate import Kind, StopRequest, StopRequestedError
 from runner.instance.lifecycle import run_instance
 from runner.instance.supervisor import Faults, Renewal, Supervisor, open_supervisor
-from runner.instance.watch.shown import figures_shown
 from runner.kernel.child_processes import become_subreaper, dying_with_us, signal_name
 from runner.kernel.files import all_closed
 from runner.kernel.nonblocking_writer import NonBlockingWriter
 from runner.kernel.signals import received
+from runner.placement.backends import ControllerPlacement
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.instance import InstancePlan, plan_instance
-from runner.spec.document_parser import parse_document
 from runner.spec.instance import InstanceSpec, parse_instance
 
 if TYPE_CHECKING:
-    from runner.instance.documents import EndDocument
     from runner.kernel.inherited_fds import InheritedFd
-    from runner.spec.refusals import ProblemDocument
+    from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that mean: end the instance. They must be blocked when Python starts and are unblocked here."""
-
-LONGEST_TERMINATION_LOG = 4096
-"""Bytes that Kubernetes keeps of a termination log (``MaxContainerTerminationMessageLength``)."""
-LONGEST_FOUND = 300
-"""Bytes of a value of the spec in the termination log."""
-_MISTAKES = {None, errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK}
-"""Error numbers of system calls that indicate a bug of this program, not a problem of the host."""
-
-
-@frozen
-class ExitReport:
-    """The end of the instance, source of the exit status and the termination log."""
-
-    status: int
-    outcome: str
-    detail: str
-    faults: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    """The problems for which it was refused or its start failed; those of the spec with their keys."""
-    source: str = ""
-    document: bytes = b""
-    """The spec that the problems are about, and its name; empty if they concern none."""
-
-    @classmethod
-    def of(cls, error: RunnerError) -> Self:
-        """Return the report of an instance ended by *error*."""
-        source = error.source if isinstance(error, SpecError) else ""
-        return cls(error.status, error.status.name.lower(), explain(error), (), problems_of(error), source)
-
-    def to_json(self) -> EndDocument:
-        """Return it as written to the termination log."""
-        # Kubernetes keeps 4096 bytes of it: the fields are shortened so that these are valid JSON.
-        document: EndDocument = {
-            "version": 1,
-            "status": self.status,
-            "outcome": self.outcome,
-            "detail": _cut(self.detail, 1500),
-            "faults": [_cut(fault, 300) for fault in self.faults[:5]],
-            "problems": [],
-        }
-        if self.problems:
-            document["problems"] = self._problems()
-        while document["problems"] and len(json.dumps(document)) >= LONGEST_TERMINATION_LOG:
-            document["problems"].pop()
-        return document
-
-    def _problems(self) -> list[ProblemDocument]:
-        """Return the problems; *found* values that are long, or may be a secret of cloud-init, are left out."""
-        written: Mapping[str, object] = {}
-        with suppress(RunnerError):  # that it cannot be parsed is the problem
-            written = {**parse_document(self.source, self.document), "cloud_init": None}
-        problems = optional_parts.problem_documents(self.source, self.problems, written)
-        return [
-            each if len(json.dumps(each["found"])) <= LONGEST_FOUND else {**each, "found": None} for each in problems
-        ]
-
-
-def _cut(text: str, most: int) -> str:
-    """Return *text*, shortened where it would take more than *most* bytes in JSON."""
-    if len(json.dumps(text)) <= most:
-        return text
-    room = most - len(json.dumps("…"))
-    sizes = accumulate(len(json.dumps(character)) - len('""') for character in text)
-    return text[: sum(1 for _ in takewhile(lambda size: size <= room, sizes))] + "…"
 
 
 @frozen
@@ -226,14 +155,6 @@ async def _supervised(
     return with_faults(report, tuple(faults.sentences))
 
 
-def with_faults(report: ExitReport, faults: tuple[str, ...]) -> ExitReport:
-    """Return *report* together with the release failures, if any."""
-    if not faults:
-        return report
-    detail = f"{report.detail} ({report.outcome}), but not everything could be released"
-    return ExitReport(Status.DIRTY, "dirty", detail, faults)
-
-
 async def plan_here(source: str, data: bytes, state_directory: PurePosixPath) -> InstancePlan:
     """Return the plan that :func:`run_as_init` would carry out here; change nothing. Raises :exc:`~runner.base.errors.RunnerError`."""
     spec = parse_instance(source, data, os.environ)
@@ -271,6 +192,31 @@ async def _run(
         return ExitReport(status, ended.status.name.lower(), ended.detail)
 
     return await _reported(run, bare)
+
+
+@asynccontextmanager
+async def figures_shown(
+    supervisor: Supervisor, plan: InstancePlan, http: tuple[str, int] | None
+) -> AsyncIterator[Callable[[Receipt], None]]:
+    """Show the figures of the instance for as long as the block runs: at *http*, and to the controller that has placed it.
+
+    *http* is a result of :func:`~runner.protocol.http.parse_address`. Yields the function that
+    takes the places of the threads when they are set: from then on, the time of others on the vCPUs' CPUs is counted.
+    """
+    placement = plan.placement
+    async with AsyncExitStack() as stack:
+        if http is None and not isinstance(placement, ControllerPlacement):
+            # The next or the previous program may use it, even if this one shows no figures.
+            supervisor.held.current("foreign time", lambda: None)
+            yield lambda _: None
+        else:
+            figures = optional_parts.held_figures(supervisor, plan)
+            if http is not None:
+                await stack.enter_async_context(optional_parts.probes_served(figures, http))
+            if isinstance(placement, ControllerPlacement):
+                reporting = partial(optional_parts.reports(), figures, placement)
+                await stack.enter_async_context(supervisor.background_task(reporting))
+            yield figures.count_from
 
 
 async def _planned(
@@ -332,65 +278,6 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
         fds = await supervisor.held.once("inherited descriptors", inherit, adopt=adopt)
         stack.enter_context(supervisor.held.guarded())
         yield attrs.evolve(supervisor, inherited_fds=fds)
-
-
-def of_running_guest(report: ExitReport) -> ExitReport:
-    """Return *report* with the status for a guest that had begun to run: the start did not fail."""
-    if report.status != Status.START_FAILED:
-        return report
-    return attrs.evolve(report, status=Status.MACHINE_DIED, outcome=Status.MACHINE_DIED.name.lower())
-
-
-def report_of(error: Exception) -> ExitReport:
-    """Return the report of an instance ended by *error*."""
-    if isinstance(error, RunnerError):
-        return ExitReport.of(error)
-    if (report := failed_system_call(error)) is not None:
-        return report
-    return ExitReport(Status.BUG, "bug", f"{type(error).__name__}: {error}")
-
-
-def failed_system_call(error: BaseException) -> ExitReport | None:
-    """Return the report of an end by failed system calls, or ``None`` if *error* is a bug of this program.
-
-    Background tasks raise in groups. A system call's error about a wrong argument counts as a bug, too.
-    """
-    failed = _os_error(error)
-    if failed is None:
-        return None
-    log.debug(InstanceEvent.SYSTEM_CALL_FAILED, exc_info=error)
-    named = f"cannot use {os.fsdecode(failed.filename)!r}" if isinstance(failed.filename, (str, bytes)) else ""
-    host = HostError(named or "cannot run the instance")
-    host.__cause__ = failed
-    return ExitReport.of(host)
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    if isinstance(error, trio.TrioInternalError):  # a call of the event loop itself; other errors are its consequence
-        cause = error.__cause__
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        return _os_error(cause)
-    if isinstance(error, BaseExceptionGroup):
-        found = [_os_error(each) for each in error.exceptions]
-        return None if None in found else found[0]
-    if isinstance(error, ModuleNotFoundError):
-        return _unlisted_directory(error)
-    return error if isinstance(error, OSError) and error.errno not in _MISTAKES else None
-
-
-def _unlisted_directory(error: ModuleNotFoundError) -> OSError | None:
-    """Return the host's error if the module exists: Python takes a directory that it cannot list for an empty one.
-
-    (``FileFinder._fill_cache``). ``None`` if there is no such module.
-    """
-    relative = (error.name or "").replace(".", "/")
-    candidates = (Path(root, each) for root in sys.path for each in (f"{relative}.py", relative) if relative)
-    found = next(filter(Path.exists, candidates), None)
-    if found is None:
-        return None
-    importlib.invalidate_caches()  # it is listed again: the report needs modules, too
-    return OSError(errno.EIO, f"Python did not find {error.name} there when it listed the directory", str(found.parent))
 
 
 async def _obey(signals: AsyncIterator[int], stop: StopRequest) -> None:

@@ -19,8 +19,9 @@ import trio
 
 from runner.base.errors import Status
 from runner.base.events import InstanceEvent
+from runner.instance.exit_report import ExitReport, of_running_guest, report_of, with_faults
 from runner.instance.held import Held
-from runner.instance.init import ExitReport, Streams, of_running_guest, report_of, resume_as_init, with_faults
+from runner.instance.init import Streams, resume_as_init
 from runner.instance.supervisor import Renewal
 from runner.protocol.logs import JsonConsole, LogHandler, open_output
 

@@ -21,11 +21,11 @@ from runner.base.cpuset import CpuSet
 from runner.facts.host import PodName
 from runner.facts.network import Interface
 from runner.host.discover import read_pod_name
+from runner.instance.init import figures_shown
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.instance.watch.figures import READ_AGAIN
 from runner.instance.watch.metrics import _disks
-from runner.instance.watch.shown import figures_shown
 from runner.plan.instance import InstancePlan
 from runner.plan.network_plan import BridgedPlan
 from runner.protocol.qmp import Monitor

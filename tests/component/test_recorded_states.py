@@ -17,12 +17,12 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.cli.instance_requests import ask_instance
 from runner.instance.gate import StopRequest
+from runner.instance.init import figures_shown
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.renewal.documents import to_document
 from runner.instance.renewal.names import FORMAT, NAMES, OLDEST, name_of
 from runner.instance.renewal.upgrade import _document, running_program, state_of
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
-from runner.instance.watch.shown import figures_shown
 from runner.kernel.cgroup_fds import CgroupFds
 from runner.kernel.files import Descriptor
 from runner.placement.backends import ControllerPlacement, DelegatedPlacement, Placement

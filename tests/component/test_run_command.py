@@ -56,10 +56,10 @@ def test_too_few_descriptors_are_the_hosts_fault(fake_host: FakeHost, spec: Path
 
 NO_DESCRIPTOR_LEFT = """
 import resource, sys
-import runner.__main__, runner.cli.run_instance, runner.instance.init
+import runner.__main__, runner.cli.run_instance, runner.instance.exit_report
 async def ended(*_, **__):
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-    return runner.instance.init.ExitReport(20, "machine_died", "QEMU crashed")
+    return runner.instance.exit_report.ExitReport(20, "machine_died", "QEMU crashed")
 runner.cli.run_instance.run_as_init = ended
 runner.__main__.entry()
 """

@@ -25,13 +25,13 @@ from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.facts.roots import Roots
 from runner.instance.change.disk_hotplug import DiskHotplug
 from runner.instance.gate import Changes, StopRequest
+from runner.instance.init import figures_shown
 from runner.instance.lifecycle import run_instance
 from runner.instance.optional_parts import entered_cgroups
 from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import GuestEnd, Qemu
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
-from runner.instance.watch.shown import figures_shown
 from runner.kernel.child_processes import Process
 from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.inherited_fds import InheritedFd

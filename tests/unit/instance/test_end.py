@@ -12,8 +12,8 @@ import trio
 
 from runner.base.errors import HostError, Status
 from runner.instance import init
+from runner.instance.exit_report import ExitReport, failed_system_call
 from runner.instance.gate import StopRequest
-from runner.instance.init import ExitReport, failed_system_call
 from runner.instance.parts import console, daemons
 from runner.instance.parts.cgroups import controller, delegated
 from runner.instance.supervisor import Faults, open_supervisor

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from runner.base.errors import HostError, Problem, RunnerError, SpecError, Status
-from runner.instance.init import LONGEST_TERMINATION_LOG, ExitReport
+from runner.instance.exit_report import LONGEST_TERMINATION_LOG, ExitReport
 from tests.support.json_schemas import fitting
 
 
