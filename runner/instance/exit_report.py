@@ -103,7 +103,7 @@ def with_faults(report: ExitReport, faults: tuple[str, ...]) -> ExitReport:
 
 
 def of_running_guest(report: ExitReport) -> ExitReport:
-    """Return *report* with the status for a guest that had begun to run: the start did not fail."""
+    """Return *report* of an instance whose guest had begun to run: a failed start is then the end of the machine."""
     if report.status != Status.START_FAILED:
         return report
     return attrs.evolve(report, status=Status.MACHINE_DIED, outcome=Status.MACHINE_DIED.name.lower())
@@ -148,9 +148,9 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 def _unlisted_directory(error: ModuleNotFoundError) -> OSError | None:
-    """Return the host's error if the module exists: Python takes a directory that it cannot list for an empty one.
+    """Return the error of a directory that could not be listed, in which Python has therefore not found a module that exists.
 
-    (``FileFinder._fill_cache``). ``None`` if there is no such module.
+    Python takes such a directory for an empty one (``FileFinder._fill_cache``). Return ``None`` if there is no such module.
     """
     relative = (error.name or "").replace(".", "/")
     candidates = (Path(root, each) for root in sys.path for each in (f"{relative}.py", relative) if relative)

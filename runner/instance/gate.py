@@ -238,7 +238,7 @@ class Changes:
         return [*(() if self._current is None else (self._current,)), *self._waiting]
 
     def _come(self, kind: Kind, what: str) -> LiveChange:
-        """Enter the queue, and cancel the change that is overtaken. Raises as :meth:`begin` does."""
+        """Queue a change before those that it overtakes; cancel the one in progress if that is overtaken. Raises as :meth:`begin` does."""
         if kind is Kind.STOP and (asked := next((each for each in self._waiting if each.kind is kind), None)):
             asked.what = what
             return asked

@@ -87,7 +87,7 @@ ResumeAfterFault = Callable[[Exception], Awaitable[None]]
 
 @define
 class Renewal:
-    """The way in which this program came to run the instance, and in which another may take over; the held state is in :class:`Held`."""
+    """The renewals of this process so far, and what the next one needs; the state that is carried over is in :class:`Held`."""
 
     held: Held = attrs.field(factory=Held)
     generation: int = 0
@@ -116,13 +116,13 @@ class Renewal:
     """The module through which a program takes over: ``resume`` of the command line, which this module cannot import."""
 
     def unreleased(self, *alive: str) -> str:
-        """Return the fault that the held resources, and the children *alive*, could not be released without an event loop."""
+        """Return the sentence of a fault: the children *alive*, and all held resources, are left, because no event loop released them."""
         named = ", ".join([*alive, *self.held.blocks])
         return f"could not release {named} and what else was made: the event loop has ended"
 
     @contextmanager
     def possible(self, resume_after_fault: ResumeAfterFault, unfinished: Callable[[], str]) -> Iterator[None]:
-        """Let this process be renewed while the block runs, in which the guest runs and everything is held."""
+        """Allow renewals while the block runs; the guest runs in it, and everything is held."""
         self.held.commit()
         self.resume_after_fault, self.unfinished = resume_after_fault, unfinished
         try:

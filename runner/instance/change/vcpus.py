@@ -168,7 +168,7 @@ class Vcpus:
         if failure is not None:
             await self._take_back(first, placed, threads, before, failure)
             raise failure
-        _tell_if_shared(wanted, before)
+        _log_if_shared(wanted, before)
         return pause
 
     def _with_more(self, count: int, plan: VcpuHotplugPlan, hardware: Hardware) -> Placement:
@@ -305,7 +305,7 @@ class Vcpus:
         return placement.cpus if isinstance(placement, ControllerPlacement) else self.active.container_cpus()
 
     async def _follow_threads(self, available: CpuSet) -> None:
-        """Write placement and receipt anew, for the remaining vCPUs."""
+        """Change the placement to that of the remaining vCPUs, on the CPUs *available*, and publish their receipt."""
         before = self.active.placement
         await self.active.change(with_pins(before, available, before.pins[: len(self.threads)]))
         self.receipts.follow(self.receipts.threads)
@@ -413,7 +413,7 @@ class Vcpus:
                     self.active.adopt(before)
             self.receipts.publish_change()
             self.supervisor.log_limit.log(log.info, InstanceEvent.VCPUS_PLACED_ANEW, len(found), CpuSet(found))
-            _tell_if_shared(wanted, before)
+            _log_if_shared(wanted, before)
 
     def _pin(self, pins: Sequence[int]) -> None:
         """Pin each vCPU thread to its CPU in *pins*. Raises :exc:`~runner.base.errors.PlacementError`."""
@@ -461,7 +461,7 @@ class _Pause:
     """The duration of the pause; known after the block."""
 
 
-def _tell_if_shared(wanted: Placement, before: Placement) -> None:
+def _log_if_shared(wanted: Placement, before: Placement) -> None:
     """Log that no CPU is left for float alone, if there was one *before*."""
     if wanted.shared and not before.shared:
         log.warning(InstanceEvent.FLOAT_WITHOUT_CPUS)

@@ -11,7 +11,7 @@ meaning."""
 
 @frozen
 class ControlMethod:
-    """One method."""
+    """The parameters and the result of one method, and how it depends on QEMU."""
 
     result: str
     """The type of its result: the name of the schema (``instance-runner schema``)."""

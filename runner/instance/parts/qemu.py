@@ -140,7 +140,7 @@ class Qemu:
         return self._monitor
 
     def go_on(self, held: Held) -> None:
-        """Continue with the recorded state that QEMU's events have led to."""
+        """Continue with what the previous program knew from QEMU's events; in a fresh start nothing changes."""
         self.agent_listens = held.current("agent listens", lambda: self.agent_listens)
         self.updates = held.current("QEMU's updates", lambda: self.updates)
         self._suspended = held.current("suspended", lambda: self._suspended)

@@ -23,7 +23,7 @@ AGAIN = "again"
 
 
 def try_again() -> None:
-    """Execute this stage once more, as it has changed nothing yet; return if all attempts are used up, or it is no program."""
+    """Execute this file again, which has changed nothing yet; return after the last attempt, and if it was imported as a module."""
     if __name__ == "__main__" and sys.argv.count(AGAIN) + 1 < MOST_ATTEMPTS:
         os.execve(sys.orig_argv[0], [*sys.orig_argv, AGAIN], os.environ)
 

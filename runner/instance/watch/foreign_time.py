@@ -38,7 +38,7 @@ class ForeignTime:
 
     @classmethod
     def begin(cls, procfs: Procfs, receipt: Receipt) -> ForeignTime:
-        """Begin to count for the vCPUs of *receipt*, while none runs yet; for none if the kernel has no such sums."""
+        """Begin to count for the vCPUs of *receipt*, while none of them runs yet; count none if the kernel has no such sums."""
         threads = _pinned(receipt)
         return cls(threads, _differences(procfs, threads))
 

@@ -137,14 +137,14 @@ class Receipts:
         self.publish()
 
     def drop_vcpus(self, first: int) -> None:
-        """Forget the vCPUs from index *first* on, which the guest has released; the receipt is written by :meth:`follow`."""
+        """Forget the vCPUs from index *first* on, which the guest has released; :meth:`follow` then makes a receipt without them."""
         vcpus = self.threads.vcpus
         for vcpu in vcpus[first:]:
             self._active.forget(vcpu.tid)
         self.threads, self.unplugged = attrs.evolve(self.threads, vcpus=vcpus[:first]), True
 
     def follow(self, threads: QemuThreads) -> None:
-        """Write the receipt anew after a change of QEMU's *threads* or of the placement in force.
+        """Read every thread back after a change of QEMU's *threads* or of the placement in force; the result is the receipt from now on.
 
         Raises :exc:`~runner.base.errors.RunnerError` when a thread is misplaced; the receipt is then unchanged.
         """
@@ -196,7 +196,7 @@ class Receipts:
             verified(self.receipt)
 
     def misplaced(self) -> str:
-        """Return a description of the threads that are not where the receipt has them, empty if there are none."""
+        """Return a description of the threads that are not in their places at this moment; empty if all are."""
         if self._supervisor.guest_state.cpus_lost:
             return self._supervisor.guest_state.cpus_lost
         try:
