@@ -14,6 +14,7 @@ from runner.base.errors import HostError, RefusedError, explain
 from runner.facts.host import User
 from runner.facts.roots import Roots
 from runner.host.discover import find_virtiofsd, read_allowed_cpus, read_host_facts, version_output
+from runner.host.pods import _undelegated
 from runner.kernel import preallocate
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.child_processes import open_processes
@@ -114,3 +115,26 @@ async def test_a_share_in_which_this_program_is_installed_is_refused(tmp_path: P
     async with open_processes() as processes:
         with pytest.raises(RefusedError, match=f"the guest may change it by the share '{directory}'"):
             await read_host_facts(spec, processes, Roots(), PurePosixPath(tmp_path / "state"), None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "error"),
+    [
+        ("cgroup.subtree_control", "cpuset pids", None),
+        ("cgroup.type", "domain threaded", None),
+        ("cgroup.type", None, "{} is not a container's cgroup"),
+        ("cgroup.subtree_control", None, "{} may not be written; a privileged container's may"),
+        ("cgroup.controllers", "memory pids", "{} has no cpuset controller"),
+        ("cgroup.type", "threaded", "{} is 'threaded'"),
+        ("cgroup.procs", "0\n7", "processes of others are in {}"),
+        ("cgroup.subtree_control", "cpuset io memory", "{} hands down io, memory"),
+    ],
+)
+def test_what_keeps_a_container_from_dividing_its_cgroup(
+    tmp_path: Path, file: str, content: str | None, error: str | None
+) -> None:
+    files = {"cgroup.type": "domain", "cgroup.subtree_control": "", "cgroup.controllers": "cpuset", "cgroup.procs": "7"}
+    for name, text in {**files, file: content}.items():
+        if text is not None:
+            (tmp_path / name).write_text(f"{text}\n")
+    assert _undelegated(Cgroup(tmp_path)) == (error and error.format(tmp_path))
