@@ -191,7 +191,7 @@ def read_huge_limit(mount: PurePosixPath, cgroup: str, page_size: int, environme
     limits = list(huge_limits(mount, cgroup, page_size))
     name = huge_limit_variable(page_size)
     value = environment.get(name, "0")
-    if not (value.isascii() and value.isdecimal()) or int(value) % page_size:
+    if re.fullmatch("[0-9]{1,18}", value) is None or int(value) % page_size:
         raise RefusedError(
             f"cannot use {name}={value!r}: it must be bytes, a multiple of the page size {page_size}",
             remedy=f"set it with resourceFieldRef: limits.{hugepages_resource(page_size)}, without a divisor",

@@ -6,16 +6,19 @@ Sources are QEMU's ``hw/i386`` and ``target/i386``; ``tests/machine/test_cpu_add
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 
 from runner.facts.host import HostFacts
 from runner.plan.machine import Accel
 from runner.plan.problems import Problems
-from runner.plan.qemu_limits import GIB, HOLE, LOW_RAM
+from runner.plan.qemu_limits import ALWAYS_FITS, GIB, HOLE, LOW_RAM
 from runner.spec.instance import InstanceSpec
 from runner.spec.rules import format_size
 
 EMULATED_BITS = 40
 """Bits of physical addresses of every CPU model without ``phys-bits`` (``target/i386/cpu.h``)."""
+POSSIBLE_BITS = range(32, 53)
+"""Bits of physical addresses that QEMU lets a CPU have (``x86_cpu_realizefn``)."""
 LEGACY_BITS, PSE36_BITS = 32, 36
 """Bits of physical addresses of a CPU without 64-bit mode, and of one of them with PSE-36."""
 WITHOUT_PSE36 = frozenset({"486", "base", "coreduo", "n270", "pentium", "qemu32"})
@@ -56,13 +59,17 @@ def refuse_too_much_memory(spec: InstanceSpec, size: int, accel: Accel, facts: H
 
     if not bits or top(size) <= 1 << bits:
         return
-    fits = max(memory for memory in range(GIB, size, GIB) if top(memory) <= 1 << bits)
+    fits = bisect_right(range(GIB, size, GIB), 1 << bits, key=top) * GIB
     wider = accel == "kvm" and (facts.address_bits == 0 or top(size) <= 1 << facts.address_bits)
     problems.refuse(
         "memory.size",
         f"{format_size(size)} of RAM and 32GiB for devices end at {format_size(top(size))}, and the guest's CPU has addresses of {bits} "
         f"bits, up to {format_size(1 << bits)}",
-        "add host-phys-bits=on to cpu.model, or leave cpu.model out" if wider else f"at most {format_size(fits)} fit",
+        "add host-phys-bits=on to cpu.model, or leave cpu.model out"
+        if wider
+        else f"at most {format_size(fits)} fit"
+        if fits
+        else f"take another cpu.model, or at most {format_size(ALWAYS_FITS)}",
     )
 
 
@@ -102,8 +109,9 @@ def _is_on(value: str | None, *, otherwise: bool) -> bool:
 
 
 def _number(value: str | None) -> int:
-    """Return the number in *value*, also in hexadecimal; 0 for none, and for values that QEMU refuses itself."""
+    """Return the number in *value*, also in hexadecimal; 0 for none, and for values that QEMU refuses itself or that change nothing."""
     try:
-        return int(value or "0", 0)
+        bits = int(value or "0", 0)
     except ValueError:
         return 0
+    return bits if bits in POSSIBLE_BITS else 0

@@ -34,6 +34,10 @@ T_co = TypeVar("T_co", covariant=True)
 Other = TypeVar("Other")
 
 MIB = 1 << 20
+LARGEST_SIZE = 1 << 52
+"""Bytes; no x86 CPU has a longer physical address."""
+LONGEST_TEXT = (128 << 10) - 1
+"""Bytes of the longest argument of a program (``MAX_ARG_STRLEN``, without the NUL)."""
 _UNITS = {"Ki": 1 << 10, "Mi": MIB, "Gi": 1 << 30, "Ti": 1 << 40}
 _SECONDS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 """Units of durations in other programs."""
@@ -164,6 +168,8 @@ def text(pattern: str | None = None, allowed: str = "a string of one line withou
     def parse(value: object) -> str:
         written = _string(value)
         _refuse_unprintable(written)
+        if (length := len(written.encode())) > LONGEST_TEXT:
+            raise WrongValueError(f"found a string of {length} bytes, and {LONGEST_TEXT} are allowed")
         if pattern is not None and re.fullmatch(pattern, written, re.ASCII) is None:
             lower = written.lower()
             _wrong(value, f'"{lower}"' if re.fullmatch(pattern, lower, re.ASCII) else "")
@@ -214,11 +220,11 @@ def size(least: int) -> Rule[int]:
         if match is None:
             _wrong(value, _nearest_size(value, least))
         result = int(match[1]) * _UNITS[match[2]]
-        if result < least or result % MIB:
+        if not least <= result <= LARGEST_SIZE or result % MIB:
             _wrong(value, _nearest_size(value, least))
         return result
 
-    allowed = f'a size in whole MiB, at least {format_size(least)}, such as "512MiB" or "4GiB"'
+    allowed = f'a size in whole MiB, at least {format_size(least)} and at most {format_size(LARGEST_SIZE)}, such as "512MiB" or "4GiB"'
     return Rule(allowed, parse, matching(_SIZE.pattern))
 
 
@@ -235,7 +241,8 @@ def _nearest_size(value: object, least: int) -> str:
     number = float(match[1])
     likely = 1 if number >= MIB else MIB if number * MIB >= least else _UNITS["Gi"]
     unit = _UNITS[f"{match[2].upper()}i"] if match[2] else likely
-    return f'"{format_size(max(least, round(number * unit / MIB) * MIB))}"'
+    meant = max(least, round(number * unit / MIB) * MIB)
+    return f'"{format_size(meant)}"' if meant <= LARGEST_SIZE else ""
 
 
 def either(literal: TypeForm[Other], rule: Rule[T], *, first: bool = False) -> Rule[Other | T]:

@@ -11,7 +11,7 @@ import attrs
 
 from runner.base.errors import Problem
 from runner.base.values import frozen
-from runner.spec.document_parser import parse_document
+from runner.spec.document_parser import LARGEST_DOCUMENT, MOST_OF_ALL, parse_document
 from runner.spec.rules import (
     key,
     structure,
@@ -151,6 +151,11 @@ def with_environment(
                 )
             )
     known = {name: environment.get(name, f"${{{name}}}") for name in declared.allow}
+    used = [name for _, name in references(document, "")]
+    if len(used) > MOST_OF_ALL or sum(len(known.get(name, "")) for name in used) > LARGEST_DOCUMENT:
+        reason = f"the values of its variables are more than {MOST_OF_ALL} in all, or longer than {LARGEST_DOCUMENT} bytes together"
+        problems.append(Problem("environment", reason, "write less of them into the document"))
+        return document
     return {
         name: value if name == "environment" else expanded(value, known, name, problems)
         for name, value in document.items()

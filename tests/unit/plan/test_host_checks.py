@@ -173,7 +173,7 @@ def test_in_a_cgroup_namespace_only_the_downward_api_tells_the_limit_of_huge_pag
     assert read_huge_limit(root, "/", 2 * MIB, {"LIMITS_HUGEPAGES_2MI": str(80 << 30)}) == 80 << 30
 
 
-@pytest.mark.parametrize("value", ["", "80Gi", "-1", "81920", "٤"])
+@pytest.mark.parametrize("value", ["", "80Gi", "-1", "81920", "٤", "2097152" * 700])
 def test_a_limit_of_huge_pages_that_the_downward_api_would_not_give_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(RefusedError) as caught:
         read_huge_limit(PurePosixPath(tmp_path), "/", 2 * MIB, {"LIMITS_HUGEPAGES_2MI": value})

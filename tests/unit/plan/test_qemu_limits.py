@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import PurePosixPath
 
 import attrs
@@ -131,6 +132,24 @@ def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *,
             ),
         ),
         (
+            text(8, 'model = "qemu32"', "64GiB"),
+            EMULATED,
+            (
+                "memory.size: 64GiB of RAM and 32GiB for devices end at 98GiB, "
+                "and the guest's CPU has addresses of 32 bits, up to 4GiB; "
+                "take another cpu.model, or at most 28GiB"
+            ),
+        ),
+        (
+            text(8, 'model = "max,host-phys-bits=off,phys-bits=99999999999"', "2TiB"),
+            BIG,
+            (
+                "memory.size: 2TiB of RAM and 32GiB for devices end at 3102GiB, "
+                "and the guest's CPU has addresses of 40 bits, up to 1TiB; "
+                "add host-phys-bits=on to cpu.model, or leave cpu.model out"
+            ),
+        ),
+        (
             text(1, 'model = "host,migratable=off"', "1GiB"),
             EMULATED,
             "cpu.model: 'host' is for KVM, and the guest would be emulated; leave it out, or name 'max'",
@@ -139,6 +158,22 @@ def test_interrupts_are_remapped_for_apic_ids_beyond_254_under_kvm(keys: str, *,
 )
 def test_what_does_not_fit_the_machine_is_refused(keys: str, facts: HostFacts, expected: str) -> None:
     assert problems(keys, facts) == [expected]
+
+
+def test_memory_beyond_every_machine_takes_no_time_to_refuse() -> None:
+    begun = time.process_time()
+    assert problems(text(8, "", "4096TiB"), BIG)[-1].endswith("; at most 4193250GiB fit")
+    [problem] = problems(text(8, "", "4097TiB"), BIG)
+    assert problem.startswith(
+        'memory.size: found the string "4097TiB"; it takes a size in whole MiB, at least 32MiB and at most 4096TiB, such as '
+    )
+    assert time.process_time() - begun < 2  # half a minute, where each GiB is tried
+
+
+@pytest.mark.parametrize("bits", ["30", "-30", "53", "0x7fffffffffffffff"])
+def test_bits_that_qemu_refuses_are_left_to_it(bits: str) -> None:
+    for key in ("phys-bits", "host-phys-bits=on,host-phys-bits-limit"):
+        plan_of(text(8, f'model = "max,{key}={bits}"', "64GiB"), BIG)
 
 
 def test_what_fits_is_planned() -> None:

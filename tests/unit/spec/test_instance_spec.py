@@ -452,6 +452,10 @@ MISTAKES = [
         "".join(f"k{number} = 1\n" for number in range(1025)),
         "cannot parse the document: a table or an array in it has more than 1024 entries",
     ),
+    (
+        "".join(f"[t{number}]\n" + "".join(f"k{key} = 1\n" for key in range(1000)) for number in range(17)),
+        "cannot parse the document: it has more than 16384 entries in all",
+    ),
     ("\ufeff[cpu]\n", "cannot parse the document: it begins with a byte-order mark; save it as UTF-8 without one"),
     ("#" * (1 << 20) + "\n", "cannot parse the document: it has more than 1MiB"),
 ]
@@ -461,6 +465,22 @@ MISTAKES = [
 @pytest.mark.parametrize(("text", "expected"), MISTAKES)
 def test_every_mistake_is_named_with_its_path(text: str, expected: str) -> None:
     assert [problem[: len(expected)] for problem in problems(text)] == [expected]
+
+
+def test_the_values_of_variables_are_at_most_as_long_as_a_document() -> None:
+    for name, value in (("A", "a" * 100_000), ("B", "b")):
+        used = f"${{{name}}}" * (1 << 16)
+        text = f'[environment]\nallow = ["{name}"]\n{KERNEL}cmdline = "{used}"\n'
+        with pytest.raises(SpecError, match="environment: the values of its variables are more than 16384"):
+            parse_instance("spec.toml", text.encode(), {name: value})
+
+
+def test_a_string_is_at_most_as_long_as_an_argument_of_a_program() -> None:
+    """The kernel refuses to execute QEMU with a longer one (``E2BIG``)."""
+    longest = "x" * ((128 << 10) - 1)
+    parse_instance("spec.toml", f'{KERNEL}cmdline = "{longest}"\n'.encode())
+    [problem] = problems(f'{KERNEL}cmdline = "{longest}x"\n')
+    assert problem.startswith("boot.cmdline: found a string of 131072 bytes, and 131071 are allowed; ")
 
 
 @pytest.mark.parametrize(
