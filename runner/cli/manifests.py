@@ -51,7 +51,8 @@ def read_named(path: str, what: str) -> bytes:
     example = PACKAGE / path
     named = path.startswith("examples/") and ".." not in example.parts and not Path(path).exists() and example.is_file()
     try:
-        return (example if named else Path(path)).read_bytes()
+        with (example if named else Path(path)).open("rb") as file:  # it may be a pipe, of a shell's <(…)
+            return file.read(MAX_BYTES + 1)  # a larger one is refused unparsed
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path!r}") from error
 

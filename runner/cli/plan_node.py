@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from runner.base.document_value import Value
-from runner.base.errors import HostError, RefusedError, UsageError
+from runner.base.errors import HostError, RefusedError, UsageError, escaped
 from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
 from runner.facts.hardware import Hardware
@@ -43,6 +43,7 @@ from runner.node_plan.quirks import FROM_SOURCE_MINOR, NEWEST_MINOR, OLDEST_MINO
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import hardware_line, node_json, node_lines
 from runner.spec.instance import PLACEHOLDER, parse_elsewhere
+from runner.spec.yaml import MAX_BYTES
 
 WIDTH = 120
 """Columns of the output if it is no terminal."""
@@ -55,7 +56,7 @@ def record(arguments: argparse.Namespace) -> int:
         print(hardware.to_json(), end="")
         return 0
     _write(arguments.record, hardware.to_json())
-    print(f"{arguments.record}: {hardware_line(hardware)}")
+    print(escaped(f"{arguments.record}: {hardware_line(hardware)}"))
     return 0
 
 
@@ -211,8 +212,11 @@ def _fit(path: str | None, node: NodePlan) -> tuple[Fit | None, tuple[str, ...]]
 
 
 def _text(path: str, what: str) -> str:
+    data = read_named(path, what)
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"cannot read the {what} {path!r}: it has more than {MAX_BYTES} bytes")
     try:
-        return read_named(path, what).decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read the {what} {path!r}: it is not UTF-8 at byte {error.start}") from None
 

@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from runner.base.errors import RunnerError, SpecError, problems_of
+from runner.cli.options import read_spec_file
 from runner.protocol.jsonrpc_client import CallRefusedError
 from runner.spec.document_parser import parse_document
 from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents
@@ -36,6 +36,6 @@ def _problems(error: RunnerError, arguments: argparse.Namespace | None) -> list[
     named = getattr(arguments, "spec", None) or []
     written: Mapping[str, object] = {}
     if source in ([named] if isinstance(named, str) else named):
-        with contextlib.suppress(RunnerError, OSError):  # reading it was the problem
-            written = parse_document(source, Path(source).read_bytes())
+        with contextlib.suppress(RunnerError):  # reading it was the problem
+            written = parse_document(source, read_spec_file(source))
     return problem_documents(source, problems_of(error), written)

@@ -56,7 +56,7 @@ def read_state_file(path: Path) -> bytes:
                 raise HostError("it is not a regular file")
             # One more byte than is taken tells whether there are more. Fewer may come back: read(2) is not atomic.
             with open(fd, "rb", closefd=False) as stream:
-                text = stream.read(_LARGEST + 1)
+                text = stream.read(_LARGEST + 1) or b""  # None if there is nothing now, as in /proc/kmsg
     except OSError as error:
         raise HostError("it cannot be read") from error
     if len(text) > _LARGEST:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 from runner.base.document_value import Value
 from runner.base.errors import Problem, SpecError
+from runner.base.table import some
 from runner.facts.pci import ClaimedDevice
+from runner.kubelet.go_json import one_error
 
 VERSIONS = tuple(f"metadata.resource.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
 """The versions of Kubernetes 1.37 and 1.36; the parts read here are the same in both."""
@@ -34,16 +36,17 @@ def parse_device_metadata(source: str, data: bytes) -> tuple[ClaimedDevice, ...]
     Raises :exc:`~runner.base.errors.SpecError`.
     """
     unknown = []
-    for value in _objects(source, data):
-        version = value.get("apiVersion").text()
-        if version in VERSIONS:
-            if value.get("kind").text() != KIND:
-                value.get("kind").fail(f"must be {KIND}, found {value.value['kind']!r}")
-            return tuple(_devices(value))
-        unknown.append(version)
-    if unknown:
-        known = " or ".join(VERSIONS)
-        raise SpecError(source, [Problem("apiVersion", f"must be {known}, found {', '.join(unknown)}")])
+    with one_error(source):
+        for value in _objects(source, data):
+            version = value.get("apiVersion").text()
+            if version in VERSIONS:
+                if value.get("kind").text() != KIND:
+                    value.get("kind").fail(f"must be {KIND}, found {value.value['kind']!r}")
+                return tuple(_devices(value))
+            unknown.append(version)
+        if unknown:
+            known = " or ".join(VERSIONS)
+            raise SpecError(source, [Problem("apiVersion", f"must be {known}, found {some(unknown)}")])
     raise SpecError(source, [Problem("", "it is empty")])
 
 
@@ -51,11 +54,12 @@ def _objects(source: str, data: bytes) -> Iterator[Value]:
     """Yield the objects of the stream *data* lazily: data after the object that is used are ignored."""
     decoder = json.JSONDecoder()
     try:
-        text = data.decode().strip()
-        while text:
-            value, end = decoder.raw_decode(text)
+        text, at = data.decode().strip(), 0
+        while at < len(text):
+            value, at = decoder.raw_decode(text, at)
             yield Value(value, source)
-            text = text[end:].lstrip()
+            while text[at : at + 1].isspace():
+                at += 1
     except (ValueError, RecursionError) as error:
         raise SpecError(source, [Problem("", f"it is no JSON: {error}")]) from error
 

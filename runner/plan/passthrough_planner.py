@@ -236,7 +236,7 @@ def _of_file(file: ClaimFile) -> Iterator[tuple[str, DriverLocation]]:
         if device.address is None and any(name.lower().endswith("mdevuuid") for name in device.attributes):
             raise RefusedError(f"{what} is a mediated device, which cannot be passed through", remedy=NOT_MEDIATED)
         if device.address is None:
-            has = ", ".join(device.attributes) or "none"
+            has = some(device.attributes, 32) or "none"
             raise RefusedError(
                 f"{file.path} does not say the PCI address of {what} (resource.kubernetes.io/pciBusID), and its attributes are {has}",
                 remedy="name the request of the PCI devices in `request`, use a driver that says their addresses, or name the address",

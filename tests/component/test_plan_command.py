@@ -236,11 +236,12 @@ def test_a_large_document_is_refused_before_it_is_parsed(tmp_path: Path) -> None
     large = tmp_path / "large.toml"
     with large.open("wb") as file:
         file.truncate(1 << 40)  # a hole: whoever reads all of it needs a TiB of memory
-    done = plan(large)
-    assert (done.returncode, done.stderr) == (
-        30,
-        f"instance-runner: {large}: cannot parse the document: it has more than 1MiB\n",
-    )
+    for options in ((), ("--json",)):
+        done = plan(large, *options)
+        assert (done.returncode, done.stderr) == (
+            30,
+            f"instance-runner: {large}: cannot parse the document: it has more than 1MiB\n",
+        )
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,16 @@ def test_a_recorded_host_is_this_host(tmp_path: Path) -> None:
     assert plan("--node", str(kubelet), "--host", str(record)) == plan("--node", str(kubelet))
 
 
+def test_no_file_of_a_node_is_read_without_an_end() -> None:
+    for option, words in (
+        ("--host", "cannot read the host record '/dev/zero': it has more than 3145728 bytes"),
+        ("--pod", "/dev/zero: cannot parse the document: 3145729 bytes are more than 3145728"),
+    ):
+        command = (*PROGRAM, "plan", "--node", KUBELET, option, "/dev/zero")
+        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert words in done.stderr
+
+
 def test_a_host_is_read_from_wherever_its_files_are(tmp_path: Path) -> None:
     output = plan("--record", "-", "--sys", str(tmp_path), status=4)
     assert output == f"cannot read '{tmp_path}/sys/devices/system/cpu/online': No such file or directory\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_the_first_version_that_is_known_is_read(versions: tuple[str, ...]) -> N
     assert parse_device_metadata("file", data) == (
         ClaimedDevice("gpu.example.com", "gpu-0", tuple(attributes), "0000:ab:00.1", None),
     )
+
+
+def test_many_unknown_versions_take_no_longer_than_their_reading_and_are_few_in_the_message() -> None:
+    begun = time.process_time()
+    with pytest.raises(SpecError) as caught:
+        parse_device_metadata("file", b"".join(b'{"apiVersion": "x/%d"}' % number for number in range(40_000)))
+    assert str(caught.value).endswith("found x/0, x/1, x/2, x/3 and 39996 more")
+    with pytest.raises(SpecError) as caught:
+        parse_device_metadata("file", json.dumps({"apiVersion": ["x" * 100_000]}).encode())
+    assert len(str(caught.value)) < 500
+    assert time.process_time() - begun < 2.5  # 6 s, where the rest is copied after each
 
 
 def test_what_follows_the_version_that_is_read_does_not_count() -> None:
