@@ -39,7 +39,7 @@ def read_cgroup_mounts(proc: Path) -> CgroupMounts:
     """Return the mount points of cgroups in this process's mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
     unified, legacy = None, {}
     options: tuple[str, ...] = ()
-    for line in read_text(proc / "self/mountinfo").strip().splitlines():
+    for line in filter(None, read_text(proc / "self/mountinfo").split("\n")):  # splitlines() would part names
         left, _, right = line.partition(" - ")
         kind, _, words = right.partition(" ")
         mount_point = left.split()[4]

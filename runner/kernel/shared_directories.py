@@ -100,7 +100,8 @@ class SharedDirectories:
 def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDirectories:
     """Return the directories *paths*, with the mounts that this process has now (proc_pid_mountinfo(5))."""
     given = tuple(paths)
-    lines = read_text(roots.proc / "self/mountinfo").splitlines() if given else []
+    # Not splitlines(): of all its line ends, the kernel escapes "\n" alone in a name.
+    lines = filter(None, read_text(roots.proc / "self/mountinfo").split("\n") if given else [])
     mounts = [_parse_mount(line) for line in lines]
     visible = dict(mounts)  # of several mounts at one point the last hides the others
     return SharedDirectories(tuple(_shared(path, mounts, visible) for path in given), visible)

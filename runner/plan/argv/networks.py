@@ -61,7 +61,7 @@ def network_by_hand(index: int, network: NetworkPlan) -> Iterator[str]:
             yield f"ip link set {network.bridge} up"
         case MacvtapPlan():
             yield (
-                f"ip link add link {network.over} name {network.link} address {network.mac} mtu {network.mtu} "
+                f"ip link add link {shlex.quote(network.over)} name {network.link} address {network.mac} mtu {network.mtu} "
                 "type macvtap mode bridge"
             )
             yield f"ip link set {network.link} up"

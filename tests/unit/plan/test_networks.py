@@ -490,6 +490,13 @@ def test_a_guest_of_passt_reaches_no_loopback_unless_the_only_dns_servers_are_th
         assert any(remark in str(each) for each in plan.remarks) is reaches
 
 
+def test_a_name_of_an_interface_is_one_word_of_the_script() -> None:
+    """The kernel allows every character in it but a slash, a colon and white space."""
+    facts = attrs.evolve(FACTS, interfaces={"a;$(id)": attrs.evolve(POD, name="a;$(id)")})
+    plan = plan_of(KERNEL + '[[network]]\nmode = "macvtap"\ninterface = "a;$(id)"\n', facts)
+    assert "ip link add link 'a;$(id)' name " in pasteable(plan, None)
+
+
 def test_every_kind_is_printed_and_in_the_script() -> None:
     plan = plan_of(MACHINES["networks"])
     shown = [line for line in plan_lines(plan) if "  3 network" in line]
