@@ -17,8 +17,10 @@ class InstanceTimeouts:
     """Between two checks whether a vCPU is gone, in case its event came before the wait began."""
     guest_runs: float = 5.0
     """For QEMU to continue the guest after any failure, and for the second QEMU of an update to start it."""
-    next_qemu: float = 20.0
-    """From the second QEMU's start until it could run the guest; otherwise the first one continues. 0.3 are usual."""
+    next_qemu: float = 60.0
+    """From the second QEMU's start until the guest is stopped for it: as long as QEMU may take at the instance's start."""
+    takeover: float = 20.0
+    """From then until the second QEMU could run the guest; otherwise the first one continues. 0.3 are usual for both."""
     cpus_looked: float = 1.0
     """Between two checks whether the container has the vCPUs' CPUs; a check takes 0.1 ms with 40 vCPUs (measured)."""
     displaced: float = 3.0

@@ -144,7 +144,7 @@ async def test_an_instance_that_cannot_be_updated_keeps_no_descriptors(fake_host
         ("hang at start", "the next one was not ready within 1 s"),
         ("exit", "its state was not transferred: of the fake"),
         ("another cpu", "shows the guest another CPU; name a CPU model that both know (cpu.model)"),
-        ("inmigrate", "the next one was not ready within 1 s"),
+        ("inmigrate", "the next one did not take over within 1 s of the guest's stop"),
         ("shutdown", "the guest did not run: the next one says 'shutdown'"),
         ("refuses cont", "cannot execute 'cont': refused by the fake"),
     ],
@@ -152,8 +152,10 @@ async def test_an_instance_that_cannot_be_updated_keeps_no_descriptors(fake_host
 async def test_a_successor_that_fails_before_it_has_the_guest_is_ended(
     fake_host: FakeHost, successor: str, reason: str
 ) -> None:
-    if "within" in reason:
+    if "not ready within" in reason:
         fake_host.timeouts = InstanceTimeouts(next_qemu=1)
+    elif "not take over within" in reason:
+        fake_host.timeouts = InstanceTimeouts(takeover=1)
     plan = plan_of(fake_host)
     bad = fake_host.program("next", "fake_qemu.py", **NEW, as_successor=successor)
 
@@ -179,12 +181,12 @@ async def test_a_successor_that_fails_before_it_has_the_guest_is_ended(
     [
         ("refuses", "cannot execute 'migrate': refused by the fake"),
         ("fails", "its state was not transferred: of the fake"),
-        ("hangs", "the next one was not ready within 1 s"),
+        ("hangs", "the next one did not take over within 1 s of the guest's stop"),
     ],
 )
 async def test_a_source_that_cannot_send_its_state_runs_on(fake_host: FakeHost, source: str, reason: str) -> None:
     if "within" in reason:
-        fake_host.timeouts = InstanceTimeouts(next_qemu=1)
+        fake_host.timeouts = InstanceTimeouts(takeover=1)
     plan = plan_of(fake_host, as_source=source)
 
     async def act(_supervisor: Supervisor) -> None:
@@ -328,7 +330,7 @@ async def test_a_failure_at_any_step_leaves_the_guest_where_it_is(fake_host: Fak
 VIRTIOFSD = {
     "exit": "",
     "refuse": "; virtiofsd: fake-virtiofsd: cannot load it",
-    "hang": "the next one was not ready within 1 s",
+    "hang": "the next one did not take over within 1 s of the guest's stop",
 }
 """What the second virtiofsd does with the state of the first, and what is in the error then."""
 
@@ -387,7 +389,7 @@ async def test_a_virtiofsd_that_cannot_take_over_leaves_the_share_to_the_first(
     fake_host: FakeHost, at_load: str
 ) -> None:
     if at_load == "hang":
-        fake_host.timeouts = InstanceTimeouts(next_qemu=1)
+        fake_host.timeouts = InstanceTimeouts(takeover=1)
     plan = plan_of(fake_host, fake_host.share())
 
     async def act(supervisor: Supervisor) -> None:

@@ -292,6 +292,8 @@ class _Move:
     """The virtiofsd that serves the successor, one for each share."""
     over: trio.Event = attrs.field(factory=trio.Event)
     """Set when the source reports the end of the transfer, successful or not."""
+    preparing: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    """Until the successor could run the guest; cancelled at its deadline, which counts anew when the guest is stopped."""
     displaced: bool = False
     """Whether the source's vCPU threads have left their CPUs."""
     queues: dict[int, bool] = attrs.field(factory=dict)
@@ -325,12 +327,13 @@ class _Move:
 
     async def _prepared(self) -> Qemu:
         """Return the successor, ready to run the guest, as the source still is."""
-        within = self.running.supervisor.timeouts.next_qemu
-        try:
-            with trio.fail_after(within), ExitStack() as stack:
-                return await self._prepare(stack)
-        except trio.TooSlowError:
-            raise HostError(f"the next one was not ready within {within:g} s") from None
+        timeouts = self.running.supervisor.timeouts
+        self.preparing.deadline = trio.current_time() + timeouts.next_qemu
+        with self.preparing, ExitStack() as stack:
+            return await self._prepare(stack)
+        if self.stopped is None:
+            raise HostError(f"the next one was not ready within {timeouts.next_qemu:g} s")
+        raise HostError(f"the next one did not take over within {timeouts.takeover:g} s of the guest's stop")
 
     async def _prepare(self, stack: ExitStack) -> Qemu:
         monitor = self.source.monitor
@@ -400,8 +403,9 @@ class _Move:
         return successor
 
     def _observe(self, event: QmpEvent) -> None:
-        if event.name == "STOP":
+        if event.name == "STOP" and self.stopped is None:
             self.stopped = trio.current_time()
+            self.preparing.deadline = self.stopped + self.running.supervisor.timeouts.takeover
         if event.name == "MIGRATION" and event.data.get("status") in _OVER:
             self.over.set()
 
