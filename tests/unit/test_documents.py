@@ -267,6 +267,14 @@ def test_the_table_of_rooms_is_the_law_of_imports() -> None:
     assert listed == {**LAW, "cli": set()}
 
 
+def test_every_module_of_kernel_is_in_the_table_by_subject() -> None:
+    listed = [
+        name for _, names in table_rows(HOW_IT_WORKS, "| subject | modules of `kernel` |") for name in names.split()
+    ]
+    modules = {f"`{path.stem}`" for path in (ROOT / "runner/kernel").glob("[!_]*.py")}
+    assert sorted(listed) == sorted(modules), "give each module of kernel one place in the table of runner/README.md"
+
+
 def test_the_protocol_of_the_controller_is_as_shown() -> None:
     rows = table_rows(CONTROLLER, "| code | `reason` | it means |")
     assert {reason.strip("`"): int(code) for code, reason, _ in rows} == CODES
