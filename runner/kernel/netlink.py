@@ -88,7 +88,7 @@ class _LinkMessage(netlink.nlmsg):
         """Options of a bridge's port; without the flag the kernel takes them for one number."""
 
         nla_flags = netlink.NLA_F_NESTED
-        nla_map = ((12, "IFLA_BRPORT_PROXYARP_WIFI", "uint8"),)
+        nla_map = ((8, "IFLA_BRPORT_LEARNING", "uint8"), (12, "IFLA_BRPORT_PROXYARP_WIFI", "uint8"))
 
     class link_info(netlink.nla):  # noqa: N801 - named in the table above, as pyroute2 names them
         """The link's kind, and the options of the two kinds that this program makes: both are ``IFLA_INFO_DATA``."""
@@ -339,11 +339,23 @@ class Rtnetlink:
         """
         known = {"family": socket.AF_BRIDGE, "ifindex": port.index, "state": ndmsg.NUD_NOARP, "flags": ndmsg.NTF_MASTER}
         forwarding = _Request(ndmsg.ndmsg, known, (("NDA_LLADDR", neighbour.mac),))
-        option = ("IFLA_PROTINFO", {"attrs": [("IFLA_BRPORT_PROXYARP_WIFI", 1)]})
         self.replace_neighbour(bridge, neighbour)
         with doing(f"answer ARP for {neighbour.address} on {bridge.name!r}"):
             self._ask(rtnl.RTM_NEWNEIGH, netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE, forwarding)
-            self._ask(rtnl.RTM_SETLINK, 0, _link_request({"family": socket.AF_BRIDGE, "index": port.index}, option))
+            self._set_port(port, "IFLA_BRPORT_PROXYARP_WIFI", 1)
+
+    def stop_learning(self, port: FoundLink) -> None:
+        """Let the bridge of *port* learn no MAC addresses behind it, so that it sends frames for them to every other port.
+
+        Each frame may have another source address, and the kernel keeps a learned one for 5 minutes, without a limit on their number,
+        in memory that it charges to no cgroup (``br_fdb_update`` of ``net/bridge/br_fdb.c``).
+        """
+        with doing(f"stop learning addresses behind {port.name!r}"):
+            self._set_port(port, "IFLA_BRPORT_LEARNING", 0)
+
+    def _set_port(self, port: FoundLink, option: str, value: int) -> None:
+        options = ("IFLA_PROTINFO", {"attrs": [(option, value)]})
+        self._ask(rtnl.RTM_SETLINK, 0, _link_request({"family": socket.AF_BRIDGE, "index": port.index}, options))
 
     def routes(self, link: FoundLink) -> tuple[Route, ...]:
         """Return the IPv4 routes through *link* of every table but the local one, including the kernel's own."""

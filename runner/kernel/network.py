@@ -5,7 +5,7 @@ interface's ``ifalias`` describes its earlier configuration, so that the next ru
 Taking over and restoring are here and not with the instance's parts, because ``check`` and ``plan``, which know no instance, read the
 same description; :mod:`runner.instance.parts.links` decides when both happen.
 
-The kernel executes a request within the system call: a private network takes seven requests and a millisecond to build, two
+The kernel executes a request within the system call: a private network takes eight requests and a millisecond to build, two
 requests and 30 ms to remove, most of which the kernel waits for readers of the link (RCU). That is why PID 1 does it itself,
 between two steps of its event loop.
 """
@@ -174,7 +174,9 @@ def _build(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
         rtnetlink.add_address(made, bridge.address6)
     if bridge.guest is not None:
         rtnetlink.replace_route(made, Route(ip_network(bridge.guest.ip)))
-    rtnetlink.set_link(_find(rtnetlink, bridge.tap), Change(mtu=bridge.mtu, master=made.index, up=True))
+    tap = _find(rtnetlink, bridge.tap)
+    rtnetlink.set_link(tap, Change(mtu=bridge.mtu, master=made.index, up=True))
+    rtnetlink.stop_learning(tap)
 
 
 def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
@@ -262,6 +264,7 @@ def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Br
         # A bridge takes frames to the MAC address of one of its ports for itself; these must reach the guest.
         _set_mac(rtnetlink, link, _random_mac())
     rtnetlink.set_link(link, Change(master=made.index, up=True))
+    rtnetlink.stop_learning(link)
     for neighbour in pod.neighbours:
         if isinstance(neighbour.address, IPv4Address):
             rtnetlink.answer_arp(made, link, neighbour)

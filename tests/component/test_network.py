@@ -27,6 +27,7 @@ from runner.facts.network import Interface
 from runner.facts.roots import Roots
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
+from runner.kernel import character_devices
 from runner.kernel.child_processes import Command
 from runner.kernel.hardware_reader import read_hardware
 from runner.kernel.network import Bridge, build, read_interfaces, recover, remove
@@ -274,6 +275,27 @@ async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHo
     assert isinstance(result, GuestEnd), result
     assert fake_host.faults.sentences == []
     assert state_of("eth0") == before
+
+
+def test_the_bridge_learns_no_addresses(pod: str) -> None:
+    """Neither a guest nor a neighbour fills the kernel's memory by frames that each have another source address."""
+    del pod
+    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, read_eth0())
+    frames = [
+        b"\2" + bytes(5) + b"\2\1" + bytes(3) + bytes([number]) + b"\x88\xb5" + bytes(46) for number in range(200)
+    ]
+    send = "import socket; link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW); link.bind(('gw0', 0))"
+    with character_devices.tap("vmtap0") as (queue,):
+        had = build([bridge])
+        try:
+            for frame in frames[:100]:
+                os.write(queue.number, bytes(10) + frame)  # behind the header of virtio-net
+            code = f"{send}; [link.send(frame) for frame in {frames[100:]}]"
+            ip("netns", "exec", "gateway", sys.executable, "-IS", "-c", code)
+            shown = subprocess.run(["bridge", "-j", "fdb", "show", "br", "vmbr0"], check=True, capture_output=True)
+        finally:
+            remove([bridge], had)
+    assert [each["mac"] for each in json.loads(shown.stdout) if each["mac"].startswith("02:01:")] == []
 
 
 def test_every_refused_step_is_reversed(pod: str) -> None:
