@@ -208,7 +208,8 @@ def _refuse_hidden(spec: InstanceSpec, *more: tuple[str, PurePosixPath]) -> None
     """Refuse files that the guest's programs would not see; *more* are files that the spec does not name."""
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
     for where, path in (*more, *opened_paths(spec, None), *shares):
-        if within(path, [HIDDEN]) and not within(path, [OURS]):
+        # The controller is not for a guest that is tried.
+        if within(path, [HIDDEN]) and not within(path, [OURS]) and where != "cpu.controller":
             raise RefusedError(
                 f"cannot use {str(path)!r} ({where}): a guest that is tried has a {HIDDEN} of its own",
                 remedy="copy it to another directory",

@@ -11,16 +11,11 @@ from runner.spec.rules import MIB, format_size, found
 
 LARGEST_DOCUMENT = MIB
 """Bytes; the largest content of a ConfigMap (``MaxSecretSize`` in ``pkg/apis/core/validation``)."""
-
-
 DEEPEST = 16
 """Levels of tables and arrays in a document; a spec has five."""
-
-
 MOST_ENTRIES, MOST_OF_ALL = 1024, 16 * 1024
 """Entries of one table or array in a document, and of all. Checks compare entries with each other: 30,000 disks took a minute, and QEMU
 supports some hundreds at most. The nearest known key takes 0.1 ms for each unknown one: 120,000 took 12 s."""
-
 
 _TOML_STRING = (
     r'"{3}(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)'
@@ -30,7 +25,6 @@ _TOML_STRING = (
 )
 """A string or a comment of TOML, in which dots are no separators. An unterminated one matches, too: the parser stops there, and otherwise
 each quotation mark in it would cause another scan of the rest."""
-
 
 _DEEP_KEY = r"(?<![\w-])(?:[\w-]++|\")(?:[ \t]*+\.[ \t]*+(?:[\w-]++|\")){%d}"
 """A key with that many dots, after strings were replaced by a quotation mark."""

@@ -185,7 +185,6 @@ class CpuSpec:
         "guest's, by MWAIT and HLT that do not exit (KVM only). Then it wakes sooner, but its CPUs always look busy to the host, and the "
         "sibling threads of their cores may become slower",
     )
-
     latency: LatencyChoice = key(
         choice(LatencyChoice),
         default="default",
@@ -504,7 +503,6 @@ class NetworkSpec:
         doc='`"descriptor"` only: the names of inherited descriptors of /dev/vhost-net, one for each queue. Without it the runner opens '
         "/dev/vhost-net if the container has it",
     )
-
     ports: tuple[PortForward, ...] | Literal["all"] = key(
         either(Literal["all"], ports()),
         default=(),
@@ -1025,6 +1023,7 @@ def opened_paths(spec: InstanceSpec, state_directory: PurePosixPath | None) -> I
         ("boot.initrd", spec.boot.initrd),
         ("boot.firmware", spec.boot.firmware),
         ("descriptors.socket", spec.descriptors.socket),
+        ("cpu.controller", spec.cpu.controller if spec.cpu.placement in {"auto", "controller"} else None),
     ]
     for index, disk in enumerate(spec.disk):
         if disk.fd is None:

@@ -375,6 +375,11 @@ def test_all_descriptors_are_passed_on() -> None:
             "descriptors.socket: '/srv/fds.sock' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
         ),
         (
+            KERNEL + '[[share]]\ntag="a"\npath="/srv"\n[cpu]\ncontroller = "/srv/c.sock"\n',
+            {},
+            "cpu.controller: '/srv/c.sock' lies in the share 'a', by this name or by a hard link, where the guest may change it, or ",
+        ),
+        (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\n[[share]]\ntag="b"\npath="/srv/sub/b"\nread_only=true\n',
             {
                 "files": {**FACTS.files, PurePosixPath("/srv/sub/b"): FileFact("directory")},
