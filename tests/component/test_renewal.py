@@ -316,7 +316,7 @@ def test_a_program_that_hangs_gives_way_to_the_one_before(start: RenewableStarte
 def test_a_program_has_more_time_on_a_host_where_its_child_was_slow(
     start: RenewableStarter, program: ProgramDirectory
 ) -> None:
-    program.patch("cli/resume.py", ("    state_of(document)\n\n", "    import time\n    time.sleep(4)\n\n"))
+    program.patch("cli/resume.py", ("    state_of(document)\n\n", "    import time\n    time.sleep(6)\n\n"))
     steps = hook(program)
     run = start()
     do(steps, 3, "time.sleep(11)")
