@@ -9,10 +9,12 @@ import errno
 import json
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from ipaddress import IPv4Address, IPv4Interface, IPv6Address
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, ip_address
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -296,6 +298,43 @@ def test_the_bridge_learns_no_addresses(pod: str) -> None:
         finally:
             remove([bridge], had)
     assert [each["mac"] for each in json.loads(shown.stdout) if each["mac"].startswith("02:01:")] == []
+
+
+def router_advertisement(*extension: int) -> bytes:
+    """Return the frame by which a guest offers itself as the router of a prefix, behind an *extension* header, if any."""
+    source, everyone = ip_address("fe80::1"), ip_address("ff02::1")
+    body = struct.pack("!BBHBBHII", 134, 0, 0, 64, 8, 9000, 0, 0) + b"\1\1" + bytes.fromhex("020102030405")
+    prefix = ip_address("2001:db8:1::").packed
+    body += struct.pack("!BBBBIII", 3, 4, 64, 0xC0, 0xFFFFFFFF, 0xFFFFFFFF, 0) + prefix
+    summed = source.packed + everyone.packed + struct.pack("!II", len(body), socket.IPPROTO_ICMPV6) + body
+    total = sum(struct.unpack(f"!{len(summed) // 2}H", summed))
+    body = body[:2] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + body[4:]
+    following = extension[0] if extension else socket.IPPROTO_ICMPV6
+    before = struct.pack("!BBBBI", socket.IPPROTO_ICMPV6, 0, 1, 4, 0) if extension else b""
+    header = struct.pack("!IHBB", 6 << 28, len(before + body), following, 255) + source.packed + everyone.packed
+    return bytes(10) + bytes.fromhex("333300000001020102030405") + b"\x86\xdd" + header + before + body
+
+
+@pytest.mark.parametrize("takes_pod", [True, False])
+def test_the_guest_is_no_router_of_the_pod(pod: str, *, takes_pod: bool) -> None:
+    del pod
+    interface = read_eth0() if takes_pod else None
+    host6 = None if takes_pod else IPv6Interface("fd00:9::1/64")
+    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, interface, host6)
+    with character_devices.tap("vmtap0") as (queue,):
+        had = build([bridge])
+        try:
+            for frame in (router_advertisement(), router_advertisement(socket.IPPROTO_DSTOPTS)):
+                os.write(queue.number, frame)
+            [link] = json.loads(ip("-s", "-j", "link", "show", "dev", "vmbr0"))
+            routes = ip("-6", "route", "show", "dev", "vmbr0")
+        finally:
+            remove([bridge], had)
+        had = build([bridge])  # nothing is left that would be in its way
+        remove([bridge], had)
+    assert link["stats64"]["rx"]["packets"] >= 2  # the bridge has passed them to the host
+    assert "2001:db8:1" not in routes
+    assert "default" not in routes
 
 
 def test_every_refused_step_is_reversed(pod: str) -> None:

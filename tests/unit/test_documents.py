@@ -397,6 +397,7 @@ def test_nothing_connects_to_the_network_but_to_the_port_of_the_guest() -> None:
     assert found == {
         "protocol/http.py",  # listens
         "kernel/netlink.py",  # speaks of addresses to the kernel
+        "kernel/packet_filter.py",  # the same
         "instance/watch/readiness.py",  # guest.ready = "port …" connects to the guest
     }
 
