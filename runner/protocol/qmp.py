@@ -462,7 +462,7 @@ class Monitor:
             unfinished = self._lines.take_rest()
             where = f" in the middle of {unfinished[:80]!r}" if unfinished else ""
             self._fail(ExecInterruptedError(f"{_HUNG_UP}{where}", received=unfinished or None))
-        if self._skipping:
+        elif self._skipping:
             self._skip(data)
         else:
             self._lines.feed(data)

@@ -124,8 +124,11 @@ async def _restore(vcpus: Vcpus) -> None:
     def kept() -> CpuSet | None:
         return _kept(vcpus.active) if _unsettled(vcpus) and find_lost_cpus(vcpus) is None else None
 
-    with contextlib.suppress(RunnerError):  # the next check finds it
+    try:
         await vcpus.fit(kept)
+    except RunnerError as error:  # the next check tries it again
+        vcpus.supervisor.log_limit.log(log.warning, InstanceEvent.VCPUS_NOT_PLACED_ANEW, explain(error))
+    else:
         vcpus.supervisor.guest_state.set_cpus_lost("")
 
 
