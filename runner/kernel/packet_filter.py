@@ -102,7 +102,7 @@ def _commit(*messages: tuple[int, int, bytes]) -> None:
 
 
 def _name(bridge: str) -> bytes:
-    return os.fsencode(f"instance-runner {bridge}")
+    return os.fsencode(f"instance-runner-{bridge}")
 
 
 def _message(kind: int, flags: int, number: int, content: bytes) -> bytes:
