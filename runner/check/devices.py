@@ -12,7 +12,7 @@ from runner.check.checks import OFF_NODE, Check, CheckContext, Place, check
 from runner.facts.host import Kvm
 from runner.kernel.character_devices import why_not_opened
 from runner.kernel.limits import read_lockable
-from runner.kernel.memory import try_mbind
+from runner.kernel.mbind import try_mbind
 from runner.kernel.procfs import Procfs
 from runner.plan.host_checks import (
     DENIED,

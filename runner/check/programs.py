@@ -13,7 +13,7 @@ from runner.base.judgement import Judgement
 from runner.check.checks import OFF_NODE, TIMEOUT, Check, CheckContext, check
 from runner.facts.host import Virtiofsd, format_version
 from runner.facts.packages import install
-from runner.host.discover import SYSTEM_DIRECTORIES, ask_qemu_version, find_virtiofsd, version_output
+from runner.host.facts_reader import SYSTEM_DIRECTORIES, ask_qemu_version, find_virtiofsd, version_output
 from runner.host.trial_guest import try_guest
 from runner.kernel.child_processes import Command, Processes
 from runner.kernel.files import find_program

@@ -15,8 +15,8 @@ import trio
 from runner.base.errors import Status
 from runner.base.judgement import Level
 from runner.base.subject import judgement_lines, rank
+from runner.check.checker import CheckReport, check_host
 from runner.check.checks import CheckedHost
-from runner.check.host import CheckReport, check_host
 from runner.cli.options import absolute_path, add_json, add_spec, read_spec, source_of
 from runner.facts.roots import KUBELET_DIRECTORY
 

@@ -213,7 +213,7 @@ def _add_disk_commands(commands: _Commands) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Send the request and print the answer."""
     if arguments.method == "qmp":
-        from runner.cli.qmp import run  # here, because no other command needs asyncio
+        from runner.cli.ctl_qmp import run  # here, because no other command needs asyncio
 
         run(Path(arguments.state_dir), arguments.words, shell=arguments.shell)
         return 0
@@ -222,7 +222,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.method == "qemu.update" and arguments.check:
         arguments.method = "qemu.check"
     if arguments.method == "upgrade":
-        from runner.cli.upgrade import upgrade  # here, because it is seldom used
+        from runner.cli.ctl_upgrade import upgrade  # here, because it is seldom used
 
         answer = trio.run(upgrade, arguments.state_dir, arguments.directory, arguments.digest)
     else:

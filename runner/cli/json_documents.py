@@ -10,13 +10,13 @@ from runner.base.json_schema import DRAFT, Schema, SchemaBuilder, given, implies
 from runner.base.judgement import Judgement
 from runner.base.subject import FORMAT
 from runner.base.values import frozen
-from runner.check.documents import CheckDocument
-from runner.cli.documents import DocumentsDocument
+from runner.check.checker import CheckDocument
+from runner.cli.plan_document_only import DocumentsDocument
 from runner.cli.refusal import RefusalDocument
-from runner.controller.documents import InstancesDocument, NodeStatusDocument
-from runner.inspect.documents import InspectDocument, TraceDocument
+from runner.controller.serve.methods_json import InstancesDocument, NodeStatusDocument
+from runner.inspect.report_json import InspectDocument, TraceDocument
 from runner.instance.control.method_table import PROTOCOL
-from runner.instance.documents import (
+from runner.instance.control_json import (
     DiskDocument,
     DisksAnswer,
     EndDocument,
@@ -27,9 +27,9 @@ from runner.instance.documents import (
     StatusDocument,
     VcpusAnswer,
 )
-from runner.node_plan.report.documents import NodeDocument
+from runner.node_plan.report.node_json import NodeDocument
 from runner.placement.backends import Placement
-from runner.placement.documents import PlacedThreadDocument, ReceiptDocument
+from runner.placement.receipt_json import PlacedThreadDocument, ReceiptDocument
 from runner.plan.instance import InstancePlan
 from runner.plan.machine import MachinePlan
 

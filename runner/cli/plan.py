@@ -95,10 +95,10 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the plan, or write the host to ``--record``; return ``FINDINGS`` if the pods do not fit the node."""
     if arguments.document_only:
-        from runner.cli import documents
+        from runner.cli import plan_document_only
 
         _refuse_without_document(arguments)
-        return documents.check_documents(arguments.spec, as_json=arguments.json)
+        return plan_document_only.check_documents(arguments.spec, as_json=arguments.json)
     _refuse_contradictions(arguments)
     if arguments.record or arguments.node:
         from runner.cli import plan_node
@@ -109,9 +109,9 @@ def main(arguments: argparse.Namespace) -> int:
     spec = arguments.spec[0] if arguments.spec else DEFAULT_SPEC
     plan = trio.run(plan_here, source_of(spec), read_spec(spec), arguments.state_dir)
     if plan.machine.seed is not None:
-        from runner.cli import documents
+        from runner.cli import plan_document_only
 
-        documents.refuse_broken_seed(source_of(spec), plan.machine.seed)
+        plan_document_only.refuse_broken_seed(source_of(spec), plan.machine.seed)
     if arguments.show_argv:
         print(pasteable(plan, _seed_image(plan.machine.seed)), end="")
     elif arguments.nccl:

@@ -29,7 +29,7 @@ from runner.cli.options import read_spec_file
 from runner.cli.outcomes import KILLED, explain_status
 from runner.facts.packages import install
 from runner.facts.roots import Roots
-from runner.host.discover import SYSTEM_DIRECTORIES, read_disk_facts
+from runner.host.facts_reader import SYSTEM_DIRECTORIES, read_disk_facts
 from runner.kernel.child_processes import dying_with_us
 from runner.kernel.file_prober import probe_file
 from runner.kernel.files import find_program

@@ -21,8 +21,8 @@ from runner.controller.command_line import Options, choose_limits, command_line
 from runner.controller.privileged_start import PrivilegedParts, start_privileged
 from runner.controller.restarted_task import restarted
 from runner.controller.serve.callers import Callers
-from runner.controller.serve.endpoints import HttpEndpoints
 from runner.controller.serve.hang_ups import HangUps
+from runner.controller.serve.http_endpoints import HttpEndpoints
 from runner.controller.serve.methods import controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import Registrations

@@ -16,10 +16,10 @@ from runner.base.values import frozen
 from runner.facts.descriptor import DescriptorFact
 from runner.facts.disk import DocumentFact, FileFact
 from runner.facts.hardware import Hardware
-from runner.facts.memory import MemoryLimits
+from runner.facts.memory_limits import MemoryLimits
 
 if TYPE_CHECKING:  # few guests have PCI devices, some have no network, and PID 1 pays for what it imports
-    from runner.facts.documents import PodDocument
+    from runner.facts.json_types import PodDocument
     from runner.facts.network import Interface
     from runner.facts.pci import VfioFacts
 

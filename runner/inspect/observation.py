@@ -9,7 +9,7 @@ import attrs
 
 from runner.base.cpuset import CpuSet
 from runner.base.values import frozen
-from runner.facts.memory import MemoryCharge
+from runner.facts.memory_limits import MemoryCharge
 from runner.inspect.cpu_settings import CpuSettings
 from runner.placement.backends import Backend, GuaranteeKind
 from runner.placement.children import Role

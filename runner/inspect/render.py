@@ -8,8 +8,8 @@ from runner.base.judgement import Judgement, Level
 from runner.base.subject import FORMAT, judgement_lines, worst
 from runner.base.table import aligned, duration
 from runner.inspect.cpu_settings import CpuSettings
-from runner.inspect.documents import InspectDocument, InspectedDocument, SettingsDocument
 from runner.inspect.observation import GuestMemory, PodCharge
+from runner.inspect.report_json import InspectDocument, InspectedDocument, SettingsDocument
 from runner.inspect.rules import CHARGED, EXCLUSIVE, KUBELET, LOCAL, VCPUS, InspectionReport, JudgedInstance
 from runner.placement.threads import UNNAMED, ObservedThread
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from runner.base.subject import FORMAT, judgement_lines
 from runner.base.table import aligned
 from runner.inspect.cpu_time import CpuAccount, InstanceTrace, TaskTime, TraceReport
-from runner.inspect.documents import AccountDocument, TaskDocument, TracedDocument, TraceDocument
 from runner.inspect.render import instance_title
+from runner.inspect.report_json import AccountDocument, TaskDocument, TracedDocument, TraceDocument
 
 HEAD = ("CPU", "TASK", "NAME", "PID", "TID", "NANOSECONDS", "SHARE", "CGROUP")
 

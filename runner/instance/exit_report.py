@@ -24,7 +24,7 @@ from runner.instance import optional_parts
 from runner.spec.document_parser import parse_document
 
 if TYPE_CHECKING:
-    from runner.instance.documents import EndDocument
+    from runner.instance.control_json import EndDocument
     from runner.spec.refusals import ProblemDocument
 
 log = logging.getLogger(__name__)

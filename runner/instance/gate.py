@@ -27,7 +27,7 @@ from runner.base.tasks import Announcements
 from runner.base.values import define
 
 if TYPE_CHECKING:
-    from runner.instance.documents import ChangeDocument
+    from runner.instance.control_json import ChangeDocument
 
 log = logging.getLogger(__name__)
 

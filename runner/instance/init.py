@@ -19,7 +19,7 @@ from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.base.version import VERSION
 from runner.facts.roots import Roots
-from runner.host.discover import read_host_facts
+from runner.host.facts_reader import read_host_facts
 from runner.instance import optional_parts
 from runner.instance.exit_report import ExitReport, failed_system_call, of_running_guest, report_of, with_faults
 from runner.instance.gate import Kind, StopRequest, StopRequestedError

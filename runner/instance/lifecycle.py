@@ -31,7 +31,7 @@ from runner.instance.optional_parts import (
 )
 from runner.instance.parts.console import console_shown
 from runner.instance.parts.daemons import anchored, first_dead, refuse_dead
-from runner.instance.parts.memory import guest_memory
+from runner.instance.parts.guest_memory import guest_memory
 from runner.instance.parts.paused_qemu import OpenedFiles, QemuEndpoints, guest_agent_channel, opened_files, paused_qemu
 from runner.instance.parts.qemu import GuestEnd, Qemu, started_within
 from runner.instance.parts.state_directory import discard_leftovers

@@ -295,7 +295,7 @@ def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
 
 def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
     """Import the server of the operators' QMP socket, at the first connection."""
-    from runner.instance.control.qmp import accept
+    from runner.instance.control.operator_qmp import accept
 
     return accept
 

@@ -26,7 +26,7 @@ import attrs
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import frozen
-from runner.facts.memory import MemoryCharge
+from runner.facts.memory_limits import MemoryCharge
 from runner.kernel.leases import open_at_once, read_at_once
 
 MEMORY_EVENTS = "memory.events"

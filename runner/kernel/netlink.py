@@ -21,7 +21,7 @@ import attrs
 from runner.base.errors import doing
 from runner.base.values import frozen
 from runner.facts.network import IpAddress, IpInterface, IpNetwork, PermanentNeighbour, Route
-from runner.kernel.packages import without_init
+from runner.kernel.partial_imports import without_init
 
 with without_init("pyroute2"):
     from pyroute2 import netlink

@@ -21,7 +21,7 @@ from runner.placement.backends import Backend, GuaranteeKind
 from runner.placement.children import IN_PODS_CGROUP, Role
 
 if TYPE_CHECKING:
-    from runner.placement.documents import PlacedDocument, ThreadDocument
+    from runner.placement.receipt_json import PlacedDocument, ThreadDocument
 
 RECEIPT_VERSION: Final = 1
 

@@ -12,7 +12,7 @@ from typing import Literal
 from runner.base.values import frozen
 from runner.facts.hardware import huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts, User
-from runner.facts.memory import HugeFact, MemoryLimits
+from runner.facts.memory_limits import HugeFact, MemoryLimits
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.host_checks import KEPT_MEMORY_STATE, MEMLOCK, locked_threads, too_little_lockable
 from runner.plan.problems import Problems

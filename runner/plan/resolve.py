@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from runner.base.cpuset import CpuSet
 from runner.facts.hardware import Hardware, huge_limit_variable, hugepages_resource, hugetlb_name
 from runner.facts.host import HostFacts
-from runner.facts.memory import HugeFact, MemoryLimits
+from runner.facts.memory_limits import HugeFact, MemoryLimits
 from runner.placement.backends import Backend
 from runner.placement.pins import all_cpus
 from runner.plan.memory import PAGE_SIZE, in_mib

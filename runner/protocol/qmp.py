@@ -36,7 +36,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import LONGEST_TEXT, frozen, short_text, whole_number
 from runner.kernel.fd_passing import TooManyFdsInFlightError, begin_to_send, hang_up, send_with_fds
 from runner.kernel.line_reader import LineFramer, OverlongError
-from runner.kernel.packages import without_init
+from runner.kernel.partial_imports import without_init
 from runner.kernel.waiting import receive
 
 with without_init("qemu.qmp"):  # which imports asyncio: 12 ms and 1.6 MB instead of 1 ms

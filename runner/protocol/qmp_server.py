@@ -20,7 +20,7 @@ from runner.base.errors import RunnerError, explain
 from runner.base.values import define
 from runner.kernel.connections import hung_up
 from runner.kernel.fd_passing import send_with_fds
-from runner.kernel.packages import without_init
+from runner.kernel.partial_imports import without_init
 from runner.kernel.waiting import persistently
 from runner.protocol.qmp import ExecuteError, QmpEvent
 

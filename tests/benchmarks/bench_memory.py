@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.cpuset import CpuSet
-from runner.host.discover import PREALLOCATOR
+from runner.host.facts_reader import PREALLOCATOR
 from runner.kernel import files
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.instances import BenchmarkSetup

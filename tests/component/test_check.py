@@ -17,8 +17,8 @@ import trio.testing
 
 from runner.base.errors import Status
 from runner.base.judgement import Level
+from runner.check.checker import ask_controller, check_host
 from runner.check.checks import CheckedHost, Place
-from runner.check.host import ask_controller, check_host
 from runner.facts.hardware import Hardware
 from tests.support.fake_cgroupfs import fake_cgroupfs, format_cpu_state
 from tests.support.fake_kernel import FAKE_KERNEL

@@ -22,8 +22,8 @@ from runner.instance.gate import StopRequest
 from runner.instance.held import Held
 from runner.instance.init import _with_inherited_fds
 from runner.instance.parts.qemu import GuestEnd
-from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.names import NAMES
+from runner.instance.renewal.state_codec import from_document, to_document
 from runner.instance.supervisor import Counters, Faults, Renewal, open_supervisor
 from runner.kernel import character_devices
 from runner.kernel.files import Descriptor

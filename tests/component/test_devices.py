@@ -14,7 +14,7 @@ import trio
 
 from runner.base.errors import SpecError, Status
 from runner.facts.roots import Roots
-from runner.host.discover import read_host_facts
+from runner.host.facts_reader import read_host_facts
 from runner.instance.supervisor import Supervisor
 from runner.kernel.child_processes import open_processes
 from runner.plan.instance import plan_instance

@@ -25,7 +25,7 @@ from runner.base.errors import HostError, explain
 from runner.base.rate_limit import REPORTED_EVERY, LogRateLimit
 from runner.facts.disk import LateDiskFacts
 from runner.facts.disk_content import DiskContent
-from runner.host.discover import read_disk_facts
+from runner.host.facts_reader import read_disk_facts
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
 from runner.kernel import file_prober

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from runner.base.errors import RunnerError, Status, explain
-from runner.host.discover import PREALLOCATOR
+from runner.host.facts_reader import PREALLOCATOR
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files

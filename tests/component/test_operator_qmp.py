@@ -17,7 +17,7 @@ import trio
 from qemu.qmp import ExecuteError, QMPClient
 
 from runner.base.errors import UsageError
-from runner.cli.qmp import parse_words
+from runner.cli.ctl_qmp import parse_words
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor

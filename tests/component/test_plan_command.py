@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.documents import yaml_problems
 from runner.cli.plan import print_nccl
+from runner.cli.plan_document_only import yaml_problems
 from tests.support.fake_kernel import FAKE_KERNEL
 from tests.support.json_schemas import fitting
 from tests.support.user_data import YAML_NOT_READ, YAML_READ

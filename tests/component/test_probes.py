@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from runner.base.cpuset import CpuSet
 from runner.facts.host import PodName
 from runner.facts.network import Interface
-from runner.host.discover import read_pod_name
+from runner.host.facts_reader import read_pod_name
 from runner.instance.init import figures_shown
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Supervisor, open_supervisor

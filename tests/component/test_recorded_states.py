@@ -19,8 +19,8 @@ from runner.cli.instance_requests import ask_instance
 from runner.instance.gate import StopRequest
 from runner.instance.init import figures_shown
 from runner.instance.parts.qemu import GuestEnd
-from runner.instance.renewal.documents import to_document
 from runner.instance.renewal.names import FORMAT, NAMES, OLDEST, name_of
+from runner.instance.renewal.state_codec import to_document
 from runner.instance.renewal.upgrade import _document, running_program, state_of
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.kernel.cgroup_fds import CgroupFds

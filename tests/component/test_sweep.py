@@ -20,7 +20,7 @@ import pytest
 import trio
 
 from runner.base.errors import RunnerError, explain
-from runner.host.discover import read_disk_facts
+from runner.host.facts_reader import read_disk_facts
 from runner.instance.parts.qemu import GuestEnd
 from runner.instance.supervisor import Faults
 from runner.plan.disks import plan_disk

@@ -11,11 +11,11 @@ import trio
 from trio.testing import MockClock
 
 from runner.base.judgement import Judgement
-from runner.check.host import check_host
+from runner.check.checker import check_host
 from runner.facts.host import HostFacts, Kvm
 from runner.facts.roots import Roots
 from runner.host import trial_guest
-from runner.host.discover import read_host_facts
+from runner.host.facts_reader import read_host_facts
 from runner.host.trial_guest import ENDS_WITHIN, TRIAL_GUEST, GuestTrial, try_guest
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.child_processes import open_processes

@@ -11,7 +11,7 @@ import pytest
 
 from runner.base.errors import HostError
 from runner.cli.console_client import AttachRequest, attached
-from runner.cli.qmp import Connection
+from runner.cli.ctl_qmp import Connection
 from runner.kernel.sockets import CONSOLE_SOCKET, QMP_SOCKET
 
 WITHIN = 0.2

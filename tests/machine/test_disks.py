@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.host.discover import read_disk_facts
+from runner.host.facts_reader import read_disk_facts
 from runner.plan.disks import plan_disk
 from runner.plan.problems import Problems
 from runner.spec.instance import DiskSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.documents import yaml_problems
+from runner.cli.plan_document_only import yaml_problems
 from runner.plan.cloud_init import handled
 from tests.support.plans import KERNEL, plan_of
 from tests.support.user_data import HANDLED, IGNORED, OTHER_READERS, YAML_NOT_READ, YAML_READ

@@ -23,8 +23,8 @@ from runner.controller.main import RECORDS
 from runner.controller.privileged_process import PrivilegedProcess, serve
 from runner.controller.privileged_start import DeviceFilter
 from runner.controller.serve.callers import Callers
-from runner.controller.serve.endpoints import HttpEndpoints
 from runner.controller.serve.hang_ups import HangUps
+from runner.controller.serve.http_endpoints import HttpEndpoints
 from runner.controller.serve.methods import Method, RpcMethods, controller_methods
 from runner.controller.serve.node_status import NodeStatus
 from runner.controller.serve.registrations import MOST_WAITING, Registrations

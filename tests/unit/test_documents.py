@@ -19,8 +19,8 @@ from runner.base.errors import SpecError, Status, UsageError
 from runner.base.judgement import Level
 from runner.base.table import aligned
 from runner.base.version import VERSION
+from runner.check.checker import CHECKS, SPEC
 from runner.check.checks import OFF_NODE, Place
-from runner.check.host import CHECKS, SPEC
 from runner.cli.commands import program_parser
 from runner.cli.events_table import events_markdown
 from runner.cli.json_documents import DOCUMENTS as JSON_DOCUMENTS

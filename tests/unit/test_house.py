@@ -107,11 +107,11 @@ ONE_DOOR = {
     "pycdlib": {"instance.parts.seed"},
     "argcomplete": {"base.completion", "cli.completion"},
     "pyroute2": {"kernel.netlink"},
-    "qemu": {"protocol.qmp", "protocol.qmp_server", "cli.qmp"},
-    "asyncio": {"cli.qmp"},
-    "runner.cli.qmp": {"cli.ctl"},
+    "qemu": {"protocol.qmp", "protocol.qmp_server", "cli.ctl_qmp"},
+    "asyncio": {"cli.ctl_qmp"},
+    "runner.cli.ctl_qmp": {"cli.ctl"},
     "yaml": {"spec.yaml"},
-    "runner.spec.yaml": {"cli.plan_node", "cli.documents", "cli.manifests"},
+    "runner.spec.yaml": {"cli.plan_node", "cli.plan_document_only", "cli.manifests"},
     "runner.cli.plan_node": {"cli.plan"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""

@@ -22,7 +22,7 @@ from runner.protocol.controller_client import PROTOCOL
 from runner.protocol.jsonrpc import RpcResult
 
 if TYPE_CHECKING:
-    from runner.controller.documents import InstancesDocument, ListedInstanceDocument, NodeStatusDocument
+    from runner.controller.serve.methods_json import InstancesDocument, ListedInstanceDocument, NodeStatusDocument
 
 
 @frozen

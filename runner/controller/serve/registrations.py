@@ -19,7 +19,7 @@ from runner.controller.serve import identity
 from runner.controller.serve.callers import Callers, RpcRequest, busy_error
 from runner.controller.serve.cpu_checks import check_cpus, check_holders
 from runner.controller.serve.identity import ContainerIdentity, RequestRefusedError
-from runner.controller.serve.memory import MemoryRequest, memory_granted, most_memory
+from runner.controller.serve.memory_grants import MemoryRequest, memory_granted, most_memory
 from runner.controller.serve.parameters import parse_cpuset, parse_number
 from runner.controller.serve.seals import unsealed
 from runner.controller.serve.seccomp import SeccompCheck

@@ -24,7 +24,7 @@ from runner.kubelet.pod_cgroups import NOT_SEALED, vcpus_group
 from runner.protocol.jsonrpc import RpcResult
 
 if TYPE_CHECKING:
-    from runner.controller.documents import GuaranteeDocument
+    from runner.controller.serve.methods_json import GuaranteeDocument
 
 log = logging.getLogger(__name__)
 

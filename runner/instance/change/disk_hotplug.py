@@ -22,7 +22,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import define, frozen, short_text, whole_number
 from runner.facts.disk import LateDiskFacts
 from runner.facts.host import User
-from runner.host.discover import read_disk_facts
+from runner.host.facts_reader import read_disk_facts
 from runner.instance.gate import Changes, Kind
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
@@ -37,7 +37,7 @@ from runner.spec.instance import DiskSpec
 from runner.spec.rules import format_size
 
 if TYPE_CHECKING:
-    from runner.instance.documents import DiskDocument
+    from runner.instance.control_json import DiskDocument
 
 log = logging.getLogger(__name__)
 

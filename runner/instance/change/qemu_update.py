@@ -34,7 +34,7 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen, short_text, whole_number
 from runner.facts.host import format_version, parse_version
-from runner.host.discover import ask_qemu_version
+from runner.host.facts_reader import ask_qemu_version
 from runner.instance.change.running_instance import RunningInstance
 from runner.instance.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
@@ -58,7 +58,7 @@ from runner.plan.shares import SharePlan
 from runner.protocol.qmp import ExecuteError, Monitor, QmpError, QmpEvent
 
 if TYPE_CHECKING:
-    from runner.instance.documents import QemuCheckAnswer, QemuUpdateAnswer
+    from runner.instance.control_json import QemuCheckAnswer, QemuUpdateAnswer
     from runner.protocol.instance_metrics import QemuUpdateOutcome
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from runner.plan.machine import MachinePlan, VcpuHotplugPlan
 from runner.protocol.qmp import ExecuteError, QmpError, QmpEvent, VcpuThread
 
 if TYPE_CHECKING:
-    from runner.instance.documents import VcpuDocument, VcpusAnswer
+    from runner.instance.control_json import VcpuDocument, VcpusAnswer
 
 log = logging.getLogger(__name__)
 

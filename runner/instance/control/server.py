@@ -25,7 +25,7 @@ from runner.instance.change.running_instance import RunningInstance
 from runner.instance.change.vcpus import Vcpus
 from runner.instance.control.method_table import METHODS, PROTOCOL
 from runner.instance.control.status import read_status, runner_document
-from runner.instance.documents import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
+from runner.instance.control_json import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
 from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu
 from runner.instance.supervisor import Supervisor

@@ -18,7 +18,7 @@ from runner.protocol.qmp import QmpError
 from runner.spec.instance import NetworkMode
 
 if TYPE_CHECKING:
-    from runner.instance.documents import (
+    from runner.instance.control_json import (
         DiskDocument,
         RunnerDocument,
         StatusDocument,

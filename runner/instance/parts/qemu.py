@@ -18,7 +18,7 @@ from runner.base.tasks import Announcements, first_of
 from runner.base.values import frozen
 from runner.instance.gate import Changes, Kind
 from runner.instance.held import Held
-from runner.instance.parts.memory import MBIND_REMEDY
+from runner.instance.parts.guest_memory import MBIND_REMEDY
 from runner.instance.parts.qemu_events import HANDLED, IGNORED, DiskEvents
 from runner.instance.supervisor import Supervisor
 from runner.kernel.child_processes import Command, Process

@@ -1,6 +1,6 @@
 """The state that one program passes to the next, by name: the contract between two versions of this program.
 
-A document of the state is ``{name: value}``. :mod:`runner.instance.renewal.documents` defines the JSON form of each type; the fields of a
+A document of the state is ``{name: value}``. :mod:`runner.instance.renewal.state_codec` defines the JSON form of each type; the fields of a
 class have the names and types of its attributes. A suffix after a colon in a name, as in ``anchor:0``, distinguishes values of one kind.
 
 * A name, or a field with a default, may be added: it gets the number of the next :data:`FORMAT`, and a program that finds an older

@@ -25,9 +25,9 @@ from runner.base.events import InstanceEvent
 from runner.instance.gate import Kind, OvertakenError
 from runner.instance.held import Held
 from runner.instance.renewal import first_stage
-from runner.instance.renewal.documents import from_document, to_document
 from runner.instance.renewal.first_stage import ProgramDocument, RenewalDocument, stage_argv
 from runner.instance.renewal.names import FORMAT, OLDEST, name_of
+from runner.instance.renewal.state_codec import from_document, to_document
 from runner.instance.supervisor import Renewal, Supervisor
 from runner.kernel.child_processes import Command
 from runner.kernel.execution import execute, identity, memory, sealed_memory

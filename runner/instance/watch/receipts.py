@@ -31,7 +31,7 @@ from runner.protocol.qmp import VcpuThread
 
 if TYPE_CHECKING:
     from runner.instance.parts.cgroups.active import ActivePlacement
-    from runner.placement.documents import PlacedThreadDocument, ReceiptDocument
+    from runner.placement.receipt_json import PlacedThreadDocument, ReceiptDocument
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from runner.node_plan.explanation import Explanation
 from runner.node_plan.general_filter import PODS, Insufficient, NodeAllocatable, total_requests
 from runner.node_plan.node_plan import ContainerPlan, Fit, NodePlan, PodPlan, WhatIf
 from runner.node_plan.quirks import FROM_SOURCE_MINOR
-from runner.node_plan.report.documents import (
+from runner.node_plan.report.node_json import (
     ContainerDocument,
     FitDocument,
     HintDocument,

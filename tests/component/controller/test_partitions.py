@@ -20,8 +20,8 @@ import trio.testing
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Level
+from runner.check.checker import ask_controller
 from runner.check.checks import Place
-from runner.check.host import ask_controller
 from runner.check.node import judge_controller
 from runner.controller.privileged_process import serve
 from runner.controller.serve.methods import Method

@@ -12,9 +12,9 @@ from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
 from runner.base.subject import judgement_lines
 from runner.check import cpus, devices, kernel, node, programs
+from runner.check.checker import CHECKS, CheckReport
 from runner.check.checks import Check, Init, Place, place_of
 from runner.check.cpus import CpuNeighbour
-from runner.check.host import CHECKS, CheckReport
 from runner.cli.check import report_lines
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import Kvm, PodQos, Virtiofsd

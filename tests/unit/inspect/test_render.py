@@ -12,7 +12,7 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import Status
 from runner.base.table import duration
 from runner.cli.inspect import ReportFormatter
-from runner.facts.memory import MemoryCharge
+from runner.facts.memory_limits import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.cpu_settings import CpuSettings
 from runner.inspect.observation import (

@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.base.judgement import Judgement, Level
-from runner.facts.memory import MemoryCharge
+from runner.facts.memory_limits import MemoryCharge
 from runner.facts.threads import ThreadStatus
 from runner.inspect.observation import (
     GuestMemory,

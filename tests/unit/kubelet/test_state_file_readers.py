@@ -13,7 +13,7 @@ import trio
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import SpecError
-from runner.check import host as check_host
+from runner.check import checker
 from runner.check.checks import CheckedHost
 from runner.cli import plan_node
 from runner.controller.tree.cpu_source import CpuSource
@@ -55,7 +55,7 @@ async def by_controller(kubelet: KubeletFiles) -> CpuState | Frozen:
 async def by_check(kubelet: KubeletFiles) -> CpuState | Frozen | None:
     root = kubelet.directory.parent
     host = CheckedHost(root, kubelet.directory, PurePosixPath("/none"), PurePosixPath("/none"), {})
-    return await check_host._kubelet(host)
+    return await checker._kubelet(host)
 
 
 async def by_inspect(kubelet: KubeletFiles) -> KubeletObservation | Unknown:

@@ -37,7 +37,7 @@ from runner.node_plan.node_plan import (
 )
 from runner.node_plan.pod_notes import OWN_CONTAINER, OWN_RESOURCES
 from runner.node_plan.quirks import KubeletConfigError
-from runner.node_plan.report.documents import ContainerDocument
+from runner.node_plan.report.node_json import ContainerDocument
 from runner.node_plan.report.picture import MORE, owners_of, picture_lines
 from runner.node_plan.report.svg import picture_svg
 from runner.node_plan.report.text import node_json, node_lines, runs_of

@@ -10,8 +10,8 @@ import pytest
 from runner.base.cpuset import CpuSet
 from runner.base.errors import RefusedError
 from runner.facts.host import Kvm, PodQos
-from runner.host.discover import read_huge_limit
-from runner.host.pods import read_pod
+from runner.host.facts_reader import read_huge_limit
+from runner.host.own_pod import read_pod
 from runner.kernel.character_devices import why_no_machine
 from runner.kernel.limits import cpu_limits
 from runner.kernel.procfs import Procfs

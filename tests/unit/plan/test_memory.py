@@ -14,7 +14,7 @@ from runner.facts.disk import FileFact
 from runner.facts.file_formats import identify
 from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
-from runner.facts.memory import HugeFact, MemoryLimits
+from runner.facts.memory_limits import HugeFact, MemoryLimits
 from runner.plan.argv.by_hand import Paths
 from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.preallocator import preallocator_argv

@@ -13,7 +13,7 @@ import pytest
 
 from runner.base.errors import SpecError
 from runner.facts.host import HostFacts, User
-from runner.facts.memory import MemoryLimits
+from runner.facts.memory_limits import MemoryLimits
 from runner.facts.pci import Bar, DeviceNode, PciLink, VfioFacts
 from runner.facts.roots import Roots
 from runner.host.devices import read_claim

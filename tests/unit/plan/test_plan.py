@@ -14,7 +14,7 @@ from runner.base.errors import SpecError
 from runner.facts.disk import FileFact, ImageFact
 from runner.facts.hardware import Cpu, Hardware, NumaNode
 from runner.facts.host import PODS_USERS, HostFacts, Kvm, PodQos, Virtiofsd, parse_cpu_models
-from runner.facts.memory import MemoryLimits
+from runner.facts.memory_limits import MemoryLimits
 from runner.facts.network import Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
 from runner.plan.argv.by_hand import pasteable

@@ -14,8 +14,8 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.judgement import Judgement, Level
 from runner.base.values import Fd
-from runner.instance.renewal.documents import field_types, from_document, to_document
 from runner.instance.renewal.names import KINDS, NAMES
+from runner.instance.renewal.state_codec import field_types, from_document, to_document
 from runner.kernel.child_processes import ProcessRecord
 from runner.kernel.files import Descriptor
 from runner.kernel.log_file import LogFileRecord

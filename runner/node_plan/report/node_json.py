@@ -1,10 +1,10 @@
-"""The types of the JSON of ``plan --node`` (see :mod:`runner.facts.documents`). Memory is in bytes, CPU requests in thousandths."""
+"""The types of the JSON of ``plan --node`` (see :mod:`runner.facts.json_types`). Memory is in bytes, CPU requests in thousandths."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from runner.facts.documents import CpuList, JudgementDocument
+from runner.facts.json_types import CpuList, JudgementDocument
 from runner.kubelet.pod import ContainerKind, QosClass
 from runner.node_plan.admission import Outcome
 from runner.node_plan.general_filter import Insufficient

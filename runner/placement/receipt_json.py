@@ -1,10 +1,10 @@
-"""The types of the JSON of ``receipt.json`` (see :mod:`runner.facts.documents`)."""
+"""The types of ``receipt.json``, the file with the place of every thread of an instance (see :mod:`runner.facts.json_types`)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, TypedDict
 
-from runner.facts.documents import CpuList, PodDocument
+from runner.facts.json_types import CpuList, PodDocument
 from runner.placement.backends import Backend, GuaranteeKind
 from runner.placement.children import Role
 

@@ -13,8 +13,8 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, RefusedError, explain
 from runner.facts.host import User
 from runner.facts.roots import Roots
-from runner.host.discover import find_virtiofsd, read_allowed_cpus, read_host_facts, version_output
-from runner.host.pods import _undelegated
+from runner.host.facts_reader import find_virtiofsd, read_allowed_cpus, read_host_facts, version_output
+from runner.host.own_pod import _undelegated
 from runner.kernel import preallocate
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.child_processes import open_processes

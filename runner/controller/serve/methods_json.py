@@ -1,10 +1,10 @@
-"""The types of the JSON that the controller answers on its socket. See :mod:`runner.facts.documents`."""
+"""The types of the JSON with which the controller answers requests on its socket (see :mod:`runner.facts.json_types`)."""
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from runner.facts.documents import CpuList
+from runner.facts.json_types import CpuList
 from runner.kubelet.state import CpuPolicy
 from runner.placement.backends import GuaranteeKind
 from runner.protocol.instance_metrics import ReportedValue

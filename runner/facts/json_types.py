@@ -1,6 +1,7 @@
-"""Types shared by the JSON that commands print and instances serve, from which ``instance-runner schema`` makes JSON Schemas.
+"""Types that several JSON documents share; ``instance-runner schema`` makes JSON Schemas of these and of the modules ``…_json``.
 
-These modules are imported for types only. ``Annotated[str, X]`` stands for the written form of a value of the class X.
+Such a module defines the JSON that a command prints or a program serves, and is imported for types only. ``Annotated[str, X]`` stands
+for the written form of a value of the class X.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import PurePosixPath
+from typing import Annotated, Literal, TypedDict
 
 import attrs
 import trio
@@ -24,11 +25,11 @@ from runner.base.tasks import capture
 from runner.base.values import frozen
 from runner.check import cpus, devices, kernel, node, programs
 from runner.check.checks import TIMEOUT, Check, CheckContext, CheckedHost, KubeletState, Place, place_of
-from runner.check.documents import CheckDocument
 from runner.facts.host import Kvm
+from runner.facts.json_types import JudgementDocument
 from runner.facts.roots import Roots
-from runner.host.discover import read_host_facts
-from runner.host.pods import read_pod
+from runner.host.facts_reader import read_host_facts
+from runner.host.own_pod import read_pod
 from runner.inspect.cpu_state import settled_cpu_state
 from runner.kernel.character_devices import probe_kvm, try_kvm
 from runner.kernel.child_processes import Processes, dying_with_us, open_processes
@@ -56,6 +57,17 @@ CHANGE_SPEC = "change the spec, or what it stands on"
 
 PAUSE, READINGS = 0.1, 20
 """Seconds between two readings of the kubelet's state, and the number of readings after which it counts as frozen."""
+
+
+class CheckDocument(TypedDict):
+    """The JSON of ``check``: the judgements on whether this node, pod or machine is fit for instances."""
+
+    version: Literal[2]
+    place: Annotated[str, Place]
+    """The place of the check, which determines what was readable."""
+    verdict: Annotated[str, Level]
+    """The worst level of all."""
+    judgements: list[JudgementDocument]
 
 
 @frozen

@@ -34,7 +34,7 @@ from runner.facts.host import (
     Virtiofsd,
     parse_cpu_models,
 )
-from runner.facts.memory import HugeFact, MemoryLimits
+from runner.facts.memory_limits import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
@@ -104,7 +104,7 @@ def _parts(spec: InstanceSpec, cgroup: str) -> Iterator[Callable[[HostFacts, Ins
         yield with_devices
     identified = spec.network or spec.cloud_init is not None or spec.guest.vsock is not None
     if identified or spec.cpu.placement != "affinity" or "kubepods" in cgroup or IN_A_POD in os.environ:
-        from runner.host.pods import with_pod
+        from runner.host.own_pod import with_pod
 
         yield with_pod
 

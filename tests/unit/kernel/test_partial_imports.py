@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.kernel.packages import without_init
+from runner.kernel.partial_imports import without_init
 
 
 @pytest.fixture

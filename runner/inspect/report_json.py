@@ -1,4 +1,4 @@
-"""The types of the JSON of ``inspect`` (see :mod:`runner.facts.documents`). Sizes are bytes."""
+"""The types of the JSON of ``inspect`` (see :mod:`runner.facts.json_types`). Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 from runner.base.judgement import Level
-from runner.facts.documents import CpuList, JudgementDocument
+from runner.facts.json_types import CpuList, JudgementDocument
 from runner.inspect.observation import Viewpoint
 from runner.placement.backends import Backend, GuaranteeKind
-from runner.placement.documents import ThreadDocument
+from runner.placement.receipt_json import ThreadDocument
 
 
 class ShownThreadDocument(ThreadDocument):

@@ -1,13 +1,13 @@
-"""The types of the JSON that a running instance answers on its control socket, and leaves at its end.
+"""The types of the JSON with which an instance answers requests on its control socket, and of its termination log.
 
-See :mod:`runner.facts.documents`. Sizes are bytes, times seconds. Each answer has the number of the protocol besides, ``version``.
+See :mod:`runner.facts.json_types`. Sizes are bytes, times seconds. Each answer has the number of the protocol besides, ``version``.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from runner.facts.documents import CpuList, PodDocument
+from runner.facts.json_types import CpuList, PodDocument
 from runner.placement.backends import Backend, GuaranteeKind
 from runner.spec.instance import NetworkMode
 from runner.spec.refusals import ProblemDocument
