@@ -182,6 +182,10 @@ async def test_a_successor_that_fails_before_it_has_the_guest_is_ended(
         ("refuses", "cannot execute 'migrate': refused by the fake"),
         ("fails", "its state was not transferred: of the fake"),
         ("hangs", "the next one did not take over within 1 s of the guest's stop"),
+        (
+            "names a property",
+            "cannot understand QEMU's answer to 'qom-get': 'pc-q35-11.1,dumpdtb=/file-machine': no name of a machine",
+        ),
     ],
 )
 async def test_a_source_that_cannot_send_its_state_runs_on(fake_host: FakeHost, source: str, reason: str) -> None:

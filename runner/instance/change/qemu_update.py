@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -249,10 +250,18 @@ async def _state_reasons(running: RunningInstance) -> list[str]:
 
 
 async def _machine_type(monitor: Monitor) -> str:
-    """Return the versioned name of the machine that the guest was started with, such as ``pc-q35-10.1``."""
-    return (await monitor.query("qom-get", short_text, {"path": "/machine", "property": "type"})).removesuffix(
-        "-machine"
-    )
+    """Return the versioned name of the machine that the guest was started with, such as ``pc-q35-10.1``.
+
+    It becomes a word of the successor's command line, where a comma would begin another property of the machine.
+    """
+
+    def parse(reply: Any) -> str:
+        name = short_text(reply).removesuffix("-machine")
+        if re.fullmatch(r"[A-Za-z0-9._+-]+", name) is None:
+            raise ValueError("no name of a machine")
+        return name
+
+    return await monitor.query("qom-get", parse, {"path": "/machine", "property": "type"})
 
 
 async def update(running: RunningInstance, program: QemuProgram, *, no_way_back: bool) -> QemuUpdateAnswer:

@@ -212,7 +212,10 @@ def answer_about_updates(command, arguments):
     """Return the reply to a command that belongs to an update, ``None`` to any other."""
     if command == "qom-get":
         name = arguments["property"]
-        return "pc-q35-11.1-machine" if name == "type" else f"{name} {behaviour['as_successor'] == 'another cpu'}"
+        more = ",dumpdtb=/file" if behaviour["as_source"] == "names a property" else ""
+        return (
+            f"pc-q35-11.1{more}-machine" if name == "type" else f"{name} {behaviour['as_successor'] == 'another cpu'}"
+        )
     if command == "query-migrate":
         if behaviour["as_source"] == "blocked":
             return {"blocked-reasons": ["of the fake"]}
