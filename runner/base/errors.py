@@ -211,3 +211,10 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def in_shell(path: object) -> str:
+    """Return *path* as a word of a command in a remedy, which an operator can execute in a shell as it is."""
+    import shlex  # here, because only a refusal needs it
+
+    return shlex.quote(str(path))

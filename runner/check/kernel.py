@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from runner.base.cpuset import CpuSet
+from runner.base.errors import in_shell
 from runner.base.judgement import Judgement
 from runner.base.table import some
 from runner.check.checks import CheckContext, Place, check, for_each
@@ -56,12 +57,12 @@ def judge_cgroups(place: Place, mounts: CgroupMounts, controllers: Collection[st
         offered = ", ".join(sorted(controllers)) or "none"
         return bad(
             f"cgroup v2 at {unified} does not offer cpuset (it offers: {offered})",
-            f"echo +cpuset > {unified}/cgroup.subtree_control, as root on the node",
+            f"echo +cpuset > {in_shell(f'{unified}/cgroup.subtree_control')}, as root on the node",
         )
     if place is Place.NODE and not mounts.delegates:
         return cgroups.warning(
             f"cgroup v2 at {unified} is mounted without nsdelegate: a pod may open its cgroup files again, any number of times",
-            f"mount -o remount,nsdelegate {unified}, as root on the node, and at every boot, as systemd does by itself",
+            f"mount -o remount,nsdelegate {in_shell(unified)}, as root on the node, and at every boot, as systemd does by itself",
         )
     return cgroups.ok(f"cgroup v2 at {unified} offers cpuset")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from runner.base.errors import in_shell
 from runner.base.judgement import Judgement
 from runner.check.checks import CheckContext, CheckedHost, KubeletState, Place, check
 from runner.kernel.kubelet_files import OTHER_ROOT, Frozen, attempt, is_registered
@@ -58,7 +59,7 @@ def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver
         return cpu_manager.unknown(f"cannot read {path}: {reason}", _readable(reason))
     if isinstance(state, Frozen):
         return cpu_manager.error(
-            state.reason, f"wait for the kubelet to write it again, or: rm {path}, systemctl restart kubelet"
+            state.reason, f"wait for the kubelet to write it again, or: rm {in_shell(path)}, systemctl restart kubelet"
         )
     if state.policy != "static" and (has_driver or state.exclusive()):
         return cpu_manager.ok(
@@ -66,7 +67,7 @@ def judge_cpu_manager(path: str, state: KubeletState, reason: str, *, has_driver
             f"exclusive '{state.exclusive()}'"
         )
     if state.policy != "static":
-        return cpu_manager.error(f"the CPU Manager's policy is {state.policy!r}", STATIC.format(path))
+        return cpu_manager.error(f"the CPU Manager's policy is {state.policy!r}", STATIC.format(in_shell(path)))
     if len(state.shared_pool) < 2:  # noqa: PLR2004 - one CPU for everything
         return cpu_manager.warning(
             f"the shared pool is '{state.shared_pool}', and every process without exclusive CPUs shares it",

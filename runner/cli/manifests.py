@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from runner.base.document_value import Value
-from runner.base.errors import SpecError, UsageError
+from runner.base.errors import SpecError, UsageError, in_shell
 from runner.cli.options import source_of
 from runner.node_plan.configuration import configuration_among
 from runner.node_plan.manifest_mistakes import mistakes_of
@@ -33,7 +33,7 @@ def manifest_notes(paths: Iterable[str], documents: Iterable[Value]) -> Iterator
         if any((Path(path) / name).is_file() for name in KUSTOMIZATIONS):
             yield (
                 f"{path}: its kustomization was not applied; that is done by"
-                f" `kubectl kustomize {path} | instance-runner plan --node … --pod -`"
+                f" `kubectl kustomize {in_shell(path)} | instance-runner plan --node … --pod -`"
             )
     yield from mistakes_of(documents)
 

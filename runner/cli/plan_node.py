@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from runner.base.document_value import Value
-from runner.base.errors import HostError, RefusedError, UsageError, escaped
+from runner.base.errors import HostError, RefusedError, UsageError, escaped, in_shell
 from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
 from runner.facts.hardware import Hardware
@@ -126,7 +126,7 @@ def _running(documents: Iterable[Value], *, pod_level_resources: bool) -> tuple[
     if len(nodes) > 1:
         raise UsageError(
             f"cannot use --running: its pods are on several nodes ({', '.join(nodes)})",
-            remedy=f"list those of one: kubectl get pods -A --field-selector spec.nodeName={nodes[0]} -o yaml",
+            remedy=f"list those of one: kubectl get pods -A --field-selector {in_shell('spec.nodeName=' + nodes[0])} -o yaml",
         )
     running = [manifest for manifest in manifests if not manifest.ended]
     for resource in sorted({name for manifest in running for name in peak_devices(manifest.pod)}):

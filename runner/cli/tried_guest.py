@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -394,7 +395,7 @@ def _look(program: str, enter: Sequence[str]) -> str:
     path = shutil.which(Path(program).name)
     short = path is not None and Path(path).samefile(program)
     outside = ("docker", "exec", os.uname().nodename) if os.getpid() == 1 else ()
-    return " ".join((*outside, *enter, Path(program).name if short else program))
+    return shlex.join((*outside, *enter, Path(program).name if short else program))
 
 
 async def _stopped(instance: TerminalProcess) -> None:

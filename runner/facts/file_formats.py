@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from runner.base.errors import in_shell
+
 HEAD = 36 << 10
 """Bytes at the beginning of a file that the table examines; the signature of an ISO 9660 image is at 32 KiB."""
 TAIL = 512
@@ -257,9 +259,7 @@ SUFFIXES = {
 
 def unusable(format_: FileFormat, file: str) -> tuple[str, str]:
     """Return the content of *file* as a clause, and the command that makes it usable, empty if none is known."""
-    import shlex  # here, because only a refusal needs it
-
-    command = format_.command.replace("FILE", shlex.quote(file))
+    command = format_.command.replace("FILE", in_shell(file))
     remedy = command and f"convert it: `{command}`"
     if format_.kind == "text":
         remedy = "fetch the file itself" + (f": `{command}`" if command else "; see what was downloaded")

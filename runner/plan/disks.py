@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal, get_args
 
+from runner.base.errors import in_shell
 from runner.base.values import frozen
 from runner.facts.disk import MISSING, DiskFacts, FileFact, ImageFact, LateDiskFacts
 from runner.facts.file_errors import remedy_of
-from runner.facts.file_formats import SUFFIXES
+from runner.facts.file_formats import FORMATS, SUFFIXES, unusable
 from runner.facts.host import HostFacts
 from runner.plan.problems import Problems, Reason
 from runner.spec.instance import DetectZeroes, DiskFormat, DiskSpec
@@ -228,12 +229,10 @@ def _judge_content(
     layer, content = found
     name, format_ = repr(str(layer.path)), content.format
     if format_ is not None and format_.kind in {"image", "packed", "text"}:
-        from runner.facts.file_formats import unusable
-
         holds, remedy = unusable(format_, str(layer.path) if layer.format == "raw" else "RAW")
         statement = f"{name} {holds}"
         if layer.format != "raw":
-            unwrapped = f"`qemu-img convert -f {layer.format} -O raw {layer.path} RAW`"
+            unwrapped = f"`qemu-img convert -f {layer.format} -O raw {in_shell(layer.path)} RAW`"
             statement = f"{name}, a {layer.format} image, {holds} as its disk"
             remedy = f"take it out: {unwrapped}, then {remedy}"
         if format_.kind == "packed" and disk.read_only:
@@ -279,9 +278,7 @@ def _judge_length(layer: Layer, files: Mapping[PurePosixPath, FileFact], where: 
         problems.refuse(
             f"{where}.path",
             f"{str(path)!r} has {fact.size} bytes, a disk has a multiple of 512 and at least one sector",
-            f"`truncate -s %512 {path}` makes it longer"
-            if fact.size
-            else f"`truncate -s 10G {path}` makes it a disk of 10 GiB",
+            f"`truncate -s {'%512' if fact.size else '10G'} {in_shell(path)}` makes it {'longer' if fact.size else 'a disk of 10 GiB'}",
         )
 
 
@@ -303,7 +300,7 @@ def _access(
     # QEMU refuses it: "Cannot get 'write' permission without 'resize': Image size is not a multiple of request alignment".
     ends_within = disk.format == "raw" and disk.writes and fact.kind == "file" and fact.size % fact.alignment
     if direct and ends_within:
-        name, remedy = repr(str(disk.file)), f"`truncate -s %{fact.alignment} {disk.file}` makes it longer"
+        name, remedy = repr(str(disk.file)), f"`truncate -s %{fact.alignment} {in_shell(disk.file)}` makes it longer"
         reason = f"its {fact.size} bytes are no multiple of the {fact.alignment} of its disk's sectors"
         if disk.cache == "none" or disk.aio == "native":
             problems.refuse(f"{where}.{key}", f"{name} cannot be written past the page cache: {reason}", remedy)
@@ -370,7 +367,7 @@ def _backing_errors(
 
 
 def _flatten(path: PurePosixPath) -> str:
-    return f"flatten it with `qemu-img convert -O qcow2 {path} NEW`"
+    return f"flatten it with `qemu-img convert -O qcow2 {in_shell(path)} NEW`"
 
 
 def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes: bool) -> Iterator[Reason]:
@@ -385,8 +382,6 @@ def _errors(path: PurePosixPath, format_: DiskFormat, fact: FileFact, *, writes:
     if image is None:
         return
     if image.format not in _FORMATS:
-        from runner.facts.file_formats import FORMATS, unusable
-
         holds, remedy = unusable(next(each for each in FORMATS if each.name == image.format), str(path))
         yield Reason(f"{name} {holds}, which is neither raw nor qcow2", remedy)
     if image.format != format_:

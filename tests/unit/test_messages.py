@@ -84,6 +84,24 @@ def test_a_message_has_at_most_200_characters() -> None:
         assert len(too_long(ast.parse(source.replace("cc", "ccc", 1)))) == 1
 
 
+def unquoted(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield each path that *tree* puts into a command of a message as it is."""
+    for node in ast.walk(tree):
+        inside = False
+        for part in node.values if isinstance(node, ast.JoinedStr) else ():
+            if isinstance(part, ast.Constant):
+                inside ^= str(part.value).count("`") % 2 == 1
+            elif inside and re.search(r"\b(path|file|directory)\}$", word := ast.unparse(part).strip("f'\"")):
+                yield part.lineno, word
+
+
+def test_a_path_in_a_command_is_one_word_of_a_shell() -> None:
+    """The names in an image's header are those of another person, and an operator pastes the command."""
+    assert [(path, *each) for path in files() for each in unquoted(ast.parse(path.read_text()))] == []
+    assert [*unquoted(ast.parse('f"do `convert {disk.path} NEW`"'))] == [(1, "{disk.path}")]
+    assert [*unquoted(ast.parse('f"{disk.path} is `converted {in_shell(disk.path)}`"'))] == []
+
+
 def joined(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield what could be a remedy in a sentence of *tree*: what follows ``; `` in it, unless it is what else has happened."""
     for call in ast.walk(tree):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from runner.base.errors import explain
+from runner.base.errors import explain, in_shell
 from runner.base.events import ControllerEvent
 from runner.base.rate_limit import LogRateLimit
 from runner.controller.metrics import ControllerCounters
@@ -77,6 +77,6 @@ class MountOptions:
         return Fault(
             PARENT,
             f"cgroup v2 is mounted without nsdelegate, so a pod may open its cgroup files again{reason}",
-            f"mount -o remount,nsdelegate {mounts.unified}, as root on the node",
+            f"mount -o remount,nsdelegate {in_shell(mounts.unified)}, as root on the node",
             group_usable=True,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from pathlib import PurePosixPath
 
 import attrs
@@ -47,6 +48,27 @@ ON_4KN = FileFact("file", GIB + 512, image=ImageFact("raw", GIB + 512), direct=T
 
 def with_file(fact: FileFact, **facts: object) -> HostFacts:
     return attrs.evolve(FACTS, files={**FACTS.files, PurePosixPath("/d"): fact}, **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fact", "command"),
+    [
+        (FileFact("file", 0, image=ImageFact("raw")), "`truncate -s 10G {}` makes it a disk of 10 GiB"),
+        (FileFact("file", 700, image=ImageFact("raw")), "`truncate -s %512 {}` makes it longer"),
+        (FileFact("file", GIB, image=ImageFact("vdi")), "convert it: `qemu-img convert -f vdi -O qcow2 {} NEW`"),
+        (
+            FileFact("file", GIB, image=ImageFact("qcow2", backing=PurePosixPath("/x"))),
+            "`qemu-img convert -O qcow2 {} NEW`",
+        ),
+    ],
+)
+def test_a_path_in_a_command_is_one_word_of_a_shell(fact: FileFact, command: str) -> None:
+    path = PurePosixPath("/images/$(reboot); it's")
+    form = "qcow2" if fact.image is not None and fact.image.format == "qcow2" else "raw"
+    [problem] = problems(
+        f'[[disk]]\npath = "{path}"\nformat = "{form}"\n', attrs.evolve(FACTS, files={**FACTS.files, path: fact})
+    )
+    assert command.format(shlex.quote(str(path))) in problem
 
 
 def test_the_end_of_a_raw_file_must_be_writable_past_the_page_cache() -> None:
