@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.kernel.procfs import Procfs
 from tests.parts import LANES, PARTS, TIERS, Part
+from tests.support.namespaces import CAP_SYS_ADMIN
 from tests.support.run_parts import PROJECT, Parts, chosen
 
 MAIN = """
@@ -106,3 +108,17 @@ def test_arguments_choose_tests_instead_of_the_others() -> None:
     assert names[0] == "pytest -k 'a b'"
     assert "mypy" in names
     assert not any("tests/machine" in name or "tests/unit" in name for name in names)
+
+
+@pytest.mark.skipif(CAP_SYS_ADMIN not in Procfs().capabilities(), reason="CAP_SYS_ADMIN is missing: it mounts")
+def test_temporary_files_are_in_memory_and_no_mount_stays_when_it_is_killed() -> None:
+    show = "import subprocess; from tests.support.run_parts import temporary_directory\nwith temporary_directory() as directory:\n"
+    show += '    subprocess.run(["findmnt", "-nro", "FSTYPE,TARGET", directory]); input()'
+    argv = [sys.executable, "-c", show]
+    with subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        kind, directory = process.stdout.readline().split()
+        assert kind == "tmpfs"
+        assert not os.path.ismount(directory)
+        process.kill()
+    Path(directory).rmdir()

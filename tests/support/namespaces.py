@@ -11,6 +11,8 @@ import pytest
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWNET = 0x40000000
+CAP_SYS_ADMIN = 21
+"""The capability that mounts need (capabilities(7))."""
 
 
 def unshare(kinds: int) -> None:
