@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import runner.__main__
@@ -31,6 +32,18 @@ def files(room: str = "") -> list[Path]:
     return sorted((PACKAGE / room).rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a module, which nobody may change: each test of the source reads all of them."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of :func:`parsed`."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def code_lines(path: Path) -> set[int]:
     """Return the numbers of the lines of *path* that have code: none that is blank, a comment or a docstring."""
     text = path.read_text()
@@ -40,7 +53,7 @@ def code_lines(path: Path) -> set[int]:
         if token.type not in NO_CODE
         for line in range(token.start[0], token.end[0] + 1)
     }
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
@@ -51,7 +64,7 @@ def classes() -> Iterator[tuple[int, str]]:
     """Yield each class with the number of its lines of code."""
     for path in files():
         lines = code_lines(path)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 yield len(lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))), node.name
 
@@ -59,7 +72,7 @@ def classes() -> Iterator[tuple[int, str]]:
 def imports_inside_functions(room: str) -> Iterator[str]:
     """Yield, for each import inside a function of *room*, its place; neither those of :data:`OPTIONAL_PARTS` count nor a type checker's."""
     for path in set(files(room)) - {OPTIONAL_PARTS}:
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in nodes(path):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 for node in ast.walk(function):
                     match node:
@@ -77,7 +90,7 @@ def reached(*starts: str) -> set[str]:
         if name in found or not path.exists():
             continue
         found.add(name)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             match node:
                 case ast.Import(names=names):
                     left += (alias.name for alias in names)

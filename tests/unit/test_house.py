@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import runner.__main__
 from tests.support import figures
+from tests.support.figures import nodes, parsed
 
 PACKAGE = Path(runner.__main__.__file__).parent
 LAW: dict[str, set[str]] = {
@@ -118,15 +120,16 @@ ONE_DOOR = {
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in figures.files():
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         yield name, path
 
 
+@cache
 def imports(path: Path) -> dict[str, int]:
     """Return each module, or name in a package, that *path* imports → the line of its first import."""
     found: dict[str, int] = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name: node.lineno for alias in node.names if alias.name not in found}
         elif isinstance(node, ast.ImportFrom):
@@ -139,11 +142,12 @@ def imports(path: Path) -> dict[str, int]:
     return found
 
 
+@cache
 def imports_by_name(path: Path) -> dict[str, int]:
     """Return what may be a module's name among the strings of *path*, which ``import_module`` can be given → its line."""
     return {
         node.value: node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("runner.")
     }
 
@@ -165,7 +169,25 @@ def within(name: str, places: set[str]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
-MODULES = [pytest.param(name, path, id=name) for name, path in modules() if name != "__init__"]
+def of_each(*begins: str) -> Callable[[Callable[[str, Path], None]], Callable[[], None]]:
+    """Make a test of one module, by its name and path, a test of all whose name begins so, which shows each that fails."""
+
+    def test_of_all(test: Callable[[str, Path], None]) -> Callable[[], None]:
+        def of_all() -> None:
+            failures = []
+            for name, path in modules():
+                if name.startswith(begins or ""):
+                    try:
+                        test(name, path)
+                    except pytest.fail.Exception as failure:
+                        failures.append(str(failure.msg))
+            if failures:
+                pytest.fail("\n".join(failures), pytrace=False)
+
+        of_all.__doc__ = test.__doc__
+        return of_all
+
+    return test_of_all
 
 
 def allowed(room: str) -> set[str]:
@@ -173,11 +195,11 @@ def allowed(room: str) -> set[str]:
     return {room}.union(*map(allowed, LAW[room]))
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES)
+@of_each()
 def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
     """Names of modules in strings count as well."""
     room = name.split(".", maxsplit=1)[0]
-    if room in EVERYTHING or path == PACKAGE / room / "__init__.py":
+    if room in EVERYTHING | {"__init__"} or path == PACKAGE / room / "__init__.py":
         return
     by_name = {found: line for found, line in imports_by_name(path).items() if is_module(found)}
     hold(
@@ -191,7 +213,7 @@ def test_rooms_import_only_what_the_law_allows(name: str, path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "path"), [each for each in modules() if each[0].startswith("instance.")])
+@of_each("instance.")
 def test_rooms_of_instance_import_only_what_their_law_allows(name: str, path: Path) -> None:
     room = name.split(".")[1]
     if room not in INSTANCE_ENTRANCES:
@@ -201,7 +223,7 @@ def test_rooms_of_instance_import_only_what_their_law_allows(name: str, path: Pa
         hold(rule, path, broken)
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if name.startswith("controller.")])
+@of_each("controller.")
 def test_the_host_tuner_knows_nothing_of_what_pods_send(name: str, path: Path) -> None:
     """It has a process of its own, with which the rest of the controller speaks through a door."""
     found = {each.removeprefix("runner."): line for each, line in imports(path).items()}
@@ -246,7 +268,7 @@ def reached(needs: dict[str, set[str]], start: str) -> set[str]:
 def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = {}
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(name)
     twice = {cls: where for cls, where in places.items() if len(where) > 1}
@@ -267,19 +289,19 @@ def test_what_few_instances_need_is_imported_by_the_table_of_optional_parts() ->
     assert len(inside) <= MOST_IMPORTS_INSIDE_FUNCTIONS, (
         f"{inside}: import at the top, or by a row of {figures.OPTIONAL_PARTS.name}"
     )
-    names = {node.id for node in ast.walk(ast.parse(figures.OPTIONAL_PARTS.read_text())) if isinstance(node, ast.Name)}
+    names = {node.id for node in nodes(figures.OPTIONAL_PARTS) if isinstance(node, ast.Name)}
     assert names & {"Any", "import_module"} == set()
     assert not any(map(is_module, imports_by_name(figures.OPTIONAL_PARTS)))
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES)
+@of_each()
 def test_pure_rooms_do_nothing(name: str, path: Path) -> None:
     if within(name, PURE):
         broken = {f"imports {found}": line for found, line in imports(path).items() if found.split(".")[0] in EFFECTS}
         hold(f"{name} does no input or output: read it in kernel or host, and pass the value", path, broken)
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES)
+@of_each()
 def test_each_kernel_interface_is_used_by_one_module_only(name: str, path: Path) -> None:
     for module, users in ONE_DOOR.items():
         if not within(name, users):
@@ -287,25 +309,22 @@ def test_each_kernel_interface_is_used_by_one_module_only(name: str, path: Path)
             hold(f"only {', '.join(sorted(users))} may: call a function of it, or write one there", path, broken)
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES)
+@of_each()
 def test_no_decision_reads_the_wall_clock(name: str, path: Path) -> None:
     """The wall clock may jump an hour either way; timeouts use trio's monotonic clock."""
     del name
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-    calls = {ast.unparse(node): node.lineno for node in nodes}
+    calls = {ast.unparse(node): node.lineno for node in nodes(path) if isinstance(node, ast.Attribute)}
     calls |= {found: line for found, line in imports(path).items() if found == "datetime"}
     wall = {"time.time", "time.time_ns", "datetime", "datetime.now", "datetime.utcnow"}
     broken = {call: line for call, line in calls.items() if call in wall}
     hold("the wall clock may jump: take trio.current_time() or time.monotonic()", path, broken)
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), [(name, path) for name, path in modules() if within(name, {"kernel", "instance"})]
-)
+@of_each("kernel.", "instance.")
 def test_no_constant_of_a_module_holds_a_path_of_the_kernels_file_systems(name: str, path: Path) -> None:
     """Readers take their root path as an argument, so that another machine's tree can be read as well."""
     del name
-    assignments = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    assignments = [node for node in parsed(path).body if isinstance(node, ast.Assign | ast.AnnAssign)]
     broken = {
         repr(each.value): each.lineno
         for node in assignments
@@ -317,10 +336,11 @@ def test_no_constant_of_a_module_holds_a_path_of_the_kernels_file_systems(name: 
     hold("another machine's tree must be readable too: join it to a root, which the caller gives", path, broken)
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, path in modules() if path.name == "__init__.py"])
+@of_each()
 def test_init_files_are_empty(name: str, path: Path) -> None:
     del name
-    hold("a room's __init__ has no code: move it into a module", path, {"code": 1} if path.read_text() else {})
+    code = path.name == "__init__.py" and path.read_text()
+    hold("a room's __init__ has no code: move it into a module", path, {"code": 1} if code else {})
 
 
 NO_IMPERATIVE = {"What", "Whether", "How", "Why", "Which", "Where", "Who", "When", "Have"}
@@ -328,11 +348,11 @@ NO_NOUN = {"what", "why", "where", "who", "those"}
 """After the verb: a value is named by a noun, not by a clause."""
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES)
+@of_each()
 def test_the_docstring_of_a_function_says_what_it_does(name: str, path: Path) -> None:
     del name
     broken = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             words = (ast.get_docstring(node) or "-").split()[:2]
             if words[0] in NO_IMPERATIVE or words[-1] in NO_NOUN:
@@ -340,11 +360,11 @@ def test_the_docstring_of_a_function_says_what_it_does(name: str, path: Path) ->
     hold("its docstring begins with a verb in the imperative, and names values by nouns: 'Return the …'", path, broken)
 
 
-@pytest.mark.parametrize(("name", "path"), MODULES)
+@of_each()
 def test_the_docstring_of_a_field_or_constant_begins_with_a_noun(name: str, path: Path) -> None:
     """Or with "Whether"."""
     del name
-    bodies = (getattr(node, "body", []) for node in ast.walk(ast.parse(path.read_text())))
+    bodies = (getattr(node, "body", []) for node in nodes(path))
     broken = {
         f"{ast.unparse(named)} ({described.value.value.split()[0]} …)": described.lineno
         for body in bodies
@@ -358,16 +378,14 @@ def test_the_docstring_of_a_field_or_constant_begins_with_a_noun(name: str, path
     hold("its docstring begins with a noun, or with Whether", path, broken)
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [(name, path) for name, path in modules() if name != "spec.instance" and path.name != "__init__.py"],
-)
+@of_each()
 def test_the_docstring_of_a_module_or_class_begins_with_what_it_is(name: str, path: Path) -> None:
     """Not those of the spec's tables, which are a sentence of its reference."""
-    tree = ast.parse(path.read_text())
+    if name == "spec.instance":
+        return
     broken = {
         getattr(node, "name", name): getattr(node, "lineno", 1)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef) and (ast.get_docstring(node) or "-").split()[0] in NO_IMPERATIVE
     }
     hold("its docstring begins with a noun that says what it is", path, broken)

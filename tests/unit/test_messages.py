@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.support.figures import files
+from tests.support.figures import files, nodes, parsed
 
 MADE_BY = re.compile(
     r"\w+Error|Event|Fault|Judgement|Problem|_?(?:refuse|remark|finding)|ok|unknown|warning|error|bad|why_refused"
@@ -30,7 +30,7 @@ def constants() -> dict[str, str]:
     """Return the texts of the package's constants by their names."""
     found = {}
     for path in files():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     found[name] = text_of(value, {})
@@ -66,7 +66,7 @@ def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_a_sentence_has_one_semicolon_at_most() -> None:
-    found = [(path, line, text) for path in files() for line, text in messages(ast.parse(path.read_text()))]
+    found = [(path, line, text) for path in files() for line, text in messages(parsed(path))]
     assert len(found) > 500
     assert [each for each in found if any(part.count(";") > 1 for part in re.split(r"\.\s", each[2]))] == []
 
@@ -77,7 +77,7 @@ def too_long(tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def test_a_message_has_at_most_200_characters() -> None:
-    assert [(path, *each) for path in files() for each in too_long(ast.parse(path.read_text()))] == []
+    assert [(path, *each) for path in files() for each in too_long(parsed(path))] == []
     most = "cannot " + "c" * (LONGEST - len("cannot ; do it"))
     for source in (f'HostError(f"{most}{{it}}", remedy="do it`, {most}`")', f'Fault("group", "{most}", "do it")'):
         assert too_long(ast.parse(source)) == []
@@ -97,7 +97,7 @@ def unquoted(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_a_path_in_a_command_is_one_word_of_a_shell() -> None:
     """The names in an image's header are those of another person, and an operator pastes the command."""
-    assert [(path, *each) for path in files() for each in unquoted(ast.parse(path.read_text()))] == []
+    assert [(path, *each) for path in files() for each in unquoted(parsed(path))] == []
     assert [*unquoted(ast.parse('f"do `convert {disk.path} NEW`"'))] == [(1, "{disk.path}")]
     assert [*unquoted(ast.parse('f"{disk.path} is `converted {in_shell(disk.path)}`"'))] == []
 
@@ -114,7 +114,7 @@ def joined(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_a_remedy_stands_beside_its_sentence() -> None:
     """A program that reads a refusal in JSON finds it under ``remedy``."""
-    assert [(path, *each) for path in files() for each in joined(ast.parse(path.read_text()))] == []
+    assert [(path, *each) for path in files() for each in joined(parsed(path))] == []
     assert [*joined(ast.parse('with doing(f"open {it}; give it"): pass'))] == [(1, "give it")]
     assert [*joined(ast.parse('Problem("cpu", "is missing; give it", "or not; all")'))] == [(1, "give it")]
     assert [*joined(ast.parse('Fault(group, "cannot; restart it")'))] == [(1, "restart it")]
@@ -123,7 +123,7 @@ def test_a_remedy_stands_beside_its_sentence() -> None:
 
 def test_a_remark_names_the_value_that_it_is_about() -> None:
     """A call with the sentence first has the right number of arguments, too."""
-    calls = [node for path in files() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for path in files() for node in nodes(path) if isinstance(node, ast.Call)]
     remarks = [call for call in calls if getattr(call.func, "attr", "").lstrip("_") == "remark"]
     assert len(remarks) > 40
     assert [text for call in remarks if " " in (text := text_of(call.args[0], constants()))] == []
