@@ -85,7 +85,7 @@ def test_half_built_domains_are_removed_and_made_by_a_registration(machine: Mach
         assert (machine.pod_float(A).kind(), machine.pod_float(A).effective_cpus()) == ("threaded", machine.shared)
 
 
-def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty(machine: Machine) -> None:
+def test_a_tree_of_the_articles_shape_is_removed_when_it_is_empty(machine: Machine) -> None:
     """One float for all, threaded, and threaded groups beside it: no domain can be made before they have gone."""
     machine.root.create()
     machine.root.enable(["cpuset"])

@@ -11,8 +11,8 @@ from runner.controller.tree.model import PARENT, ROOT, Desired, Observed
 from runner.controller.tree.reconcile import left_behind, silent_fallbacks, withheld
 from runner.kubelet.pod_cgroups import group_uid, instance_group
 
-_OUTDATED_NAMED = 8
-"""Number of groups of an earlier version that a fault names."""
+_NAMED = 8
+"""Number of threaded groups that a fault names."""
 
 
 @frozen
@@ -44,12 +44,11 @@ def standing_faults(
                 name, f"cannot hold {name} to the CPUs {group.cpus}: the kernel has {group.effective} in effect"
             )
     yield from _missing_limits(root, desired, observed)
-    if used := observed.populated_outdated():
+    if used := [name for name, populated in observed.outdated.items() if populated]:
         yield Fault(
             ROOT,
-            "cannot make a domain for each instance: groups of an earlier version of this program are in use "
-            f"({', '.join(used[:_OUTDATED_NAMED])})",
-            "drain the node, and start the new version when their pods have ended",
+            f"cannot make a domain for each instance: threaded groups are in use in {root} ({', '.join(used[:_NAMED])})",
+            "drain the node",
         )
 
 

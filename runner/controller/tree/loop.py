@@ -74,8 +74,8 @@ class Intervals:
     eviction: float = 0.25
     """The same while an instance whose pod is gone is not empty yet."""
     frozen: float = 5.0
-    """The same while decisions are frozen, groups of an earlier version are in use, memory is charged to a domain without groups, or the
-    kubelet has not named the container of some CPUs: in these cases no report announces the change."""
+    """The same while decisions are frozen, memory is charged to a domain without groups, or the kubelet has not named the container of some
+    CPUs: in these cases no report announces the change."""
     least: float = 0.1
     """Shortest time from one pass to the next, whatever is reported: a pod can empty and fill its cgroup endlessly."""
     repaired: float = 1.0
@@ -349,7 +349,7 @@ class ReconcileLoop:
     def _interval(self) -> float:
         """Return the seconds after which a pass is made, with or without reports of changes."""
         observed = self.observed
-        awaited = observed is not None and (observed.outdated or any(map(observed.is_left_over, observed.domains)))
+        awaited = observed is not None and any(map(observed.is_left_over, observed.domains))
         if self.frozen() or awaited or (self.source is not None and self.source.awaits_containers):
             return self.intervals.frozen
         return self.intervals.eviction if self._evicting else self.intervals.resync

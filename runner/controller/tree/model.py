@@ -118,7 +118,7 @@ class Observed:
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)
-    """Path of a group made by an earlier version → whether it is populated; children come before their parents."""
+    """Name of each threaded group directly below the root → whether it is populated; no domain can have processes beside one."""
 
     def instances(self) -> Mapping[str, Group]:
         """Return the vCPUs' groups by the pods' UIDs."""
@@ -140,10 +140,6 @@ class Observed:
         """Tell whether the vCPUs' group of *pod_uid* has only CPUs of its float, as after :func:`evictions`."""
         vcpus, float_cgroup = self.groups.get(vcpus_group(pod_uid)), self.groups.get(float_group(pod_uid))
         return vcpus is not None and float_cgroup is not None and bool(vcpus.cpus) and vcpus.cpus <= float_cgroup.cpus
-
-    def populated_outdated(self) -> tuple[str, ...]:
-        """Return the groups of :attr:`outdated` that are in use."""
-        return tuple(path for path, populated in self.outdated.items() if populated)
 
 
 @frozen

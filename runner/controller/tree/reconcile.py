@@ -101,9 +101,9 @@ def desire_without_kubelet(machine: OnlineCpus, limits: Limits) -> Desired:
 def reconcile(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> tuple[Action, ...]:
     """Return the actions that turn *observed* into *desired*, with the instances of *requests* as requested.
 
-    While a tree of the earlier shape is in use there are no actions: a domain beside its threaded groups could hold no process.
+    While a threaded group directly below the root is in use there are no actions.
     """
-    if observed.populated_outdated():
+    if any(observed.outdated.values()):
         return ()
     return tuple(_actions(_Pass.over(desired, observed, requests)))
 
@@ -158,8 +158,6 @@ def evictions(desired: Desired, observed: Observed, requests: Mapping[str, Reque
     An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
     being powered down. An emptied group is removed by the pass that follows (:func:`reconcile`).
     """
-    if observed.populated_outdated():
-        return ()
     return tuple(_evictions(desired, observed, requests))
 
 
@@ -222,8 +220,7 @@ class _Pass:
 
 def _actions(this: _Pass) -> Iterator[Action]:
     desired, observed, groups = this.desired, this.observed, this.groups
-    for path in observed.outdated:
-        yield Remove(path)
+    yield from map(Remove, observed.outdated)
     yield from _parent_actions(desired, observed)
     yield from _root_actions(desired, observed)
     yield from _root_limits(desired, observed)

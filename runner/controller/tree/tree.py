@@ -152,16 +152,12 @@ class Tree:
         )
 
     def _outdated(self) -> Iterator[tuple[str, bool]]:
-        """Yield the groups made by earlier versions, and whether they are populated; children before their parents.
-
-        They had one threaded float for all instances, with a group in it for each, and threaded groups of vCPUs beside it.
-        """
+        """Yield the names of the threaded groups beside domains, which have one float for all instances, and whether they are populated."""
         for name in self.root.children():
-            group = self.root.child(name)
-            if name == FLOAT or (instance_uid(name) is not None and _while_there(Cgroup.kind, group) in _OUTDATED):
-                for below in (*reversed(group.below(REMOVED_AT_ONCE)), group):
-                    if (populated := _while_there(Cgroup.populated, below)) is not None:
-                        yield str(below.path.relative_to(self.root.path)), populated
+            if (name == FLOAT or instance_uid(name) is not None) and (
+                _while_there(Cgroup.kind, group := self.root.child(name)) == "threaded"
+            ):
+                yield name, bool(_while_there(Cgroup.populated, group))
 
     def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
         """Apply *actions* in order; a failure is returned, and except for a limit it stops the further actions on the same group.
@@ -284,10 +280,6 @@ class Tree:
             self.unseal(group)
             sentence = f"cannot make {group.path} an isolated partition of the CPUs {cpus}"
             raise CgroupError(f"{sentence}: the kernel says {state!r} with {effective}", errno.EBUSY)
-
-
-_OUTDATED = {"threaded", "domain invalid"}
-"""``cgroup.type`` of an instance's group that is no domain."""
 
 
 def _while_there(read: Callable[[Cgroup], T], group: Cgroup) -> T | None:

@@ -16,7 +16,7 @@ from runner.controller.tree.model import Observed
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.kernel import inotify
-from runner.kubelet.pod_cgroups import FLOAT, VCPUS, instance_uid
+from runner.kubelet.pod_cgroups import FLOAT, VCPUS, instance_group, instance_uid
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ class Watches:
         self._watch_files(files)
         if observed is None:
             return
-        domains = map(self.tree.domain, observed.domains)
-        for group in (self.tree.root.parent, self.tree.root, *domains, *map(self.tree.group, observed.groups)):
+        below = (*map(instance_group, observed.domains), *observed.groups, *observed.outdated)
+        for group in (self.tree.root.parent, self.tree.root, *map(self.tree.group, below)):
             self._watch(group.path, _GROUP)
             self._watch_files(map(group.path.joinpath, _FILES))
         pods = [path for pod_uid in observed.domains for path in self.pods.existing(pod_uid)]

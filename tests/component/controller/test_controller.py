@@ -455,7 +455,7 @@ async def test_half_built_domains_are_removed_and_half_built_groups_finished(nod
         assert (str(node.pod(B).cpus()), str(node.instance(B).cpus())) == (SHARED, "14-17")
 
 
-async def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty_and_not_before(node: Node) -> None:
+async def test_a_tree_of_the_articles_shape_is_removed_when_it_is_empty_and_not_before(node: Node) -> None:
     node.become(B)
     node.float_cgroup.populate(False)
     for group in (node.float_cgroup, node.float_cgroup.parent):
@@ -467,14 +467,14 @@ async def test_a_tree_of_the_earlier_shape_is_removed_when_it_is_empty_and_not_b
     old[1].put_threads([900])
     old[0].populate(True)
     async with controlled(node) as controller, connected(node.socket) as client:
-        assert f"earlier version of this program are in use (float/{A}, float); drain the node" in controller.loop.error
+        assert f"threaded groups are in use in {node.root.path} (float); drain the node" in controller.loop.error
         assert (await controller.endpoints().respond("/readyz")).status == 503
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert "drain the node" in str(refused["message"])
         assert not node.domain(B).exists()
         old[1].put_threads([])
         old[0].populate(False)
-        await controller.eventually(lambda: controller.loop.error == "")
+        await controller.until(lambda: controller.loop.error == "")
         assert not any(group.exists() for group in old)
         assert node.root.kind() == "domain"
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")

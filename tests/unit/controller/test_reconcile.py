@@ -749,15 +749,13 @@ def test_no_domain_gets_less_than_may_be_charged_to_it(most: str, kept: int) -> 
         assert after is None or after.memory_max in (None, kept << 20)
 
 
-# -- trees of earlier versions ---------------------------------------------------------------------------------------
+# -- threaded groups directly below the root -------------------------------------------------------------------------
 
 
-def test_an_empty_tree_of_the_earlier_shape_is_removed_and_one_in_use_is_left_alone() -> None:
-    outdated = {"float/a": False, "float": False, "instance-a": False}
-    observed = attrs.evolve(LIMITED, outdated=outdated)
-    assert reconcile(NO_POD, observed, {})[:3] == (Remove("float/a"), Remove("float"), Remove("instance-a"))
-    used = attrs.evolve(observed, outdated={**outdated, "instance-a": True}, gone=frozenset("a"))
-    assert used.populated_outdated() == ("instance-a",)
+def test_threaded_groups_beside_domains_are_removed_when_they_are_empty_and_left_alone_before() -> None:
+    observed = attrs.evolve(LIMITED, outdated={"float": False, "instance-a": False})
+    assert reconcile(NO_POD, observed, {})[:2] == (Remove("float"), Remove("instance-a"))
+    used = attrs.evolve(observed, outdated={"float": False, "instance-a": True}, gone=frozenset("a"))
     for requests in ({}, {"b": Requested(CpuSet([1]))}):
         assert reconcile(NO_POD, used, requests) == evictions(NO_POD, used, requests) == ()
 
