@@ -32,7 +32,7 @@ from runner.controller.tree.faults import Fault, standing_faults
 from runner.controller.tree.held_files import HeldFiles
 from runner.controller.tree.left_memory import LeftMemory
 from runner.controller.tree.limits import Limits
-from runner.controller.tree.model import Action, Desired, Evict, Kill, Observed, Requested, Restrict, Seal, granted
+from runner.controller.tree.model import Action, Desired, Evict, Kill, Observed, Requested, granted
 from runner.controller.tree.mount_options import MountOptions
 from runner.controller.tree.pass_log import PassLog
 from runner.controller.tree.pods import PodCgroups
@@ -257,13 +257,7 @@ class ReconcileLoop:
     ) -> tuple[Fault, ...]:
         """Apply *actions*, log those that succeeded, and return the faults."""
         self._changed |= bool(actions)
-        faults = self.tree.apply(actions, machine.online)
-        failed = {(fault.group, fault.group_usable) for fault in faults}
-        done = [
-            action
-            for action in actions
-            if failed.isdisjoint([(action.group, False), (action.group, isinstance(action, Restrict | Seal))])
-        ]
+        done, faults = self.tree.apply(actions, machine.online)
         self.pass_log.add_actions(done, observed, granted(requests))
         return faults
 
@@ -283,7 +277,7 @@ class ReconcileLoop:
                 len(processes),
                 "; ".join(self.pods.describe(processes[:_STRANGERS_NAMED])),
             )
-        faults = self.tree.apply(actions, machine.online)
+        _, faults = self.tree.apply(actions, machine.online)
         return self.observe(), faults
 
     def request_pass(self) -> None:

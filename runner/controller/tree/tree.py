@@ -159,25 +159,23 @@ class Tree:
             ):
                 yield name, bool(_while_there(Cgroup.populated, group))
 
-    def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[Fault, ...]:
-        """Apply *actions* in order; a failure is returned, and except for a limit it stops the further actions on the same group.
+    def apply(self, actions: Iterable[Action], online: CpuSet) -> tuple[tuple[Action, ...], tuple[Fault, ...]]:
+        """Apply *actions* in order; return those that succeeded, and the faults.
 
-        The kernel may accept a cpuset and silently use another one, so it is read back: the effective CPUs must be the *online* ones of
-        those written.
+        Except for a limit, a failure stops the further actions on the same group. The kernel may accept a cpuset and silently use another
+        one, so it is read back: the effective CPUs must be the *online* ones of those written.
         """
-        faults: dict[str, Fault] = {}
-        without: list[Fault] = []
+        done, faults = list[Action](), list[Fault]()
         for action in actions:
-            if action.group in faults or ROOT in faults:
+            if any(fault.group in (action.group, ROOT) and not fault.group_usable for fault in faults):
                 continue
             try:
                 self._perform(action, online)
+                done.append(action)
             except CgroupError as error:
-                if isinstance(action, Restrict | Seal):
-                    without.append(Fault(action.group, *explained(error), group_usable=True))
-                else:
-                    faults[action.group] = Fault(action.group, *explained(error))
-        return (*faults.values(), *without)
+                usable = isinstance(action, Restrict | Seal)
+                faults.append(Fault(action.group, *explained(error), group_usable=usable))
+        return tuple(done), tuple(faults)
 
     def _perform(self, action: Action, online: CpuSet) -> None:
         group = self.group(action.group)

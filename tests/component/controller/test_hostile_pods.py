@@ -684,7 +684,7 @@ async def test_without_a_kubelet_threads_are_moved_some_at_a_time(node: Node) ->
     await registered_and_given_away(node)
     node.instance(B).put_threads(range(1000, 1000 + MOVED_AT_ONCE + 5))
     tree = Tree(node.root)
-    assert tree.apply([Evict(B)], CpuSet(range(20))) == ()
+    assert tree.apply([Evict(B)], CpuSet(range(20))) == ((Evict(B),), ())
     assert len(node.instance(B).threads()) == 5
     assert len(node.pod(B).threads()) == MOVED_AT_ONCE
 
@@ -701,7 +701,7 @@ async def test_threads_that_cannot_be_named_or_end_meanwhile(node: Node) -> None
                 node.instance(B).remove_thread(801)
 
     node.mount.behaviour.before_write = end
-    assert Tree(node.root).apply([Evict(B)], CpuSet(range(20))) == ()
+    assert Tree(node.root).apply([Evict(B)], CpuSet(range(20))) == ((Evict(B),), ())
     assert moved[:2] == ["801", "802"]
     assert "0" not in moved, "0 would be this program"
     assert node.instance(B).threads() == {0}
@@ -843,7 +843,7 @@ async def test_a_number_that_is_given_again_while_threads_are_moved_is_not_writt
             await client.result("registerCgroup", uuid=pod, cpuset=ENTRIES[pod]["instance"])
     node.instance(B).put_threads(range(1000, 1005))
     tree = Tree(NumbersGivenAgain(node.root.path))
-    assert tree.apply([Evict(B)], CpuSet(range(20))) == ()
+    assert tree.apply([Evict(B)], CpuSet(range(20))) == ((Evict(B),), ())
     assert node.instance(A).threads() == {1001}
     assert node.instance(B).threads() == set()
     assert node.pod(B).threads() == {1000, 1002, 1003, 1004}
