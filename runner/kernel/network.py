@@ -221,9 +221,12 @@ def _remove(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
         failure = error
     link = rtnetlink.link(bridge.name)
     needed = failure is not None and bridge.pod is not None and _rest(rtnetlink, bridge.pod.name)
-    if link is not None and link.alias.startswith(OURS) and not needed:
-        rtnetlink.delete_link(link)
-    forget(bridge.name)
+    try:
+        if link is not None and link.alias.startswith(OURS) and not needed:
+            rtnetlink.delete_link(link)
+        forget(bridge.name)
+    except HostError as error:
+        failure = failure or error
     if failure is not None:
         raise failure
 
@@ -337,8 +340,7 @@ def _alias(link: Interface) -> str:
         for route in _every_route(link)
     )
     neighbours = (f"{neighbour.address},{neighbour.mac}" for neighbour in link.neighbours)
-    held: tuple[IpInterface, ...] = link.addresses + link.addresses6
-    addresses = "+".join(map(str, held)) + ("+brd" if link.broadcast else "")
+    addresses = "+".join(map(str, (*link.addresses, *link.addresses6))) + ("+brd" if link.broadcast else "")
     return " ".join((OURS, "was", link.mac, str(link.mtu), addresses, *routes, *neighbours))
 
 

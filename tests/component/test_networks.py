@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from ipaddress import IPv4Interface, ip_address
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -260,7 +261,7 @@ async def test_the_death_of_passt_ends_the_instance(fake_host: FakeHost) -> None
     assert fake_host.snapshot() == before
 
 
-def test_permanent_neighbours_and_ipv6_are_restored(pod: str) -> None:
+def test_permanent_neighbours_and_ipv6_are_restored(pod: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are recorded in the aliases of the interface and of the bridge, because one alias has at most 255 characters."""
     ip("address", "add", "10.0.0.5/24", "dev", pod)
     ip("address", "add", "fd00:1::5/64", "dev", pod, "nodad")
@@ -288,6 +289,10 @@ def test_permanent_neighbours_and_ipv6_are_restored(pod: str) -> None:
         with pytest.raises(HostError):
             network.remove([refused])
         assert network.read_interfaces([pod])[pod] == link, "another runner could restore it"
+        with monkeypatch.context() as patched:
+            patched.setattr(network, "forget", Mock(side_effect=HostError("cannot remove the packet filter")))
+            with pytest.raises(HostError, match="cannot restore 'eth9': it is gone"):
+                network.remove([attrs.evolve(bridge, name="vmbr9", pod=attrs.evolve(link, name="eth9"))])
     network.recover([bridge])
     assert state() == before
     assert network.read_interfaces([pod])[pod] == link
