@@ -481,7 +481,7 @@ async def test_lost_cpus_do_not_wait_for_a_guest_to_release_a_disk(fake_host: Fa
     ("spec", "qemu", "reason"),
     [
         (TWO, {"vcpu_del": None}, "the guest has not released it within 0.2 s"),
-        ("[cpu]\ncount = 2\n", {}, "no vCPU can be unplugged, because the machine was not started for it"),
+        ("[cpu]\ncount = 2\n", {}, "the machine was not started for it; set hotplug.cpus to the most that it may have"),
     ],
 )
 async def test_a_guest_that_gives_up_no_vcpu_is_powered_down_with_a_status_of_its_own(

@@ -225,7 +225,7 @@ def test_a_guest_that_cannot_give_up_a_vcpu_is_powered_down(node_fixture: NodeFi
     assert instance.running.wait(60) == 22
     assert vcpus.isdisjoint({task.tid for task in record.others()})
     output = instance.running.output
-    assert "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)" in output
+    assert "cannot change the number of vCPUs: the machine was not started for it; set hotplug.cpus" in output
     assert "ended outcome=cpus_lost status=22 faults=0" in output
     until(lambda: not instance.group.path.exists(), "the instance to be removed")
 

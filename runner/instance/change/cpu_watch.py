@@ -50,25 +50,26 @@ async def keep_vcpus_on_container_cpus(
 ) -> GuestEnd:
     """Put the vCPUs on the remaining CPUs, each time the container has lost some; return when that fails."""
     vcpus = Vcpus(supervisor, plan, machine, active, receipts)
-    try:
-        while True:
-            await trio.sleep(supervisor.timeouts.cpus_looked)
-            await machine.decided()
-            _watch_offline(vcpus)
-            if (lost := find_lost_cpus(vcpus)) is not None:
-                supervisor.log_limit.log(log.warning, InstanceEvent.CPUS_LOST, lost)
-                supervisor.guest_state.set_cpus_lost(str(lost))
-                if lost.sure:
-                    vcpus.leave(lost.available)  # at once: a change in progress may take long
-                async with supervisor.changes.begin(Kind.CPUS_LOST, str(lost)) as change:
-                    if (end := await _make_room(vcpus, change)) is not None:
-                        return end
-            elif _unsettled(vcpus):
-                async with supervisor.changes.begin(Kind.PLACEMENT, "the vCPUs are being put back on their CPUs"):
-                    await _restore(vcpus)
-    except RefusedError:  # refused for a stop, which ends this task
-        pass
-    return await trio.sleep_forever()
+    while True:
+        await trio.sleep(supervisor.timeouts.cpus_looked)
+        await machine.decided()
+        _watch_offline(vcpus)
+        if (lost := find_lost_cpus(vcpus)) is not None:
+            supervisor.log_limit.log(log.warning, InstanceEvent.CPUS_LOST, lost)
+            supervisor.guest_state.set_cpus_lost(str(lost))
+            if lost.sure:
+                vcpus.leave(lost.available)  # at once: a change in progress may take long
+            change = supervisor.changes.begin(Kind.CPUS_LOST, str(lost))
+        elif _unsettled(vcpus):
+            change = supervisor.changes.begin(Kind.PLACEMENT, "the vCPUs are being put back on their CPUs")
+        else:
+            continue
+        try:
+            async with change as begun:
+                if (end := await (_fit(vcpus, None) if lost is None else _make_room(vcpus, begun))) is not None:
+                    return end
+        except RefusedError:  # refused for a stop, which ends this task
+            return await trio.sleep_forever()
 
 
 async def _make_room(vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
@@ -79,16 +80,14 @@ async def _make_room(vcpus: Vcpus, change: LiveChange) -> GuestEnd | None:
     state, timeouts = vcpus.supervisor.guest_state, vcpus.supervisor.timeouts
     since, before = change.since, find_lost_cpus(vcpus)
     while state.cpus_lost:
-        if (lost := find_lost_cpus(vcpus)) is None:
-            await _restore(vcpus)
-        else:
+        if (lost := find_lost_cpus(vcpus)) is not None:
             if lost != before:
                 since, before = trio.current_time(), lost
             change.what = str(lost)
             state.set_cpus_lost(change.what)
-            sure = lost.sure or trio.current_time() >= since + timeouts.displaced
-            if sure and (end := await _leave(vcpus, lost)) is not None:
-                return end
+        sure = lost is None or lost.sure or trio.current_time() >= since + timeouts.displaced
+        if sure and (end := await _fit(vcpus, lost)) is not None:
+            return end
         if state.cpus_lost:
             await trio.sleep(timeouts.cpus_looked)
             _watch_offline(vcpus)
@@ -116,20 +115,6 @@ def _offline(vcpus: Vcpus) -> CpuSet:
         return CpuSet(vcpus.active.placement.pins) - read_online(vcpus.supervisor.roots.sys)
     except HostError:
         return vcpus.supervisor.guest_state.offline
-
-
-async def _restore(vcpus: Vcpus) -> None:
-    """Pin each vCPU to its own CPU, and move all other threads off the instance's CPUs, if no vCPU's CPU is lost."""
-
-    def kept() -> CpuSet | None:
-        return _kept(vcpus.active) if _unsettled(vcpus) and find_lost_cpus(vcpus) is None else None
-
-    try:
-        await vcpus.fit(kept)
-    except RunnerError as error:  # the next check tries it again
-        vcpus.supervisor.log_limit.log(log.warning, InstanceEvent.VCPUS_NOT_PLACED_ANEW, explain(error))
-    else:
-        vcpus.supervisor.guest_state.set_cpus_lost("")
 
 
 def _unsettled(vcpus: Vcpus) -> bool:
@@ -165,17 +150,25 @@ def _divided(placement: Placement) -> CpuSet:
     return placement.cpus if isinstance(placement, ControllerPlacement) else placement.cpus | placement.float_cpus
 
 
-async def _leave(vcpus: Vcpus, lost: LostCpus) -> GuestEnd | None:
-    """Put the vCPUs on the remaining CPUs; return the guest's end if these are too few."""
+async def _fit(vcpus: Vcpus, lost: LostCpus | None) -> GuestEnd | None:
+    """Pin each vCPU to a CPU of its own, of those that remain if some are *lost*; return the guest's end if these are too few.
+
+    All other threads are moved off the instance's CPUs.
+    """
     supervisor = vcpus.supervisor
 
-    def available() -> CpuSet | None:
-        now = find_lost_cpus(vcpus)
-        return None if now is None else now.available
+    def find() -> CpuSet | None:
+        if (now := find_lost_cpus(vcpus)) is None:
+            return _kept(vcpus.active) if _unsettled(vcpus) else None
+        return None if lost is None else now.available
 
     try:
-        await vcpus.fit(available)
-    except RefusedError as error:
+        await vcpus.fit(find)
+    except RunnerError as error:
+        if lost is None or not isinstance(error, RefusedError):
+            # The next check tries again: the controller may be away, and until it is back the vCPUs share the allowed CPUs.
+            supervisor.log_limit.log(log.warning, InstanceEvent.VCPUS_NOT_PLACED_ANEW, explain(error))
+            return None
         if vcpus.machine.ends:
             await trio.sleep_forever()  # the guest's end follows
         if find_lost_cpus(vcpus) != lost:
@@ -183,10 +176,7 @@ async def _leave(vcpus: Vcpus, lost: LostCpus) -> GuestEnd | None:
         detail = f"{lost}: {explain(error)}"
         log.error(InstanceEvent.GUEST_WITHOUT_CPUS, detail)  # noqa: TRY400 - one line
         return GuestEnd(Status.CPUS_LOST, detail)
-    except RunnerError as error:  # the controller may be away; until it is back the vCPUs share the allowed CPUs
-        supervisor.log_limit.log(log.warning, InstanceEvent.VCPUS_NOT_PLACED_ANEW, explain(error))
-    else:
-        supervisor.guest_state.set_cpus_lost("")
+    supervisor.guest_state.set_cpus_lost("")
     return None
 
 

@@ -128,19 +128,23 @@ class Vcpus:
             return {**await self.listed(), "pause_ms": round(pause * 1000, 1)}
 
     def _allowed(self, count: int) -> VcpuHotplugPlan:
-        """Return the plan's rules for other numbers of vCPUs. Raises :exc:`RefusedError` if they do not allow *count*."""
-        plan = self.plan.vcpu_hotplug
-        if plan is None:
-            raise RefusedError(
-                "cannot change the number of vCPUs: the machine was not started for it",
-                remedy="set hotplug.cpus to the most that it may have and start the instance again",
-            )
+        """Return the plan's rules, which allow *count* vCPUs. Raises :exc:`RefusedError` if they do not."""
+        plan = self._hotplug()
         if not 1 <= count <= plan.most:
             raise RefusedError(
                 f"cannot have {count} vCPUs: this machine has 1 to {plan.most}",
                 remedy="set hotplug.cpus to more and start the instance again" if count > plan.most else "",
             )
         return plan
+
+    def _hotplug(self) -> VcpuHotplugPlan:
+        """Return the plan's rules for other numbers of vCPUs. Raises :exc:`RefusedError` if there are none."""
+        if self.plan.vcpu_hotplug is None:
+            raise RefusedError(
+                "cannot change the number of vCPUs: the machine was not started for it",
+                remedy="set hotplug.cpus to the most that it may have and start the instance again",
+            )
+        return self.plan.vcpu_hotplug
 
     # -- more --------------------------------------------------------------------------------------------------------
 
@@ -396,10 +400,7 @@ class Vcpus:
             await self._drop_released()
             before = self.active.placement
             if len(before.pins) > len(available):
-                if self.plan.vcpu_hotplug is None:
-                    raise RefusedError(
-                        "no vCPU can be unplugged, because the machine was not started for it (hotplug.cpus)"
-                    )
+                self._hotplug()
                 await self._unplug(len(available))
             found = moved_pins(before.pins[: len(self.threads)], available)
             wanted, done = with_pins(before, available, found), False
