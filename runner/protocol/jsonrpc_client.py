@@ -58,15 +58,15 @@ class ServerBusyError(ServerAbsentError):
 
 @frozen
 class ReceivedFds:
-    """Descriptors that were received; *held* closes them."""
+    """Descriptors that were received; *stack* closes them."""
 
-    held: ExitStack
+    stack: ExitStack
     descriptors: list[Descriptor] = attrs.field(factory=list)
 
     def take(self, number: int) -> None:
         """Own the open descriptor *number*."""
         self.descriptors.append(Descriptor(number))
-        self.held.callback(self.descriptors[-1].close)
+        self.stack.callback(self.descriptors[-1].close)
 
 
 async def ask(

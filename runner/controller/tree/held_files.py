@@ -147,8 +147,8 @@ class HeldFiles:
         if (held := self._held.pop(path, None)) is not None:
             os.close(held.fd)
 
-    async def outwait_leases(self, held: Callable[[], None]) -> None:
-        """Wait for the end of each lease found, then hold its file, and call *held*; never return."""
+    async def outwait_leases(self, done: Callable[[], None]) -> None:
+        """Wait for the end of each lease found, then hold its file, and call *done*; never return."""
         async with trio.open_nursery() as nursery:
             awaited: set[str] = set()
             while True:
@@ -156,9 +156,9 @@ class HeldFiles:
                 self._found = trio.Event()
                 for path in self.leased - awaited:
                     awaited.add(path)
-                    nursery.start_soon(self._outwait, path, awaited, held)
+                    nursery.start_soon(self._outwait, path, awaited, done)
 
-    async def _outwait(self, path: str, awaited: set[str], held: Callable[[], None]) -> None:
+    async def _outwait(self, path: str, awaited: set[str], done: Callable[[], None]) -> None:
         try:
             opened = partial(os.open, path, os.O_RDWR | os.O_CLOEXEC)
             fd = await trio.to_thread.run_sync(opened, abandon_on_cancel=True, limiter=self._threads)
@@ -169,7 +169,7 @@ class HeldFiles:
             self.leased.discard(path)
         self._release(path)
         self._keep(path, fd)
-        held()
+        done()
 
     def close(self) -> None:
         """Close all."""

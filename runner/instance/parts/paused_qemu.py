@@ -57,11 +57,11 @@ class OpenedFiles(NamedTuple):
     files: Mapping[str, int]
     devices: Mapping[str, int]
     vhost_vsock: tuple[int, int] | None
-    held: ExitStack
+    stack: ExitStack
 
     def close(self) -> None:
         """Close our copies; a second call does nothing."""
-        self.held.close()
+        self.stack.close()
 
 
 @contextmanager
