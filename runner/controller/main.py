@@ -34,7 +34,7 @@ from runner.controller.serve.server import listening
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tree.cpu_source import CpuSource
-from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.tree.loop import Intervals, ReconcileLoop
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
@@ -132,7 +132,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
     if trusting:
         log.warning(ControllerEvent.INSECURE_PEERS)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with running_loop(loop):
+        async with loop.running():
             with (
                 listening(options.socket) as listener,
                 listening(options.socket.with_name(REPORT_SOCKET)) as report_listener,
@@ -159,7 +159,9 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
                     nursery.start_soon(privileged.namespace_reader.until_its_end)
                     for name, task in tasks.items():
                         nursery.start_soon(restarted, name, task, loop.counters)
-                    log.info(ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen(), VERSION)
+                    log.info(
+                        ControllerEvent.CONTROLLER_READY, options.socket, options.root, loop.frozen_because, VERSION
+                    )
                     number = await anext(signals)
                     log.info(ControllerEvent.CONTROLLER_STOPPING, signal.Signals(number).name)
                     nursery.cancel_scope.cancel()

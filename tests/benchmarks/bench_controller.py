@@ -53,7 +53,7 @@ def reconcile_pass(count: int, repeat: int) -> Figures:
         root = mount.child("stelia")
         pods = PodCgroups(mount, Procfs(path), kubelet=True)
         source = CpuSource(KubeletFiles(kubelet, path / "cdi"), sys_, CpuSet())
-        loop = ReconcileLoop(Tree(root), source, sys_, Intervals(), Limits(), pods)
+        loop = ReconcileLoop(Tree(root), source, Limits(), sys_, Intervals(), pods)
         trio.run(loop.settle, source)
         loop.pass_over({uid: Requested(CpuSet.parse(entry["instance"])) for uid, entry in entries.items()})
         times = []

@@ -37,7 +37,7 @@ from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tree.cgroup_writer import CgroupWriter
 from runner.controller.tree.cpu_source import CpuSource
-from runner.controller.tree.loop import Intervals, ReconcileLoop, running_loop
+from runner.controller.tree.loop import Intervals, ReconcileLoop
 from runner.controller.tree.pods import PodCgroups
 from runner.controller.tree.tree import Tree
 from runner.controller.tune.cache_tuner import RESCTRL, CacheTuner
@@ -469,7 +469,7 @@ async def controlled(
         methods = controller_methods(callers, loop, registrations, seals, tuning_passes, status)
         methods = attrs.evolve(methods, methods=parts.methods(methods.methods))
         server = UnixServer(methods, limits or SocketLimits(), hang_up)
-        async with running_loop(loop):
+        async with loop.running():
             with listening(node.socket) as listener, listening(node.socket.with_name(REPORT_SOCKET)) as for_reports:
                 if passes_fds:
                     for each in (listener, for_reports):

@@ -71,7 +71,7 @@ class HttpEndpoints:
             observed,
             tuple(handovers(self.loop.state, observed)),
             self.seccomp.without(observed.floats()),
-            bool(self.loop.frozen()),
+            bool(self.loop.frozen_because),
             self.loop.float_cpus(),
             self.reports.ages(registered),
         )
@@ -84,7 +84,7 @@ class HttpEndpoints:
     def _health(self) -> HttpResponse:
         if lost := self._lost():
             return unavailable(lost)
-        return ok(f"frozen: {frozen}" if (frozen := self.loop.frozen()) else "ok")
+        return ok(f"frozen: {frozen}" if (frozen := self.loop.frozen_because) else "ok")
 
     def _lost(self) -> str:
         """Return the lost parts that only a restart of this program restores; empty if there are none."""
@@ -98,6 +98,6 @@ class HttpEndpoints:
             return unavailable(explain(missing))
         if lost := self._lost():
             return unavailable(lost)
-        if frozen := self.loop.frozen():
+        if frozen := self.loop.frozen_because:
             return unavailable(f"frozen: {frozen}")
         return unavailable(f"the last pass failed: {self.loop.error}") if self.loop.error else ok()

@@ -76,9 +76,7 @@ class NodeStatus:
         lost = [self.device_filter.missing, *(each.ended_error() for each in self.processes if each.lost)]
         faults = [explained(error) for error in lost if error is not None]
         faults += [
-            (fault.reason, fault.remedy)
-            for fault in self.loop.pass_log.faults
-            if mine is None or fault.pod_uid in (None, mine)
+            (fault.reason, fault.remedy) for fault in self.loop.faults if mine is None or fault.pod_uid in (None, mine)
         ]
         document: NodeStatusDocument = {
             "version": 1,
@@ -91,7 +89,7 @@ class NodeStatus:
             "policy": None if isinstance(state, Frozen) else state.policy,
             "claims": source is not None and source.has_claims(),
             "shared_pool": None if isinstance(state, Frozen) else str(state.shared_pool),
-            "frozen": self.loop.frozen() or None,
+            "frozen": self.loop.frozen_because or None,
             "partitions": impossible(self.loop) or "enforced",
             "arranged": [
                 {"uuid": pod_uid, "reason": reason}

@@ -203,7 +203,7 @@ class Registrations:
                 "protocol": PROTOCOL,
                 "memory": domain.memory_limit(),
             },
-            partial(self.loop.held.sent.open, control_files),
+            partial(self.loop.held_files.sent.open, control_files),
         )
 
     async def _float_kernel_threads(self, request: RpcRequest, own: Cgroup) -> None:

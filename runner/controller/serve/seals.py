@@ -106,7 +106,7 @@ class Seals:
         if group is None or not group.populated:
             return "no thread is in its cgroup"
         reasons = [str(fault) for fault in faults if fault.group == vcpus_group(pod_uid)]
-        return "; ".join(reasons) or self.loop.frozen() or f"the kernel says {group.partition!r}"
+        return "; ".join(reasons) or self.loop.frozen_because or f"the kernel says {group.partition!r}"
 
 
 def impossible(loop: ReconcileLoop) -> str:

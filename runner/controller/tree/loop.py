@@ -73,7 +73,7 @@ class Intervals:
     """Longest time between two passes, with or without reports of changes."""
     eviction: float = 0.25
     """The same while an instance whose pod is gone is not empty yet."""
-    frozen: float = 5.0
+    polled: float = 5.0
     """The same while decisions are frozen, memory is charged to a domain without groups, or the kubelet has not named the container of some
     CPUs: in these cases no report announces the change."""
     least: float = 0.1
@@ -99,22 +99,22 @@ class ReconcileLoop:
 
     tree: Tree
     source: CpuSource | None
-    sys: Path
-    intervals: Intervals
     limits: Limits
-    pods: PodCgroups
-    cgroup_writer: CgroupWriter | None = None
+    _sys: Path
+    _intervals: Intervals
+    _pods: PodCgroups
+    _cgroup_writer: CgroupWriter | None = None
     """The process that adds mount options; ``None`` without one."""
     counters: ControllerCounters = attrs.field(factory=ControllerCounters)
-    held: HeldFiles = attrs.field(factory=HeldFiles)
     log_limit: LogRateLimit = attrs.field(factory=LogRateLimit)
     """For messages that a pod can cause endlessly: requests, refused or not, and passes."""
+    held_files: HeldFiles = attrs.field(factory=HeldFiles)
     state: CpuState | Frozen = attrs.field(factory=lambda: Frozen("the kubelet's state has not been read yet"))
     """The last settled state of the kubelet's file; stays :class:`Frozen` without a kubelet."""
     observed: Observed | None = None
     """The tree as last observed, by a pass at the latest; ``None`` until the first has."""
     error: str = ""
-    """The errors of the last pass made by :meth:`once`, empty if there were none; with an error the node is not ready."""
+    """The errors of the last pass of :meth:`running`, empty if there were none; with an error the node is not ready."""
     _pass_requested: trio.Event = attrs.field(factory=trio.Event)
     _passed: Announcements = attrs.field(factory=Announcements)
     _followed: list[Path] = attrs.field(factory=list)
@@ -125,29 +125,26 @@ class ReconcileLoop:
     """Whether the tree was changed since its files were held: only the loop's own actions add groups and files."""
     _observed_at: float = -math.inf
     """The time of the last :meth:`observe`, on the clock of ``time.monotonic``."""
-    pass_log: PassLog = attrs.field(init=False)
+    _pass_log: PassLog = attrs.field(init=False)
+    _mount_options: MountOptions = attrs.field(init=False)
+    _left_memory: LeftMemory = attrs.field(init=False)
 
-    @pass_log.default
-    def _log_of_passes(self) -> PassLog:
-        return PassLog(self.tree, self.counters, self.log_limit, self.source is not None)
+    def __attrs_post_init__(self) -> None:
+        self._pass_log = PassLog(self.tree, self.counters, self.log_limit, self.source is not None)
+        self._mount_options = MountOptions(self._pods.procfs, self._cgroup_writer, self.counters, self.log_limit)
+        self._left_memory = LeftMemory(self.tree, self._pods, self._intervals.reclaimed)
 
-    mount_options: MountOptions = attrs.field(init=False)
-
-    @mount_options.default
-    def _options_of_the_mount(self) -> MountOptions:
-        return MountOptions(self.pods.procfs, self.cgroup_writer, self.counters, self.log_limit)
-
-    left_memory: LeftMemory = attrs.field(init=False)
-
-    @left_memory.default
-    def _memory_that_is_left(self) -> LeftMemory:
-        return LeftMemory(self.tree, self.pods, self.intervals.reclaimed)
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Return the faults of the last pass, group by group."""
+        return self._pass_log.faults
 
     def machine(self) -> OnlineCpus:
         """Read the machine's CPUs and memory nodes."""
-        return read_online_cpus(self.sys)
+        return read_online_cpus(self._sys)
 
-    def frozen(self) -> str:
+    @property
+    def frozen_because(self) -> str:
         """Return the reason why decisions are frozen, empty if they are not."""
         return self.state.reason if self.source is not None and isinstance(self.state, Frozen) else ""
 
@@ -175,15 +172,15 @@ class ReconcileLoop:
         observed = self.tree.observe()
         known = () if isinstance(self.state, Frozen) else self.state.assigned()
         candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
-        self.pass_log.add_oom_kills(observed)
-        gone = frozenset(filter(self.pods.gone, candidates))
-        self.observed = attrs.evolve(observed, gone=gone, reclaimed=self.left_memory.reclaimed())
+        self._pass_log.add_oom_kills(observed)
+        gone = frozenset(filter(self._pods.gone, candidates))
+        self.observed = attrs.evolve(observed, gone=gone, reclaimed=self._left_memory.reclaimed())
         self._observed_at = time.monotonic()
         return self.observed
 
     def recently_observed(self) -> Observed:
         """Return the tree as observed at most :attr:`Intervals.recent` seconds ago: for reports, and for the result of a pass just made."""
-        fresh = time.monotonic() - self._observed_at < self.intervals.recent
+        fresh = time.monotonic() - self._observed_at < self._intervals.recent
         return self.observed if fresh and self.observed is not None else self.observe()
 
     def evict(self) -> Observed:
@@ -213,17 +210,17 @@ class ReconcileLoop:
         try:
             return self._pass(requests, observed)
         finally:
-            if self._changed or self.held.leased or self.held.error:
+            if self._changed or self.held_files.leased or self.held_files.error:
                 self._hold()  # before any pod gets a descriptor of a new group
 
     def _hold(self) -> None:
         self._changed = False
         with contextlib.suppress(CgroupError):  # the pass has reported it
-            self.held.hold(self.tree.reachable())
-        if leased := self.held.leased:
+            self.held_files.hold(self.tree.reachable())
+        if leased := self.held_files.leased:
             self.log_limit.log(log.error, ControllerEvent.CGROUP_FILES_LEASED, len(leased), min(leased))
-        if self.held.error:
-            self.log_limit.log(log.warning, ControllerEvent.CGROUP_FILES_NOT_HELD, self.held.error)
+        if self.held_files.error:
+            self.log_limit.log(log.warning, ControllerEvent.CGROUP_FILES_NOT_HELD, self.held_files.error)
 
     def _pass(self, requests: Mapping[str, Requested], observed: Observed | None) -> tuple[Fault, ...]:
         started = time.perf_counter()
@@ -235,21 +232,21 @@ class ReconcileLoop:
             if actions := unseals(observed, requests):
                 faults = self._apply(actions, observed, requests, machine)
                 self.observe()
-                self.pass_log.add_faults(faults)
-            self.pass_log.count("frozen", time.perf_counter() - started)
+                self._pass_log.add_faults(faults)
+            self._pass_log.count("frozen", time.perf_counter() - started)
             return faults
         observed, faults = self._without_strangers(desired, machine, requests, observed or self.observe())
         actions = reconcile(desired, observed, requests)
         faults += self._apply(actions, observed, requests, machine)
         failed = {fault.group for fault in faults if not fault.group_usable}
         after = self.observe() if actions else observed
-        self.pass_log.last_cpus = {name: group.cpus for name, group in after.groups.items()}
+        self._pass_log.last_cpus = {name: group.cpus for name, group in after.groups.items()}
         faults += tuple(standing_faults(self.tree.root.path, desired, after, machine.online, failed))
-        faults += (self.mount_options.fault,) if self.mount_options.fault is not None else ()
-        self.pass_log.add_faults(faults)
+        faults += (self._mount_options.fault,) if self._mount_options.fault is not None else ()
+        self._pass_log.add_faults(faults)
         self._evicting = _evicted(evictions(desired, after, requests))
         outcome = "faulty" if any(not fault.group_usable for fault in faults) else "changed" if actions else "clean"
-        self.pass_log.count(outcome, time.perf_counter() - started)
+        self._pass_log.count(outcome, time.perf_counter() - started)
         return faults
 
     def _apply(
@@ -258,7 +255,7 @@ class ReconcileLoop:
         """Apply *actions*, log those that succeeded, and return the faults."""
         self._changed |= bool(actions)
         done, faults = self.tree.apply(actions, machine.online)
-        self.pass_log.add_actions(done, observed, granted(requests))
+        self._pass_log.add_actions(done, observed, granted(requests))
         return faults
 
     def _without_strangers(
@@ -275,7 +272,7 @@ class ReconcileLoop:
                 pod_uid,
                 "ended" if desired.kills else "moved",
                 len(processes),
-                "; ".join(self.pods.describe(processes[:_STRANGERS_NAMED])),
+                "; ".join(self._pods.describe(processes[:_STRANGERS_NAMED])),
             )
         _, faults = self.tree.apply(actions, machine.online)
         return self.observe(), faults
@@ -306,7 +303,7 @@ class ReconcileLoop:
     async def settle(self, source: CpuSource) -> None:
         """Read the kubelet's state until it is settled or has to be frozen."""
         before = self.state
-        self.state = await source.settle(pause=self.intervals.pause, readings=self.intervals.readings)
+        self.state = await source.settle(pause=self._intervals.pause, readings=self._intervals.readings)
         if self.state == before:
             return
         if isinstance(self.state, Frozen):
@@ -328,13 +325,13 @@ class ReconcileLoop:
             if strange:
                 log.warning(ControllerEvent.KUBELET_MEMORY_STATE_STRANGE, strange)
 
-    async def follow(self, watches: Watches) -> None:
-        """Make a pass after each change, and at the latest after the interval of :attr:`intervals`; never return."""
+    async def _follow(self, watches: Watches) -> None:
+        """Make a pass after each change, and at the latest after :meth:`_interval`; never return."""
         while True:
             requested = self._pass_requested = trio.Event()  # events from here on require another pass
             repairs = self.counters.repairs
-            await self.once(watches)
-            least = self.intervals.least if self.counters.repairs == repairs else self.intervals.repaired
+            await self._once(watches)
+            least = self._intervals.least if self.counters.repairs == repairs else self._intervals.repaired
             earliest = trio.current_time() + least
             with trio.move_on_after(self._interval()):
                 await requested.wait()
@@ -344,18 +341,18 @@ class ReconcileLoop:
         """Return the seconds after which a pass is made, with or without reports of changes."""
         observed = self.observed
         awaited = observed is not None and any(map(observed.is_left_over, observed.domains))
-        if self.frozen() or awaited or (self.source is not None and self.source.awaits_containers):
-            return self.intervals.frozen
-        return self.intervals.eviction if self._evicting else self.intervals.resync
+        if self.frozen_because or awaited or (self.source is not None and self.source.awaits_containers):
+            return self._intervals.polled
+        return self._intervals.eviction if self._evicting else self._intervals.resync
 
-    async def reclaim(self) -> None:
+    async def _reclaim(self) -> None:
         """Reclaim the memory left in domains without groups, after each pass; never return."""
         while True:
             if self.observed is not None:
-                await self.left_memory.reclaim(self.observed, self.request_pass)
+                await self._left_memory.reclaim(self.observed, self.request_pass)
             await self.next_pass()
 
-    async def once(self, watches: Watches) -> None:
+    async def _once(self, watches: Watches) -> None:
         """Read, decide, apply; then wake the tasks in :meth:`next_pass`. A failure is logged, and the next pass tries again."""
         await trio.lowlevel.checkpoint()
         watches.watch_source()
@@ -371,39 +368,38 @@ class ReconcileLoop:
         watches.watch_tree(self.observed, self._followed)
         self._passed.announce()
 
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree is left in place at the end."""
+        with inotify.watching() as queue:
+            watches = Watches(queue, self.tree, self.source, self._pods, self.log_limit, self.request_pass)
+            crowded = partial(
+                end_crowded_pods,
+                self.tree,
+                self._pods,
+                self.limits.instance_pids_max,
+                self.log_limit,
+                every=self._intervals.processes,
+                apart=self._intervals.reclaimed,
+            )
+            async with trio.open_nursery() as nursery:
+                await self._once(watches)
+                for name, task in (
+                    ("events", watches.listen),
+                    ("reconcile", partial(self._follow, watches)),
+                    ("leases", partial(self.held_files.outwait_leases, self.request_pass)),
+                    ("reclaim", self._reclaim),
+                    ("processes", crowded),
+                    ("mount", partial(self._mount_options.keep, self._intervals.mount, self.request_pass)),
+                ):
+                    nursery.start_soon(restarted, name, task, self.counters)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
+                    self.log_limit.log_left_out()
+                    self.held_files.close()
+
 
 def _evicted(actions: Iterable[Action]) -> frozenset[str]:
     return frozenset(action.pod_uid for action in actions if isinstance(action, Evict | Kill))
-
-
-@contextlib.asynccontextmanager
-async def running_loop(loop: ReconcileLoop) -> AsyncIterator[None]:
-    """Keep the tree as long as the block runs; when it begins, the first pass is done. The tree is left in place at the end."""
-    with inotify.watching() as queue:
-        watches = Watches(queue, loop.tree, loop.source, loop.pods, loop.log_limit, loop.request_pass)
-        crowded = partial(
-            end_crowded_pods,
-            loop.tree,
-            loop.pods,
-            loop.limits.instance_pids_max,
-            loop.log_limit,
-            every=loop.intervals.processes,
-            apart=loop.intervals.reclaimed,
-        )
-        async with trio.open_nursery() as nursery:
-            await loop.once(watches)
-            for name, task in (
-                ("events", watches.listen),
-                ("reconcile", partial(loop.follow, watches)),
-                ("leases", partial(loop.held.outwait_leases, loop.request_pass)),
-                ("reclaim", loop.reclaim),
-                ("processes", crowded),
-                ("mount", partial(loop.mount_options.keep, loop.intervals.mount, loop.request_pass)),
-            ):
-                nursery.start_soon(restarted, name, task, loop.counters)
-            try:
-                yield
-            finally:
-                nursery.cancel_scope.cancel()
-                loop.log_limit.log_left_out()
-                loop.held.close()

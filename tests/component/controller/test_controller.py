@@ -392,7 +392,7 @@ async def test_an_instance_is_removed_when_its_pod_and_its_threads_have_ended(no
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.instance(B).populate(True)
         node.put_state("2-11,14-17", {A: ENTRIES[A], C: ENTRIES[C]})
-        await controller.until(lambda: str(node.float_cgroup.cpus()) == SHARED and not controller.loop.frozen())
+        await controller.until(lambda: str(node.float_cgroup.cpus()) == SHARED and not controller.loop.frozen_because)
         await controller.loop.next_pass()  # by the change of cgroup.events
         assert str(node.instance(B).cpus()) == "14-17"  # its last threads still run there, alone
         node.instance(B).populate(False)
@@ -507,7 +507,7 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
             state.unlink()
         else:
             state.write_bytes(torn)
-        await controller.until(lambda: bool(controller.loop.frozen()))
+        await controller.until(lambda: bool(controller.loop.frozen_because))
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refused["reason"] == "frozen"
         assert str(state) in str(refused["message"])
@@ -516,7 +516,7 @@ async def test_on_an_unusable_state_decisions_freeze_and_thaw(node: Node, torn: 
         assert str(state) in status["frozen"]
         assert node.snapshot() == before
         state.write_bytes(good)
-        await controller.until(lambda: not controller.loop.frozen())
+        await controller.until(lambda: not controller.loop.frozen_because)
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
         assert controller.loop.counters.passes["frozen"]
 
@@ -536,23 +536,23 @@ async def test_a_state_that_was_read_once_is_not_acted_upon(node: Node) -> None:
 async def test_a_kubelet_that_comes_later_is_noticed(node: Node) -> None:
     (node.kubelet / "cpu_manager_state").unlink()
     async with controlled(node) as controller:
-        assert controller.loop.frozen()
+        assert controller.loop.frozen_because
         assert str(node.float_cgroup.cpus()) == ""  # nothing is known, so nothing is decided
         node.put_state(SHARED, ENTRIES)
-        await controller.until(lambda: not controller.loop.frozen())
+        await controller.until(lambda: not controller.loop.frozen_because)
         assert str(node.float_cgroup.cpus()) == SHARED
 
 
 async def test_a_kubelet_directory_that_is_created_late_or_replaced_is_followed(node: Node) -> None:
     aside = node.path / "aside"
     node.kubelet.rename(aside)
-    intervals = Intervals(pause=0.005, readings=10, frozen=0.1, least=0.01, repaired=0.01)
+    intervals = Intervals(pause=0.005, readings=10, polled=0.1, least=0.01, repaired=0.01)
     async with controlled(node, intervals=intervals) as controller:
-        assert controller.loop.frozen()
+        assert controller.loop.frozen_because
         aside.rename(node.kubelet)
-        await controller.until(lambda: not controller.loop.frozen())
+        await controller.until(lambda: not controller.loop.frozen_because)
         node.kubelet.rename(aside)
-        await controller.until(lambda: bool(controller.loop.frozen()))
+        await controller.until(lambda: bool(controller.loop.frozen_because))
         node.kubelet.mkdir()
         await controller.loop.next_pass()
         node.put_state("2-13", {B: ENTRIES[B], C: ENTRIES[C], "x": {"y": "0-1"}})
@@ -573,10 +573,10 @@ async def test_policy_none(node: Node) -> None:
 async def test_strictly_reserved_cpus_may_be_in_no_set(node: Node) -> None:
     node.put_state("4-11", {**ENTRIES})
     async with controlled(node) as controller:
-        assert "--reserved-cpus" in controller.loop.frozen()
-        assert f"cannot talk to the server at '{node.pod_resources}'" in controller.loop.frozen()
+        assert "--reserved-cpus" in controller.loop.frozen_because
+        assert f"cannot talk to the server at '{node.pod_resources}'" in controller.loop.frozen_because
     async with controlled(node, reserved="2-3") as controller:
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
         assert str(node.float_cgroup.cpus()) == "4-11"
 
 

@@ -25,7 +25,7 @@ from tests.support.fake_node import ENTRIES, SHARED, B, C, Client, Controller, N
 from tests.support.fake_node import QUICK as QUICK_TIMEOUTS
 from tests.support.fake_pod_resources import OK, RATE_LIMIT, FakeContainer, FakePodResources, serving
 
-QUICK = Intervals(pause=0.005, readings=3, least=0.01, frozen=0.05)
+QUICK = Intervals(pause=0.005, readings=3, least=0.01, polled=0.05)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def test_strictly_reserved_cpus_are_learned_from_the_kubelet(
     node.put_state("4-11", ENTRIES)
     api = FakePodResources(allocatable=(0, 1, *range(4, 20)))
     async with serving(node.pod_resources, api), controlled(node) as controller, connected(node.socket) as client:
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
         assert str(node.float_cgroup.cpus()) == "4-11"
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
         node.put_state("5-11", {**ENTRIES, "x": {"web": "4"}})
@@ -81,19 +81,19 @@ async def test_as_long_as_the_kubelet_does_not_tell_decisions_are_frozen(
         serving(node.pod_resources, api),
         controlled(node, intervals=QUICK, parts=Parts(source=impatient)) as controller,
     ):
-        assert "CPUs 2-3 are neither in the shared pool nor any pod's" in controller.loop.frozen()
-        assert controller.loop.frozen().endswith(reason)
+        assert "CPUs 2-3 are neither in the shared pool nor any pod's" in controller.loop.frozen_because
+        assert controller.loop.frozen_because.endswith(reason)
     good = FakePodResources(allocatable=(0, 1, *range(4, 20)))
     async with serving(node.pod_resources, good), controlled(node, intervals=QUICK) as controller:
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
 
 
 async def test_a_kubelet_that_answers_later_is_asked_again(node: Node) -> None:
     node.put_state("4-11", ENTRIES)
     async with controlled(node, intervals=QUICK) as controller:
-        assert controller.loop.frozen()
+        assert controller.loop.frozen_because
         async with serving(node.pod_resources, FakePodResources(allocatable=(0, 1, *range(4, 20)))):
-            await controller.until(lambda: not controller.loop.frozen())
+            await controller.until(lambda: not controller.loop.frozen_because)
 
 
 async def test_a_node_whose_files_suffice_asks_nothing(node: Node) -> None:
@@ -307,15 +307,15 @@ async def test_while_the_kubelet_does_not_answer_decisions_are_frozen_and_what_r
         before = claims.node.snapshot()
         claims.api.status = RATE_LIMIT
         claims.put(OF_C)
-        await controller.until(lambda: bool(controller.loop.frozen()))
-        assert controller.loop.frozen() == (
+        await controller.until(lambda: bool(controller.loop.frozen_because))
+        assert controller.loop.frozen_because == (
             "cannot tell which containers have the CPUs of resource claims: cannot call /v1.PodResourcesLister/List: it "
             "answered with the status 8: rejected by rate limit"
         )
         assert (await client.refusal("registerCgroup", uuid=B, cpuset="14-17"))["reason"] == "frozen"
         assert claims.node.snapshot() == before
         claims.api.status = OK
-        await controller.until(lambda: not controller.loop.frozen())
+        await controller.until(lambda: not controller.loop.frozen_because)
         assert claims.float() == "0-13", "the instance that still runs has its CPUs, although its claim is gone"
         assert str(claims.node.instance(B).cpus()) == "14-17"
 
@@ -324,12 +324,12 @@ async def test_a_restarted_kubelet_is_not_asked_for_what_is_known(claims: Claims
     """Its socket is away meanwhile; an instance can register nevertheless, because no file has changed."""
     claims.put(OF_B)
     async with claims.controlled() as (controller, client):
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
         claims.node.pod_resources.rename(claims.node.pod_resources.with_name("away"))
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
         controller.loop.request_pass()
         await controller.loop.next_pass()
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
         claims.node.pod_resources.with_name("away").rename(claims.node.pod_resources)
 
 
@@ -340,7 +340,7 @@ async def test_a_controller_that_starts_again_finds_the_same(claims: ClaimsNode)
         claims.node.instance(B).populate(True)
     before = claims.node.snapshot()
     async with claims.controlled(answering=False) as (controller, _):
-        assert "cannot tell which containers" in controller.loop.frozen()
+        assert "cannot tell which containers" in controller.loop.frozen_because
         assert claims.node.snapshot() == before
     async with claims.controlled() as (_, client):
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
@@ -366,8 +366,8 @@ async def test_a_file_that_cannot_be_used_freezes_decisions(
     async with claims.controlled(timeouts=QUICK_TIMEOUTS) as (controller, client):
         path = claims.node.path / name
         path.write_text(text)
-        await controller.until(lambda: bool(controller.loop.frozen()))
-        assert controller.loop.frozen().startswith(f"cannot use {path}: {reason}")
+        await controller.until(lambda: bool(controller.loop.frozen_because))
+        assert controller.loop.frozen_because.startswith(f"cannot use {path}: {reason}")
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert (refused["reason"], claims.float()) == ("frozen", "0-13,18-19")
 
@@ -376,10 +376,13 @@ async def test_two_claims_of_the_same_cpus_freeze_decisions_until_one_is_gone(cl
     claims.put(OF_B)
     async with claims.controlled() as (controller, client):
         claims.put(OF_B, FakeClaim("c0", "17-18", C))
-        await controller.until(lambda: bool(controller.loop.frozen()))
-        assert controller.loop.frozen() == f"cannot use {claims.node.cdi}: CPUs 17 of the claim c0 are given away twice"
+        await controller.until(lambda: bool(controller.loop.frozen_because))
+        assert (
+            controller.loop.frozen_because
+            == f"cannot use {claims.node.cdi}: CPUs 17 of the claim c0 are given away twice"
+        )
         claims.put(OF_B)
-        await controller.until(lambda: not controller.loop.frozen())
+        await controller.until(lambda: not controller.loop.frozen_because)
         assert await client.result("registerCgroup", uuid=B, cpuset="14-17")
 
 
@@ -401,7 +404,7 @@ async def test_files_of_other_drivers_are_not_read(claims: ClaimsNode) -> None:
     (claims.node.cdi / "nvidia.com-gpu.json").write_text("{")
     (claims.node.cdi / "dra.k8s.io-cpu_claim-b0.json.tmp").write_text("{")
     async with claims.controlled() as (controller, _):
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
         assert claims.float() == "0-13,18-19"
 
 

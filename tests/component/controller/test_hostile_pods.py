@@ -30,6 +30,7 @@ from runner.controller.tree.loop import Intervals, ReconcileLoop
 from runner.controller.tree.model import Evict, Observed, Requested
 from runner.controller.tree.tree import MOVED_AT_ONCE, REMOVED_AT_ONCE, Tree
 from runner.kernel.cgroup import Cgroup, CgroupError
+from runner.kernel.kubelet_files import Frozen
 from runner.kernel.procfs import Procfs
 from runner.protocol.controller_client import PROTOCOL
 from tests.support.fake_cgroupfs import FakeCgroup
@@ -54,7 +55,7 @@ from tests.support.fake_node import (
 from tests.support.leases import attempting_leases, leasing
 
 WITHOUT_B = {A: ENTRIES[A], C: ENTRIES[C]}
-OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, frozen=0.02, least=0.01, repaired=0.01)
+OFTEN = Intervals(pause=0.005, readings=10, eviction=0.02, polled=0.02, least=0.01, repaired=0.01)
 
 
 @pytest.fixture
@@ -98,11 +99,11 @@ async def test_a_pod_that_leaves_ended_processes_in_anothers_float_is_ended(
             for pid in range(parent * 100, parent * 100 + number):
                 node.put_process(pid, path, inner=pid, namespace=f"pid-{pod}")
                 (node.proc / str(pid) / "stat").write_text(f"{pid} (a) b) Z {parent} {' '.join(['1'] * 17)} 1 0\n")
-        kills = [Path(pod, "cgroup.kill") for uid in (A, B) for pod in controller.loop.pods.existing(uid)]
+        kills = [Path(pod, "cgroup.kill") for uid in (A, B) for pod in controller.loop._pods.existing(uid)]
         for number in (99, 100):
             assert [kill.read_text() for kill in kills] == ["", ""]
             (node.root.path / "pids.current").write_text(f"{number}\n")
-            await trio.sleep(3 * controller.loop.intervals.processes)
+            await trio.sleep(3 * controller.loop._intervals.processes)
         await controller.until(lambda: bool(kills[0].read_text()))
         assert kills[1].read_text() == "", "it has no more than it may"
         assert f"pod with too many processes in float ended uuid={A} processes=41" in caplog.messages
@@ -125,7 +126,7 @@ async def test_a_pod_with_too_many_processes_is_ended_before_others_have_too_few
             assert node.instance(B).threads(), "there is room for others"
             for group, tasks in ((node.domain(A), 40), (node.domain(B), number - 40), (node.root, number)):
                 (group.path / "pids.current").write_text(f"{tasks}\n")
-            await trio.sleep(3 * controller.loop.intervals.processes)
+            await trio.sleep(3 * controller.loop._intervals.processes)
         await controller.until(lambda: not node.instance(B).threads())
         assert node.instance(A).threads(), "it has no more than it may"
         assert f"pod with too many processes in float ended uuid={B} processes=60" in caplog.messages
@@ -204,7 +205,7 @@ async def test_what_a_pod_may_do_is_not_read_for_each_request(node: Node) -> Non
         controller.seccomp.cached_for = 0
         node.expose(os.getpid(), seccomp=2)
         assert without_seccomp(controller) == set()
-        controller.loop.held.close()  # as if the pod had been faster
+        controller.loop.held_files.close()  # as if the pod had been faster
         with leasing(node.pod(B).path / "cgroup.threads"):
             assert without_seccomp(controller) == {B}
 
@@ -234,7 +235,7 @@ async def test_the_tree_is_not_read_for_each_question(node: Node) -> None:
         node.become(B)
         assert await client.result("unsealCgroup", uuid=B) == {"unsealed": False}
         assert not looks
-        controller.loop.intervals = attrs.evolve(OFTEN, recent=0)
+        controller.loop._intervals = attrs.evolve(OFTEN, recent=0)
         await client.result("getStatus")
         assert len(looks) == 1
 
@@ -314,7 +315,7 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
         with attempting_leases(*filter(Path.exists, files)) as results:
             assert {*results} == {"refused"}
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
-        assert not [path for path in controller.loop.held._held if B in path], "closed with the group"
+        assert not [path for path in controller.loop.held_files._held if B in path], "closed with the group"
 
 
 def test_files_are_held_for_writing_whatever_their_mode_is(tmp_path: Path) -> None:
@@ -510,9 +511,9 @@ async def test_memory_that_others_hold_stays_charged_to_the_pod_that_took_it(nod
         assert "290 of the 930 MiB of --memory-max are left" in str(refused["message"]), "the bystander has 320"
         node.put_state("2-11,14-17", WITHOUT_B)
         node.end_pod(B)
-        await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
+        await controller.eventually(lambda: bool(controller.loop.faults))
         assert node.domain(B).exists()
-        [fault] = controller.loop.pass_log.faults
+        [fault] = controller.loop.faults
         assert f"cannot remove {node.domain(B).path}: 300 MiB are charged to it" in fault.reason
         assert fault.remedy.startswith("end that program")
         assert controller.loop.error == "", "the node is ready"
@@ -579,14 +580,14 @@ async def test_a_float_that_cannot_be_shrunk_keeps_its_cpus_from_others_and_bloc
         assert str(node.float_cgroup.cpus()) == "2-11,14-17"
         node.mount.behaviour.before_write = refuse
         node.put_state(SHARED, ENTRIES)
-        await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
+        await controller.eventually(lambda: bool(controller.loop.faults))
         node.become(B)
         refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert "the float of pod 'bystander' could not be shrunk, and runs on them still" in str(refused)
         assert not node.instance(B).exists()
         node.become(C)
         assert await client.result("registerCgroup", uuid=C, cpuset="18-19")
-        assert {fault.pod_uid for fault in controller.loop.pass_log.faults} == {"bystander"}
+        assert {fault.pod_uid for fault in controller.loop.faults} == {"bystander"}
 
 
 async def test_what_the_kernel_does_not_offer_is_reported_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -639,7 +640,9 @@ async def test_strangers_leave_the_cpus_of_a_pod_that_has_gone(node: Node, caplo
     await registered_and_given_away(node)
     async with controlled(node) as controller:
         node.put_state("2-11,14-17", WITHOUT_B)
-        await controller.eventually(lambda: not controller.loop.frozen() and B not in controller.loop.state.assigned())  # type: ignore[union-attr]
+        await controller.eventually(
+            lambda: not isinstance(state := controller.loop.state, Frozen) and B not in state.assigned()
+        )
         assert node.instance(B).threads() == {801, 802}, "its pod still exists: its guest is being powered down"
         assert node.domain(B).read("pids.max") == "2048"
         await trio.testing.wait_all_tasks_blocked(0.05)  # no pass is made any more, until something is reported
@@ -885,7 +888,7 @@ async def test_a_container_sees_no_faults_of_other_pods(node: Node) -> None:
         node.become(B)
         await client.result("registerCgroup", uuid=B, cpuset="14-17")
         (node.instance(B).path / "cpuset.cpus.effective").write_text("0\n")
-        await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
+        await controller.eventually(lambda: bool(controller.loop.faults))
         for pod, seen in ((A, 0), (B, 1)):
             node.become(pod)
             status = await client.result("getStatus")

@@ -380,7 +380,7 @@ async def check_responses(port: Path, controller: Controller) -> None:
     assert b" 400 " in await get(port, b"nonsense\r\n\r\n")
     assert b" 431 " in await get(port, b"GET /" + b"x" * (8192 - 4))
     (controller.node.kubelet / "cpu_manager_state").write_bytes(b"{")
-    await controller.until(lambda: bool(controller.loop.frozen()))
+    await controller.until(lambda: bool(controller.loop.frozen_because))
     assert b"frozen: cannot use" in await get(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b" 503 " in await get(port, b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
     while b"controller_frozen 1.0\n" not in await get(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):

@@ -47,12 +47,12 @@ async def test_it_comes_back_with_what_was_seen_beside_it(node: Node, caplog: py
             await controller.eventually(lambda: controller.loop.counters.repairs == 1)
             assert asked == [b"nsdelegate"]
             mount(node, "nsdelegate", "memory_recursiveprot", "favordynmods")
-            seen = controller.loop.mount_options
+            seen = controller.loop._mount_options
             await controller.eventually(lambda: "memory_recursiveprot" in seen.known)
             mount(node)
             await controller.eventually(lambda: controller.loop.counters.repairs == 2)
             assert asked[1:] == [b"memory_recursiveprot,nsdelegate"]
-            assert not controller.loop.pass_log.faults
+            assert not controller.loop.faults
     assert (
         "mount options removed by others, added again mount=/sys/fs/cgroup options=favordynmods,nsdelegate"
         in caplog.messages
@@ -74,7 +74,7 @@ async def test_where_it_cannot_be_added_that_is_a_fault(node: Node, number: int,
             controlled(node, partition_writer=writer, counted_every=0.01) as controller,
             connected(node.socket) as client,
         ):
-            await controller.eventually(lambda: bool(controller.loop.pass_log.faults))
+            await controller.eventually(lambda: bool(controller.loop.faults))
             status = await client.result("getStatus")
             assert isinstance(status, dict)
             sentence = f"cgroup v2 is mounted without nsdelegate, so a pod may open its cgroup files again{why}"
@@ -83,7 +83,7 @@ async def test_where_it_cannot_be_added_that_is_a_fault(node: Node, number: int,
             assert controller.loop.error == "", "the node is ready"
             await client.result("registerCgroup", uuid=B, cpuset="14-17")
             mount(node, "nsdelegate")
-            await controller.eventually(lambda: not controller.loop.pass_log.faults)
+            await controller.eventually(lambda: not controller.loop.faults)
             assert controller.loop.counters.repairs == 0
 
 

@@ -282,16 +282,16 @@ async def test_while_decisions_are_frozen_partitions_still_end(node: Node, write
         node.instance(B).put_threads({11})
         await client.result("sealCgroup", uuid=B)
         state.write_bytes(b"{")
-        await controller.until(lambda: bool(controller.loop.frozen()))
+        await controller.until(lambda: bool(controller.loop.frozen_because))
         assert node.instance(B).partition() == "isolated"
         assert await client.result("unsealCgroup", uuid=B) == {"unsealed": True}
         assert (node.instance(B).partition(), node.instance(B).exclusive_cpus()) == ("member", CpuSet())
 
         state.write_bytes(good)
-        await controller.until(lambda: not controller.loop.frozen())
+        await controller.until(lambda: not controller.loop.frozen_because)
         await client.result("sealCgroup", uuid=B)
         state.write_bytes(b"{")
-        await controller.until(lambda: bool(controller.loop.frozen()))
+        await controller.until(lambda: bool(controller.loop.frozen_because))
         node.instance(B).put_threads(())
         await controller.eventually(lambda: node.instance(B).partition() == "member")
 

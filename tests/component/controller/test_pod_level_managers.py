@@ -65,7 +65,7 @@ async def test_an_instance_beside_sidecars_gets_its_containers_cpus(
     node.become(A)
     node.scope(A).write("cpuset.cpus", "3-6")
     async with controlled(node) as controller, connected(node.socket) as client:
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
         assert str(node.float_cgroup.cpus()) == shared
         for cpus in ("2-9", "3-9", "7-9", "2", "0-1"):
             message = str((await client.refusal("registerCgroup", uuid=A, cpuset=cpus))["message"])

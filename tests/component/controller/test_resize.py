@@ -113,7 +113,7 @@ async def test_a_runner_registers_the_cpus_that_its_container_has_got(node: Node
         refusal = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
         assert refusal["reason"] == "cpuset", "the kubelet says otherwise"
         assert holds(node, "11,14-17", sealed=True)
-        assert not controller.loop.frozen()
+        assert not controller.loop.frozen_because
 
 
 async def test_a_runner_registers_its_cpus_also_where_its_container_is_ambiguous(node: Node) -> None:

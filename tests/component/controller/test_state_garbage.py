@@ -76,7 +76,7 @@ async def test_a_damaged_state_is_never_a_wrong_cpuset(tmp_path: Path) -> None:
                 controller.loop.request_pass()
                 await controller.loop.next_pass()
             now = node.float_cgroup.cpus()
-            if controller.loop.frozen():
+            if controller.loop.frozen_because:
                 frozen += 1
                 assert now == before, f"seed {SEED}, text {number}: {text!r}"
             else:
