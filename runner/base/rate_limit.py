@@ -17,7 +17,7 @@ REPORTED_EVERY = 60.0
 """Seconds between two log messages of one kind about one peer: a guest can cause thousands a second."""
 
 MOST_PEERS = 64
-"""Peers that are told apart at a time; the others are one peer, so that no number of peers fills the log or the memory."""
+"""Peers that are distinguished at a time; the others are one peer, so that no number of peers fills the log or the memory."""
 
 _OTHERS = "others"
 

@@ -1,4 +1,4 @@
-"""Running a guest on trial: ``run`` as PID 1 of new namespaces, as a container runtime would start it, with ``console`` here.
+"""A guest for ``try``: ``run`` as PID 1 of new namespaces, as a container runtime would start it, with its console on this terminal.
 
 Everything it makes ends with its namespaces: the state directory, the generated spec and the share are in a tmpfs of its mount namespace,
 and the kernel kills its processes when this one ends, even by SIGKILL.

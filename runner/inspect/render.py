@@ -1,4 +1,4 @@
-"""A report for people, for machines, and as lines for the comparison of two reports."""
+"""The report of ``inspect`` for people, for machines, and as lines for the comparison of two reports."""
 
 from __future__ import annotations
 

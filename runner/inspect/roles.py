@@ -1,4 +1,4 @@
-"""The roles of a container's processes, from the receipt that the runner wrote when every thread was in its place."""
+"""The roles of a container's processes, from the file in which the runner recorded the place of every thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace for people and for machines."""
+"""The report of ``inspect --trace`` for people and for machines."""
 
 from __future__ import annotations
 

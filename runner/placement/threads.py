@@ -1,4 +1,4 @@
-"""The rules for the CPUs and cgroups of an instance's threads, and the placement receipt.
+"""The rules for the CPUs and cgroups of an instance's threads, and the record of where they are (the receipt).
 
 The start of an instance, ``/readyz`` and ``inspect`` use the same rules. An :class:`ObservedThread` is a thread as the
 kernel shows it (:class:`~runner.facts.threads.ThreadStatus`) with its role in the instance. The :class:`ThreadRules` define

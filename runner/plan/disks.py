@@ -48,7 +48,7 @@ class Layer:
     block: bool = False
     """A block device."""
     lockless: bool = False
-    """QEMU neither locks it nor heeds its locks: whoever may read a base image could keep all others from starting with it."""
+    """QEMU neither locks it nor heeds its locks: any reader of a base image could keep all others from starting with it."""
 
 
 @frozen

@@ -222,7 +222,7 @@ def choose_cpu_model(
 ) -> str:
     """Return QEMU's CPU model: the one *asked* for, or the one that shows the guest the most features of the host's CPU.
 
-    A guest with *exclusive* CPUs is told so (KVM_HINTS_REALTIME in CPUID 0x40000001, Documentation/virt/kvm/x86/cpuid.rst):
+    A guest with *exclusive* CPUs is informed of it (KVM_HINTS_REALTIME in CPUID 0x40000001, Documentation/virt/kvm/x86/cpuid.rst):
     it then spins for a lock instead of having its vCPU halted. A hint that *asked* contains is kept.
     """
     if accel != "kvm":

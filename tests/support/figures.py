@@ -1,4 +1,4 @@
-"""Figures of the code, for who wants it smaller: ``python -m tests.support.figures`` prints them, ``test_house`` holds some."""
+"""Figures of the code's size: ``python -m tests.support.figures`` prints them, ``test_house`` holds some."""
 
 from __future__ import annotations
 

@@ -142,14 +142,14 @@ class Callers:
         """Return, for each container of *pod_uid* that has one, a process in the peer's PID namespace."""
         found: dict[ContainerCgroup, ContainerProcess] = {}
 
-        def look(process: MemberProcess) -> None:
+        def examine(process: MemberProcess) -> None:
             container = process.container
             if container not in found and self._is_witness(process, peer):
                 made_as = cgroup_id(self.pods.mount.at(container.path).path)
                 if made_as is not None:  # otherwise it has just been removed
                     found[container] = ContainerProcess(container, process.cgroup, peer.pid_namespace, made_as)
 
-        await self.look_at_each(self.pods.processes(pod_uid), peer, look)
+        await self.examine_each(self.pods.processes(pod_uid), peer, examine)
         return tuple(found.values())
 
     def _is_witness(self, process: MemberProcess, peer: Peer) -> bool:
@@ -164,13 +164,13 @@ class Callers:
         except HostError:  # it has ended
             return False
 
-    async def look_at_each(self, processes: Iterable[T], peer: Peer | None, look: Callable[[T], None]) -> None:
-        """Call *look* with each of *processes*, at most :data:`MOST_PROCESSES`, one request of the peer's container at a time."""
+    async def examine_each(self, processes: Iterable[T], peer: Peer | None, examine: Callable[[T], None]) -> None:
+        """Call *examine* with each of *processes*, at most :data:`MOST_PROCESSES`, one request of the peer's container at a time."""
         async with self._looks.setdefault(0 if peer is None else peer.pid_namespace, trio.Lock()):
             for number, process in enumerate(islice(processes, MOST_PROCESSES)):
                 if number % BETWEEN_CHECKPOINTS == 0:
                     await trio.lowlevel.checkpoint()
-                look(process)
+                examine(process)
 
 
 def busy_error(counters: ControllerCounters, reason: str) -> RpcError:

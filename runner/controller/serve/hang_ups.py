@@ -1,4 +1,4 @@
-"""Hanging up on clients, also on those that have sent descriptors.
+"""Closing the connections of clients whose descriptors, if they have sent some, delay the close.
 
 A close of received descriptors may take as long as the client likes (:mod:`runner.kernel.fd_passing`), and the controller would answer
 no one else meanwhile. Linux 6.16 and later refuse such descriptors. On older kernels threads close the connection. A signal interrupts

@@ -1,4 +1,4 @@
-"""The memory that the domain of an instance gets (:mod:`runner.controller.tree.limits` has the options)."""
+"""The memory limit of an instance's cgroup (its domain), by the options in :mod:`runner.controller.tree.limits`."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Registrations:
             except CgroupError as error:
                 limit.log(log.warning, ControllerEvent.KERNEL_THREAD_NOT_MOVED, pid, explain(error), peer=pod_uid)
 
-        await self.callers.look_at_each(own.each_process(), self.callers.peer(request.identify), move)
+        await self.callers.examine_each(own.each_process(), self.callers.peer(request.identify), move)
 
     async def deregister(self, request: RpcRequest) -> RpcResult:
         """Answer ``deregisterCgroup``."""

@@ -1,4 +1,4 @@
-"""The pods that have more processes in float than they may: the kernel lets them, so they are ended here.
+"""The pods that have more processes in float, the cgroup on shared CPUs, than they may: the kernel lets them, so they are ended here.
 
 The kernel counts a process that is moved into a cgroup, but refuses no move because of ``pids.max`` ("PID"). So a pod could fork in its own
 cgroup and move the processes to float, again and again, until no other instance could start a thread.
@@ -28,10 +28,10 @@ async def end_crowded_pods(
     """End the pods with more than *most* processes in *tree*, once all together have half of theirs; never return.
 
     The pod's own cgroup is ended, too: a process counts until its parent has waited for it. If that parent is in another pod, which has got
-    the descriptors, only ``/proc`` tells which.
+    the descriptors, only ``/proc`` shows which.
 
-    *every* and *apart* are seconds: from one look at the tree to the next, and the same for ``/proc``, where it is five times the duration
-    of the look, if that is longer.
+    *every* and *apart* are seconds: from one reading of the tree to the next, and the same for ``/proc``, where it is five times the
+    duration of the reading, if that is longer.
     """
     next_look = -math.inf
     while True:

@@ -1,4 +1,4 @@
-"""The faults of the tree (pure): actions without their effect, and problems that no action can fix."""
+"""The faults of the controller's cgroup tree (pure): actions without their effect, and problems that no action can fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that is still charged to domains whose groups are gone: reclaiming it, and lowering the limits to what is left."""
+"""The memory that is still charged to the cgroups of ended instances: reclaiming it, and lowering the limits to what is left."""
 
 from __future__ import annotations
 

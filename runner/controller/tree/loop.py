@@ -83,9 +83,9 @@ class Intervals:
     reclaimed: float = 5.0
     """From one attempt to reclaim memory of a left-over domain to the next; five times the duration of the attempt, if that is longer."""
     processes: float = 0.1
-    """From one look at the number of processes to the next: a pod can make and move some ten thousand in this time."""
+    """From one reading of the number of processes to the next: a pod can make and move some ten thousand in this time."""
     mount: float = 1.0
-    """From one look at the mount's options to the next: the kernel reports no change of them."""
+    """From one reading of the mount's options to the next: the kernel reports no change of them."""
     recent: float = 0.1
     """Age up to which an observation answers questions: each reads 20 files of each instance, and any process may ask."""
 

@@ -1,4 +1,4 @@
-"""The tree of groups as values (pure): as observed, as desired, as requested, and the actions that change it."""
+"""The controller's cgroup tree as values (pure): as observed, as desired, as requested, and the actions that change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of passes and the counters of their metrics: the actions and findings of each pass."""
+"""The log and the counters of the controller's passes, in each of which it reads and adapts its cgroup tree."""
 
 from __future__ import annotations
 

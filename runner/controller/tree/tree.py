@@ -1,4 +1,4 @@
-"""The tree of groups in the kernel: observing it, and applying the actions of :mod:`runner.controller.tree.model`."""
+"""The controller's cgroup tree in the kernel: observing it, and applying the actions of :mod:`runner.controller.tree.model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel's reports that require a pass: of the kubelet's files, of the tree and of the end of pods."""
+"""The kernel's reports after which the controller adapts its cgroup tree: of the kubelet's files, the tree and the end of pods."""
 
 from __future__ import annotations
 

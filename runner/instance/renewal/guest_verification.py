@@ -1,4 +1,4 @@
-"""The first step of a renewed runner after it has taken everything over: it verifies the receipt, and asks QEMU for the guest's state."""
+"""The first step of a renewed runner after its takeover: it compares every thread with the receipt, and asks QEMU for the guest's state."""
 
 from __future__ import annotations
 

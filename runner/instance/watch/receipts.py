@@ -1,4 +1,4 @@
-"""The receipt in the state directory: written when every thread is in its place, and again after each change."""
+"""The receipt, a file with the place of every thread: written when every thread is in its place, and again after each change."""
 
 from __future__ import annotations
 

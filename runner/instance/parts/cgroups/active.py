@@ -1,4 +1,4 @@
-"""Placements in force: one protocol, for three back ends, which :mod:`runner.placement.backends` describes."""
+"""The placement of a running instance: one protocol for the three back ends that :mod:`runner.placement.backends` describes."""
 
 from __future__ import annotations
 

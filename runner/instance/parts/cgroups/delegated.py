@@ -1,4 +1,4 @@
-"""The back end ``delegated``: float and the instance's cgroup, made by this process in the container's own cgroup.
+"""The back end ``delegated``: this process makes both cgroups, for vCPUs and for all other threads, in the container's own cgroup.
 
 They separate the processes of the container from each other. Processes outside of it must be kept off its CPUs by other means.
 """

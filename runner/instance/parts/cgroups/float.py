@@ -1,4 +1,4 @@
-"""Entering float by descriptors and leaving it: the code that the back ends with cgroups share."""
+"""Entering float, the cgroup of all threads but the vCPUs, and leaving it: what the back ends with cgroups share."""
 
 from __future__ import annotations
 

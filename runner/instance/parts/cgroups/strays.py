@@ -1,4 +1,4 @@
-"""Strays: processes and threads that were started on the vCPUs' CPUs while the guest runs, and are moved to float."""
+"""Strays: processes and threads that were started on the vCPUs' CPUs while the guest runs, and are moved away."""
 
 from __future__ import annotations
 
