@@ -15,7 +15,7 @@ from runner.base.errors import Problem, RunnerError, SpecError, escaped, explain
 from runner.base.values import frozen
 from runner.cli.options import read_spec, source_of
 from runner.plan.cloud_init import SeedPlan, yaml_kind
-from runner.plan.document import document_problems
+from runner.plan.spec_checks import document_problems
 from runner.spec.document_parser import parse_document
 from runner.spec.instance import CloudInitSpec, InstanceSpec, parse_elsewhere
 from runner.spec.refusals import FORMAT, ProblemDocument, problem_documents

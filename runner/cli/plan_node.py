@@ -18,8 +18,8 @@ import attrs
 
 from runner.base.document_value import Value
 from runner.base.errors import HostError, RefusedError, UsageError, escaped, in_shell
-from runner.cli.manifests import manifest_notes, read_configuration, read_manifests, read_named
 from runner.cli.options import read_spec, source_of
+from runner.cli.plan_node_files import manifest_notes, read_configuration, read_manifests, read_named
 from runner.facts.hardware import Hardware
 from runner.kernel.hardware_reader import read_kubelet_hardware
 from runner.kernel.kubelet_files import read_state_file

@@ -30,7 +30,7 @@ from runner.controller.serve.report_methods import LIMITS, report_methods
 from runner.controller.serve.reports import Reports
 from runner.controller.serve.seals import Seals
 from runner.controller.serve.seccomp import SeccompCheck
-from runner.controller.serve.server import listening
+from runner.controller.serve.socket_file import listening
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.serve.tuning_passes import TuningPasses
 from runner.controller.tree.cpu_source import CpuSource

@@ -95,7 +95,7 @@ def _parts(spec: InstanceSpec, cgroup: str) -> Iterator[Callable[[HostFacts, Ins
 
         yield with_interfaces
     if spec.share:
-        from runner.host.shares import with_shares
+        from runner.host.shared_paths import with_shares
 
         yield with_shares
     if spec.device:

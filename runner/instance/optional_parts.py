@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runner.instance.held import Held
     from runner.instance.parts.cgroups.active import ActivePlacement
     from runner.instance.parts.daemons import RestartedChild
-    from runner.instance.parts.network import NicBackend
+    from runner.instance.parts.nic_backends import NicBackend
     from runner.instance.parts.qemu import GuestEnd, Qemu
     from runner.instance.parts.shares import HeldShare
     from runner.instance.supervisor import Faults, Renewal, Supervisor
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from runner.kernel.inherited_fds import InheritedFd
     from runner.kernel.sockets import Socket
     from runner.placement.threads import Receipt
-    from runner.plan.argv.endpoints import QemuFds
+    from runner.plan.argv.qemu_endpoints import QemuFds
     from runner.plan.instance import InstancePlan
     from runner.plan.machine import MachinePlan
     from runner.protocol.guest_agent import GuestAgent
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from runner.spec.refusals import ProblemDocument
 
     Opened = AbstractContextManager[Mapping[str, int]]
-    """Descriptors for QEMU, by the names of :class:`~runner.plan.argv.endpoints.QemuFds`."""
+    """Descriptors for QEMU, by the names of :class:`~runner.plan.argv.qemu_endpoints.QemuFds`."""
     InPodCgroup = Callable[[], AbstractContextManager[None]]
     Released = AbstractAsyncContextManager[None]
     """A part that is held without a value, and released at the end."""
@@ -116,7 +116,7 @@ def networked(
     """Hold the networks by descriptor."""
     if not plan.networks:
         return nullcontext(())
-    from runner.instance.parts.network import networked
+    from runner.instance.parts.nic_backends import networked
 
     return networked(supervisor, plan.networks, macvtaps, in_pod_cgroup)
 

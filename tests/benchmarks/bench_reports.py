@@ -19,7 +19,7 @@ import attrs
 import trio
 
 from runner.controller.serve.report_methods import LIMITS, report_methods
-from runner.controller.serve.server import listening
+from runner.controller.serve.socket_file import listening
 from runner.kernel.peers import Peers
 from runner.protocol.unix_server import UnixServer
 from tests.support.fake_node import Controller, Node, controlled

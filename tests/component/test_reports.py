@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from runner.base.cpuset import CpuSet
-from runner.controller.serve.server import listening
+from runner.controller.serve.socket_file import listening
 from runner.instance.guest_state import GuestState
 from runner.instance.supervisor import Supervisor, open_supervisor
 from runner.instance.watch.figures import Figures

@@ -25,7 +25,7 @@ import trio
 import trio.testing
 
 from runner.controller.serve.methods import reported_end
-from runner.controller.serve.server import listening
+from runner.controller.serve.socket_file import listening
 from runner.controller.tree.held_files import SentFiles
 from runner.kernel.cgroup import Cgroup
 from runner.kernel.connections import WaitingConnections, accepted

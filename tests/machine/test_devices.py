@@ -14,8 +14,8 @@ import pytest
 
 from runner.facts.pci import Bar
 from runner.kernel import files
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from tests.machine.test_shapes import ROM, QmpConnection, planned

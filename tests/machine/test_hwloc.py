@@ -21,8 +21,8 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.kernel import files
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.machine import FilePlan, MachinePlan
 from runner.plan.nccl import FW_CFG, nccl_topology
 from tests.emulated_node.cpio import Entry, archive

@@ -19,8 +19,8 @@ from runner.facts.disk import FileFact
 from runner.facts.hardware import Hardware
 from runner.facts.host import HostFacts
 from runner.kernel import files
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.instance import plan_instance
 from runner.plan.machine import MachinePlan
 from runner.spec.instance import parse_instance

@@ -113,7 +113,7 @@ ONE_DOOR = {
     "asyncio": {"cli.ctl_qmp"},
     "runner.cli.ctl_qmp": {"cli.ctl"},
     "yaml": {"spec.yaml"},
-    "runner.spec.yaml": {"cli.plan_node", "cli.plan_document_only", "cli.manifests"},
+    "runner.spec.yaml": {"cli.plan_node", "cli.plan_document_only", "cli.plan_node_files"},
     "runner.cli.plan_node": {"cli.plan"},
 }
 """Module → the only modules (or rooms) of ours that may import it."""

@@ -51,7 +51,7 @@ from runner.kernel.meeting_point import CPR_SOCKET, MAIN_SOCKET, MeetingPoint, m
 from runner.kernel.program_directory import check_file
 from runner.kernel.sockets import Socket, connected_pair
 from runner.kernel.tap_queues import attach_queue, detach_queue
-from runner.plan.argv.endpoints import QemuFds
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.machine import Accel, MachinePlan
 from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan

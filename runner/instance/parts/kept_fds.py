@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from runner.instance.held import Held
 from runner.kernel.files import owned
 from runner.kernel.limits import limited
-from runner.plan.argv.endpoints import QemuFds
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.argv.wires import WireNumbers
 
 

@@ -19,7 +19,7 @@ from runner.kernel.character_devices import vhost_vsock
 from runner.kernel.child_processes import Process, stop_bound
 from runner.kernel.limits import lockable
 from runner.kernel.sockets import Socket
-from runner.plan.argv.endpoints import QemuFds
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.firmware import ForgottenVariables, VariablesPlan
 from runner.plan.guest_devices import GuestPlan
 from runner.plan.host_checks import too_old
@@ -28,7 +28,7 @@ from runner.plan.machine import FilePlan
 from runner.protocol.qmp import Monitor, QmpEvent
 
 if TYPE_CHECKING:
-    from runner.instance.parts.network import NicBackend
+    from runner.instance.parts.nic_backends import NicBackend
     from runner.instance.parts.shares import HeldShare
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ async def guest_agent_channel(supervisor: Supervisor, guest: GuestPlan) -> Async
 
 
 class OpenedFiles(NamedTuple):
-    """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.endpoints.QemuFds` names them."""
+    """The files and devices that QEMU inherits, as :class:`~runner.plan.argv.qemu_endpoints.QemuFds` names them."""
 
     files: Mapping[str, int]
     devices: Mapping[str, int]

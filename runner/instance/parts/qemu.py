@@ -23,8 +23,8 @@ from runner.instance.parts.qemu_events import HANDLED, IGNORED, DiskEvents
 from runner.instance.supervisor import Supervisor
 from runner.kernel.child_processes import Command, Process
 from runner.placement.children import FATAL
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.instance import ShutdownPlan
 from runner.plan.machine import MachinePlan
 from runner.protocol.qmp import BadReplyError, Monitor, QmpError, QmpEvent, VcpuThread

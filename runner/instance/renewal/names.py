@@ -29,7 +29,7 @@ from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.log_file import LogFileRecord
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 from runner.placement.threads import CgroupPaths
-from runner.plan.argv.endpoints import QemuFds
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.argv.wires import WireNumbers
 from runner.plan.firmware import ForgottenVariables, KeptVariables
 from runner.plan.guest_devices import GuestPort

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from runner.base.values import frozen
-from runner.plan.argv.endpoints import comma
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import comma
 from runner.plan.argv.virtiofsd import virtiofsd_argv
 from runner.plan.disks import DiskPlan
 from runner.plan.instance import InstancePlan

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 
 from runner.plan.argv.block_nodes import block_nodes, disk_device, slot
-from runner.plan.argv.endpoints import Endpoints, comma
 from runner.plan.argv.preallocator import MOST_PREALLOCATORS
+from runner.plan.argv.qemu_endpoints import Endpoints, comma
 from runner.plan.host_checks import WORKERS
 from runner.plan.machine import MachinePlan
 from runner.plan.memory import TRANSLATED

@@ -22,7 +22,7 @@ from runner.base.version import VERSION
 from runner.controller.command_line import Options, command_line
 from runner.controller.main import main
 from runner.controller.serve.seccomp import SeccompCheck
-from runner.controller.serve.server import listening
+from runner.controller.serve.socket_file import listening
 from runner.protocol.http import serve_http
 from tests.support.exposition import families, figures
 from tests.support.fake_node import B, Controller, Node, Parts, connected, controlled, register_beforehand

@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 from runner.base.errors import HostError, explain
-from runner.controller.serve.server import listening
+from runner.controller.serve.socket_file import listening
 from runner.controller.serve.timeouts import Timeouts
 from runner.kernel.sockets import refuse_fds
 from runner.protocol.controller_client import REPORT_SOCKET

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runner.base.cpuset import CpuSet
 from runner.base.document_value import Value
 from runner.base.errors import RefusedError, SpecError, UsageError
-from runner.cli.manifests import read_configuration
+from runner.cli.plan_node_files import read_configuration
 from runner.facts.hardware import Hardware
 from runner.node_plan.admission import Kubelet, KubeletConfiguration
 from runner.node_plan.configuration import (

@@ -16,9 +16,9 @@ from runner.facts.hardware import Cpu, Hardware, HugepagePool, NumaNode
 from runner.facts.host import HostFacts, Kvm, User, Virtiofsd
 from runner.facts.memory_limits import HugeFact, MemoryLimits
 from runner.plan.argv.by_hand import Paths
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.preallocator import preallocator_argv
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.instance import InstancePlan, plan_instance
 from runner.plan.machine import Accel
 from runner.plan.memory import memory_overhead, refuse_too_few_pages

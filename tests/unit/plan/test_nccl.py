@@ -15,8 +15,8 @@ import pytest
 from runner.facts.host import HostFacts
 from runner.facts.pci import PciFact
 from runner.instance.parts.seed import seed_image
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.cloud_init import SeedPlan
 from runner.plan.instance import InstancePlan
 from runner.plan.nccl import FW_CFG, PATH, nccl_topology, vendor_data

@@ -19,8 +19,8 @@ from runner.facts.roots import Roots
 from runner.host.devices import read_claim
 from runner.kernel.pci import read_pci_facts
 from runner.plan.argv.by_hand import pasteable
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.guest_addresses import guest_address_bits, top_of_addresses
 from runner.plan.instance import share_grace
 from runner.plan.machine import Accel

@@ -11,8 +11,8 @@ import pytest
 
 from runner.facts.host import HostFacts
 from runner.facts.pci import ClaimedDevice, ClaimFile, PciFact
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from runner.plan.render import plan_lines
 from tests.support.fake_pci import Record, recorded_pci, vfio_facts

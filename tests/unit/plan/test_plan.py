@@ -18,9 +18,9 @@ from runner.facts.memory_limits import MemoryLimits
 from runner.facts.network import Route
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, CpuTuning
 from runner.plan.argv.by_hand import pasteable
-from runner.plan.argv.endpoints import QemuFds
 from runner.plan.argv.networks import dnsmasq_argv
 from runner.plan.argv.qemu import qemu_argv
+from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.argv.virtiofsd import virtiofsd_argv
 from runner.plan.argv.wires import WireNumbers
 from runner.plan.identity import Identity

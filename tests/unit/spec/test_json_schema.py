@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator  # type: ignore[import-untyped]
 
 from runner.base.errors import SpecError
-from runner.plan.document import document_problems
+from runner.plan.spec_checks import document_problems
 from runner.spec.instance import parse_instance
 from runner.spec.json_schema import spec_schema
 from runner.spec.reference import reference
