@@ -4,15 +4,15 @@ The descriptor store of systemd works in the same way (``FileDescriptorStoreMax=
 its resource by name, and cannot tell whether it was created now, or years ago by another version of this program::
 
     directory = stack.enter_context(held.fd("state directory", lambda: claimed(path)))
-    process = held.child("qemu", processes, start, lambda: machine.process)
     counters = held.value("counters", Counters)
+    held.keep(state, panic="panic", halted="halted")
     await held.once("guest runs", begin)
 
 1. A name has one type, in one table: ``NAMES`` in ``runner/instance/renewal/names.py``. A suffix after a colon, as in
    ``anchor:0``, distinguishes resources of one kind. Only that table, and what reads and writes the documents, knows
    how a name looks on the wire; nothing is imported for it in a fresh start.
-2. The store holds values (plain, frozen, or changed in place), values that :meth:`Held.current` reads from a larger
-   object, descriptors and sockets, children, and results of acts on the kernel or on QEMU that are done once.
+2. The store holds values (plain, frozen, or changed in place), attributes of larger objects, descriptors and sockets,
+   children, and results of acts on the kernel or on QEMU that are done once.
 3. At exec no part of the instance is asked: the store has each value itself, or the function that reads it. The next
    program inherits the descriptors whose numbers are in the documents.
 4. A renewed program takes everything in one step of the event loop: no method awaits anything that was found. A name
@@ -31,19 +31,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from runner.base.errors import HostError
 from runner.kernel.files import closing
 from runner.kernel.sockets import Socket, adopted_socket, connected_pair, hung_up_on, refuse_fds
 
-if TYPE_CHECKING:
-    from runner.kernel.child_processes import Process, Processes
-
 T = TypeVar("T")
+W = TypeVar("W")
+"""The type that the table gives to the name of a ``T``."""
 
 
-def _same(value: T) -> T:
+def _same(value: Any) -> Any:
     return value
 
 
@@ -78,29 +78,35 @@ class Held:
         self,
         name: str,
         make: Callable[[], T],
-        now: Callable[[], object] | None = None,
-        adopt: Callable[[Any], T] = _same,
+        adopt: Callable[[W], T] = _same,
+        now: Callable[[T], W] = _same,
     ) -> T:
         """Return the value held as *name*, in a fresh start the result of *make*.
 
-        *now* returns the value for the next program, by default the same object. *adopt* converts the found value. *now* is called only
-        later, so it may be a lambda that names the variable to which the result of this call is assigned.
+        *adopt* converts a found value; *now* converts the value, as it is then, for the next program.
         """
         with self.guarded():
-            value: T = adopt(self._take(name)) if self._finds(name) else make()
-        self.read[name] = now or (lambda: value)
+            value = adopt(self._take(name)) if self._finds(name) else make()
+        self.read[name] = lambda: now(value)
         return value
 
     def current(self, name: str, read: Callable[[], T]) -> T:
         """Return the value held as *name*; *read* returns the current one, which is used in a fresh start and for the next program."""
-        return self.value(name, read, read)
+        value = self.value(name, read)
+        self.read[name] = read
+        return value
+
+    def keep(self, owner: object, /, **names: str) -> None:
+        """Hold attributes of *owner* by their *names*; those found are set. A fresh start reads them too, and fails if one is missing."""
+        for attribute, name in names.items():
+            setattr(owner, attribute, self.current(name, partial(getattr, owner, attribute)))
 
     async def once(
         self,
         name: str,
         act: Callable[[], Awaitable[T]] | None,
-        now: Callable[[], object] | None = None,
-        adopt: Callable[[Any], T] = _same,
+        adopt: Callable[[W], T] = _same,
+        now: Callable[[T], W] = _same,
     ) -> T:
         """Do *act* once in the life of the instance and return its result, which a renewed program finds as :meth:`value` does.
 
@@ -108,18 +114,18 @@ class Held:
         """
         if act is not None and not self._finds(name):
             value = await act()
-            return self.value(name, lambda: value, now)
-        return self.value(name, _never, now, adopt)
+            return self.value(name, lambda: value, adopt, now)
+        return self.value(name, _never, adopt, now)
 
     @contextmanager
     def block(
         self,
         name: str,
         make: Callable[[], AbstractContextManager[T]],
-        adopt: Callable[[Any], AbstractContextManager[T]],
-        now: Callable[[T], object] = _same,
+        adopt: Callable[[W], AbstractContextManager[T]],
+        now: Callable[[T], W] = _same,
     ) -> Iterator[T]:
-        """Hold the result of *make* as *name*; *adopt* holds a found value likewise, *now* returns the value for the next program."""
+        """Hold the result of *make* as *name*; *adopt* holds a found value likewise, *now* is as in :meth:`value`."""
         with ExitStack() as stack, self.guarded():
             value = stack.enter_context(adopt(self._take(name)) if self._finds(name) else make())
             self.read[name] = lambda: now(value)
@@ -130,15 +136,13 @@ class Held:
         """Hold a descriptor, which the end closes."""
         return self.block(name, make, closing)
 
-    def socket(
-        self, name: str, make: Callable[[], AbstractContextManager[Socket]], now: Callable[[], int] | None = None
-    ) -> AbstractContextManager[Socket]:
-        """Hold a socket; *now* returns the number of its descriptor, where another socket may have replaced it."""
-        return self.block(name, make, adopted_socket, lambda found: found.fileno() if now is None else now())
+    def socket(self, name: str, make: Callable[[], AbstractContextManager[Socket]]) -> AbstractContextManager[Socket]:
+        """Hold a socket."""
+        return self.block(name, make, adopted_socket, Socket.fileno)
 
     @contextmanager
     def pair(
-        self, name: str, purpose: str, now: Callable[[], int] | None = None
+        self, name: str, purpose: str, now: Callable[[Socket], int] = Socket.fileno
     ) -> Iterator[tuple[Socket, Socket | None]]:
         """Hold our end of a connection as *name*, and in a fresh start also the other end, which the child gets."""
         with ExitStack() as stack:
@@ -153,17 +157,8 @@ class Held:
             def adopt(number: int) -> AbstractContextManager[Socket]:
                 return hung_up_on(adopted_socket(number))
 
-            with self.block(name, make, adopt, lambda found: found.fileno() if now is None else now()) as ours:
+            with self.block(name, make, adopt, now) as ours:
                 yield ours, theirs
-
-    def child(
-        self, name: str, processes: Processes, spawn: Callable[[], Process], now: Callable[[], Process]
-    ) -> Process:
-        """Return a child, which the caller ends; *now* returns the child that has replaced it since.
-
-        Raises :exc:`~runner.base.errors.HostError` for a child that cannot be started, or is no longer a child of this process.
-        """
-        return self.value(name, spawn, lambda: now().record(), processes.adopt)
 
     def passed_on(self, make: Callable[[], AbstractContextManager[T]], nothing: T) -> AbstractContextManager[T]:
         """Hold the result of *make* until QEMU has it; *nothing* if QEMU has it already."""

@@ -184,7 +184,7 @@ async def _run(
             plan = await supervisor.held.once(
                 "plan",
                 planned and partial(planned, supervisor),
-                lambda: attrs.evolve(plan, remarks=(), machine=attrs.evolve(plan.machine, seed=None)),
+                now=lambda plan: attrs.evolve(plan, remarks=(), machine=attrs.evolve(plan.machine, seed=None)),
             )
             async with figures_shown(supervisor, plan, streams.http) as count_from:
                 ended = await run_instance(plan, supervisor, streams.console, count_from)
@@ -275,7 +275,7 @@ async def _with_inherited_fds(supervisor: Supervisor, spec: InstanceSpec | None)
             stack.enter_context(all_closed(each.descriptor for each in fds.values()))
             return fds
 
-        fds = await supervisor.held.once("inherited descriptors", inherit, adopt=adopt)
+        fds = await supervisor.held.once("inherited descriptors", inherit, adopt)
         stack.enter_context(supervisor.held.guarded())
         yield attrs.evolve(supervisor, inherited_fds=fds)
 

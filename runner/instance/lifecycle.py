@@ -263,7 +263,7 @@ async def _controlled(
         listening(directory, QMP_SOCKET, recorded, held.socket) as qmp,
     ):
         nothing: tuple[AttachedDisk, ...] = ()
-        attached = held.value("disks", lambda: nothing, lambda: attached if hotplug is None else hotplug.attached)
+        attached = held.value("disks", lambda: nothing, now=lambda old: old if hotplug is None else hotplug.attached)
         for each in attached:
             machine.disk_events.unplugged(each.plan.name)  # watched from now on; set if it was released already
         async with (

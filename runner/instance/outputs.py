@@ -61,9 +61,7 @@ class Outputs:
 
     def _hold(self, held: Held) -> tuple[bytes, bytes, bytes]:
         """Keep in *held* the state that the next program needs; return the data that the previous one has not written yet."""
-        held.current("log level", lambda: self._log_level)
-        held.current("log format", lambda: self._log_format)
-        self.termination_log = held.current("termination log", lambda: self.termination_log)
+        held.keep(self, _log_level="log level", _log_format="log format", termination_log="termination log")
         console = self._json_console
         return (
             held.current("stdout", lambda: self.stdout.unwritten),

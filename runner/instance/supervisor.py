@@ -244,7 +244,7 @@ async def open_supervisor(
     held = renewal.held
     observing = partial(surviving, renewal, faults, stop)
     async with open_processes(prefix, observing) as processes, trio.open_nursery() as nursery:
-        processes.orphans = held.current("orphans", lambda: processes.orphans)
+        held.keep(processes, orphans="orphans")
         counters, changes, procfs = held.value("counters", Counters), Changes(stop), Procfs(roots.proc)
         supervisor = Supervisor(
             processes, nursery, stop, changes, faults, roots, procfs, counters, renewal=renewal, timeouts=timeouts

@@ -197,7 +197,7 @@ class Process:
             filter(None, (limit_in_words(each, self.user_id) for each in reversed(self.last_lines))), ""
         )
 
-    def go_on(self, record: ProcessRecord) -> None:
+    def continue_from(self, record: ProcessRecord) -> None:
         """Continue with the output and the exit status that the previous program has read."""
         self._lines.feed(record.unfinished)
         self.last_lines.extend(record.last_lines)
@@ -403,7 +403,7 @@ class Processes:
         Raises :exc:`~runner.base.errors.HostError` unless it is still the same child of this process, alive or a zombie.
         """
         process = Process(record.role, record.pid, record.output, record.level)
-        process.go_on(record)
+        process.continue_from(record)
         if process.returncode is not None:
             return process
         with doing(f"take over {record.role} (pid {record.pid})"):

@@ -201,7 +201,7 @@ class Monitor:
             tuple((event.name, json.dumps(dict(event.data))) for event in self._events),
         )
 
-    def go_on(self, record: MonitorRecord) -> Monitor:
+    def continue_from(self, record: MonitorRecord) -> Monitor:
         """Continue the conversation of the previous program, which is past its greeting; return this monitor."""
         self._greeting = Message(json.loads(record.greeting))
         self._numbers = itertools.count(record.next_number)

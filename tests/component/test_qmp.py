@@ -168,7 +168,7 @@ async def test_the_events_of_a_conversation_are_kept_for_the_observers_that_it_t
 async def test_events_that_a_program_before_has_not_passed_on_are_passed_on_first(ends: tuple[Monitor, Peer]) -> None:
     monitor, peer = ends
     before = (("RESET", '{"guest": true}'), ("SUSPEND", "{}"))
-    monitor.go_on(MonitorRecord("{}", 5, unfinished=b'{"event": "WAKE', events=before))
+    monitor.continue_from(MonitorRecord("{}", 5, unfinished=b'{"event": "WAKE', events=before))
     peer.end.sendall(b'UP", "timestamp": {}}\n')
     found = await events(monitor, 3)
     assert [(each.name, each.data) for each in found] == [("RESET", {"guest": True}), ("SUSPEND", {}), ("WAKEUP", {})]

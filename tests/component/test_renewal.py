@@ -325,7 +325,7 @@ def test_a_program_has_more_time_on_a_host_where_its_child_was_slow(
 
 
 def test_a_program_that_leaves_a_holder_out_gives_way(start: RenewableStarter, program: ProgramDirectory) -> None:
-    program.patch("instance/watch/readiness.py", ('held.current("panic"', 'held.current("panic:other"'))
+    program.patch("instance/watch/readiness.py", ('panic="panic"', 'panic="panic:other"'))
     run = start()
     assert "cannot take over panic:other: the previous program did not hold it" in run.upgrade(program).stderr
     assert run.stop() == 0

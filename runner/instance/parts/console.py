@@ -261,8 +261,7 @@ async def console_shown(
         listening(directory, CONSOLE_SOCKET, supervisor.faults.recorded, held.socket) as listener,
     ):
         console = Console(ours, count_and_show, log_file, supervisor.log_limit)
-        console.replay = held.current("console replay", lambda: console.replay)
-        console.received = held.current("console received", lambda: console.received)
+        held.keep(console, replay="console replay", received="console received")
         if held.current("console ended", console.ended.is_set):
             console.ended.set()
         supervisor.renewal.leaving.append(console.take_leave)

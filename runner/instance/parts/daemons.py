@@ -65,7 +65,7 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
     Raises :exc:`~runner.base.errors.HostError` if its first start fails, which is part of the instance's start.
     """
     policy = RESTARTS[command.role]
-    held, clock = supervisor.held, supervisor.clock
+    held = supervisor.held
 
     def start() -> RestartedChild:
         return RestartedChild(supervisor.processes.spawn(command), command, policy.first)
@@ -75,7 +75,7 @@ async def restarted_child(supervisor: Supervisor, command: Command, name: str) -
         process.on_line = command.on_line
         return RestartedChild(process, command, record.pause, loop_time(record.born), record.down)
 
-    child: RestartedChild = held.value(name, start, lambda: child.record(clock), adopt)
+    child = held.value(name, start, adopt, lambda child: child.record(supervisor.clock))
     try:
         if command.up:
 
@@ -116,15 +116,14 @@ async def connected_daemon(
 ) -> AsyncIterator[ConnectedDaemon]:
     """Hold the daemon that *started* starts, and its connection; *name* is its name in the store."""
     with ExitStack() as stack:
-        connection: Socket | None = None
 
-        def start() -> Process:
-            nonlocal connection
-            process, connection = stack.enter_context(started())
-            return process
+        def start() -> ConnectedDaemon:
+            return ConnectedDaemon(*stack.enter_context(started()))
 
-        process = supervisor.held.child(name, supervisor.processes, start, lambda: daemon.process)
-        daemon = ConnectedDaemon(process, connection)
+        def adopt(record: ProcessRecord) -> ConnectedDaemon:
+            return ConnectedDaemon(supervisor.processes.adopt(record), None)
+
+        daemon = supervisor.held.value(name, start, adopt, lambda daemon: daemon.process.record())
         try:
             yield daemon
         finally:

@@ -16,7 +16,7 @@ from runner.instance.parts.qemu import Qemu, spawn_qemu, started_within
 from runner.instance.supervisor import Supervisor
 from runner.kernel import files
 from runner.kernel.character_devices import vhost_vsock
-from runner.kernel.child_processes import Process, stop_bound
+from runner.kernel.child_processes import Process, ProcessRecord, stop_bound
 from runner.kernel.limits import lockable
 from runner.kernel.sockets import Socket
 from runner.plan.argv.qemu_endpoints import QemuFds
@@ -136,7 +136,7 @@ async def paused_qemu(
     """
     held = supervisor.held
     with (
-        held.pair("QMP", "QMP", lambda: machine.monitor.fileno()) as (ours, theirs),  # noqa: PLW0108 - made below
+        held.pair("QMP", "QMP", lambda _: machine.monitor.fileno()) as (ours, theirs),  # possibly a later QEMU's
         ExitStack() as stack,
         ExitStack() as lent,
     ):
@@ -145,26 +145,30 @@ async def paused_qemu(
             assert theirs is not None  # noqa: S101 - a QEMU that is started has not got them yet
             return _descriptors(theirs, endpoints)
 
-        def start() -> Process:
-            lent.enter_context(optional_parts.group_nodes_owned_by_qemu(supervisor.faults, plan))
-            with lockable(plan.machine.lockable):
-                return spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd)
-
-        process = held.child("qemu", supervisor.processes, start, lambda: machine.process)
-        new = Monitor(ours)
-        monitor = held.value("conversation", lambda: new, lambda: machine.monitor.record(), new.go_on)  # noqa: PLW0108
         channel = endpoints.agent.ours
         agent = None if channel is None else lambda: optional_parts.guest_agent()(channel)
-        machine = Qemu(process, monitor, agent, supervisor.changes, supervisor.log_limit)
-        machine.go_on(held)
-        stack.enter_context(monitor.observed_by(machine.observe))
-        stack.enter_context(monitor.observed_by(observe))
+
+        def controlled(process: Process) -> Qemu:
+            return Qemu(process, Monitor(ours), agent, supervisor.changes, supervisor.log_limit)
+
+        def start() -> Qemu:
+            lent.enter_context(optional_parts.group_nodes_owned_by_qemu(supervisor.faults, plan))
+            with lockable(plan.machine.lockable):
+                return controlled(spawn_qemu(supervisor, plan.machine, descriptors(), memory_cgroup_fd))
+
+        def adopt(record: ProcessRecord) -> Qemu:
+            return controlled(supervisor.processes.adopt(record))
+
+        machine = held.value("qemu", start, adopt, lambda qemu: qemu.process.record())
+        machine.keep_state(held)
+        stack.enter_context(machine.monitor.observed_by(machine.observe))
+        stack.enter_context(machine.monitor.observed_by(observe))
         machine.shares = tuple(endpoints.shares)
         machine.fds = stack.enter_context(optional_parts.kept_fds(held, plan, descriptors))
 
         async def greeted() -> None:
             version = await started_within(supervisor, plan.start_timeout, machine.greeted)
-            log.info(InstanceEvent.QEMU_STARTED, process.pid, version)
+            log.info(InstanceEvent.QEMU_STARTED, machine.process.pid, version)
             if (reason := too_old(version)) is not None:
                 raise HostError(f"cannot use this QEMU: {reason}", remedy="install a newer one")
 

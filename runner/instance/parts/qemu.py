@@ -139,11 +139,11 @@ class Qemu:
         """The connection to QEMU."""
         return self._monitor
 
-    def go_on(self, held: Held) -> None:
-        """Continue with what the previous program knew from QEMU's events; in a fresh start nothing changes."""
-        self.agent_listens = held.current("agent listens", lambda: self.agent_listens)
-        self.updates = held.current("QEMU's updates", lambda: self.updates)
-        self._suspended = held.current("suspended", lambda: self._suspended)
+    def keep_state(self, held: Held) -> None:
+        """Hold the state of the conversation with QEMU, and what is known from its events."""
+        monitor = self._monitor
+        held.value("conversation", lambda: monitor, monitor.continue_from, lambda _: self._monitor.record())
+        held.keep(self, agent_listens="agent listens", updates="QEMU's updates", _suspended="suspended")
         for device in held.current("unplugged", lambda: self.disk_events.all_unplugged):
             self.disk_events.unplugged(device).set()
 

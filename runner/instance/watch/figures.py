@@ -67,5 +67,5 @@ class Figures:
 def held_figures(supervisor: Supervisor, plan: InstancePlan) -> Figures:
     """Return the figures of an instance, counted from its first receipt on, or continued from the previous program."""
     figures = Figures(supervisor, plan)
-    figures.foreign = supervisor.held.current("foreign time", lambda: figures.foreign)
+    supervisor.held.keep(figures, foreign="foreign time")
     return figures

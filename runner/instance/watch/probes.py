@@ -77,7 +77,7 @@ def _listeners(held: Held, plan: InstancePlan, address: tuple[str, int]) -> Iter
         _log_addresses(plan, listeners)
         return listeners
 
-    listeners = held.value("http", listen, lambda: [each.fileno() for each in listeners], adopted_http_listeners)
+    listeners = held.value("http", listen, adopted_http_listeners, lambda made: [each.fileno() for each in made])
     with ExitStack() as stack, held.guarded():
         for each in listeners:
             stack.enter_context(each)

@@ -73,7 +73,7 @@ class Readiness:
         self._events = 0
         """Number of QEMU's events that were handled."""
         self._changed = Announcements()
-        self.console = ConsoleWatch(self._panicked, self._signed, self._give_up, search)
+        self.console = ConsoleWatch(self._panicked, self._signed, self._searched_too_slowly, search)
         self._begin()
 
     @asynccontextmanager
@@ -86,7 +86,7 @@ class Readiness:
         stop was requested.
         """
         watch = partial(self._state.signs_of_life.watch, self._accel, busiest, self._change)
-        since = self._go_on()
+        since = self._keep_state()
         with self._state.running(read, machine, since):
             async with AsyncExitStack() as stack:
                 for each in (watch, partial(self._follow_qemu, machine), self._follow_resets, self._show):
@@ -95,17 +95,15 @@ class Readiness:
                     await stack.enter_async_context(self._supervisor.background_task(partial(self._ask, ask)))
                 yield
 
-    def _go_on(self) -> float:
-        """Continue with the guest's recorded state; return the time at which it began to run, on trio's clock."""
+    def _keep_state(self) -> float:
+        """Hold the guest's state; return the time at which it began to run, on trio's clock."""
         held, state, console, clock = self._supervisor.held, self._state, self.console, self._supervisor.clock
         signs = state.signs_of_life
-        state.waits_for = held.current("awaited sign", lambda: state.waits_for)
-        state.panic = held.current("panic", lambda: state.panic)
-        state.halted = held.current("halted", lambda: state.halted)
+        held.keep(state, waits_for="awaited sign", panic="panic", halted="halted")
         searching = held.current("sign searched", lambda: console.pattern is not None)
         console.pattern = self._pattern if searching else None
-        console.begun = held.current("console searches", lambda: console.begun)
-        signs.silence = held.current("silence", lambda: signs.silence)
+        held.keep(console, begun="console searches")
+        held.keep(signs, silence="silence")
         if held.current("console written", signs.console_written.is_set):
             signs.console_written.set()
         return loop_time(
@@ -240,7 +238,7 @@ class Readiness:
         self._supervisor.log_limit.log(log.error, InstanceEvent.GUEST_PANIC_ON_CONSOLE, line)
         self._change()
 
-    def _give_up(self) -> None:
+    def _searched_too_slowly(self) -> None:
         self._state.waits_for = (
             f"the pattern of guest.ready takes more than {SEARCHED_WITHIN:g} s for some lines, or more than "
             f"{SEARCHED_SHARE:.0%} of the time for all; simplify it"

@@ -269,7 +269,7 @@ async def placed_threads(
         threads = QemuThreads(machine.process, before.vcpus, before.iothreads)
         return Receipts(supervisor, plan, machine, threads, active, before.receipt, count_from, before.unplugged)
 
-    receipts = await supervisor.held.once("threads", place, lambda: receipts.placed(), adopt)  # noqa: PLW0108 - made here
+    receipts = await supervisor.held.once("threads", place, adopt, Receipts.placed)
     supervisor.held.before_commit(receipts.reread)
     async with (
         _sealed_cpus(supervisor, plan, active, receipts),

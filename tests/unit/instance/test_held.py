@@ -150,3 +150,14 @@ def test_a_pair_has_its_other_end_only_in_a_fresh_start(events: Events) -> None:
             assert none is None
             again.sendall(b"x")
         assert theirs.recv(1) == b"x"
+
+
+def test_attributes_are_held_and_found(events: Events) -> None:
+    first = Held()
+    first.keep(events, names="what has happened")
+    events.names = ["changed"]
+    second = Events()
+    renewed(events, **{"what has happened": first.read["what has happened"]()}).keep(second, names="what has happened")
+    assert second.names == ["changed"]
+    with pytest.raises(AttributeError, match="missing"):
+        Held().keep(events, missing="a name")

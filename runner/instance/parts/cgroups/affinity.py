@@ -107,7 +107,7 @@ async def pinned_off_vcpus(
     try:
         held.value("in float", enter)
         active = FloatMask(placement, supervisor, confined=held.value("vCPU threads", set[int]))
-        active.placement = held.value("placement", lambda: placement, lambda: active.placement)
+        held.keep(active, placement="placement")
         yield active
     finally:
         with supervisor.faults.recorded("take back this process's CPU mask"):

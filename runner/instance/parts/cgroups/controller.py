@@ -261,7 +261,7 @@ async def registered_cgroups(
     Raises :exc:`~runner.base.errors.RunnerError` when the controller does not answer, refuses, or gives other CPUs.
     """
     in_force = InForce(placement)
-    in_force.placement = supervisor.held.value("placement", lambda: placement, lambda: in_force.placement)
+    supervisor.held.keep(in_force, placement="placement")
     named: CgroupPaths | None = None
 
     async def leave() -> None:
@@ -292,7 +292,7 @@ async def registered_cgroups(
                 descriptors.enter_context(adopted_fds(found[1]))
                 return found
 
-            paths, fds = await supervisor.held.once("registration", enter, adopt=adopt)
+            paths, fds = await supervisor.held.once("registration", enter, adopt)
             named = paths
             confined = supervisor.held.value("vCPU threads", set[int])
             cgroups = EnteredCgroups(paths, None, fds, in_force, confined)

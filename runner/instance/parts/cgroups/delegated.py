@@ -82,7 +82,7 @@ async def delegated_cgroups(
     before = held.value("controllers", scope.enabled)
     float_cgroup, instance = scope.child("float"), scope.child("instance")
     in_force = InForce(placement)
-    in_force.placement = held.value("placement", lambda: placement, lambda: in_force.placement)
+    held.keep(in_force, placement="placement")
     named = CgroupPaths(pod, float_cgroup.name, instance.name)
     try:
         held.value("cgroups made", lambda: _make(placement, scope, float_cgroup, instance))
