@@ -123,7 +123,7 @@ class StopRequest:
         for act in self._acts:
             act()
 
-    def then(self, act: Callable[[], None]) -> None:
+    def call_when_asked(self, act: Callable[[], None]) -> None:
         """Call *act* at the first request; call it now if there was one."""
         self._acts.append(act)
         if self._event.is_set():
@@ -168,7 +168,7 @@ class Changes:
         self._moved = Announcements()
         """Announces that a change was requested or has ended."""
         self._clients = 0
-        stop.then(self._stop_is_asked_for)
+        stop.call_when_asked(self._request_stop)
 
     @property
     def current(self) -> LiveChange | None:
@@ -213,7 +213,7 @@ class Changes:
         Raises :exc:`~runner.base.errors.RefusedError` if the change is refused, and :exc:`OvertakenError` if the block was cancelled for
         another change; for a step of the start, :exc:`StopRequestedError` in both cases.
         """
-        change = self._come(kind, what)
+        change = self._request(kind, what)
         try:
             if (ahead := next(iter(self._known()))) is not change and kind not in {Kind.START, Kind.STOP}:
                 log.info(InstanceEvent.CHANGE_WAITING, kind.name.lower(), str(ahead))
@@ -232,12 +232,12 @@ class Changes:
                 self._current = None
             self._moved.announce()
         if change.scope.cancelled_caught and change.by is not None:
-            self._give_up(change, change.by)
+            self._raise_because_of(change, change.by)
 
     def _known(self) -> list[LiveChange]:
         return [*(() if self._current is None else (self._current,)), *self._waiting]
 
-    def _come(self, kind: Kind, what: str) -> LiveChange:
+    def _request(self, kind: Kind, what: str) -> LiveChange:
         """Queue a change before those that it overtakes; cancel the one in progress if that is overtaken. Raises as :meth:`begin` does."""
         if kind is Kind.STOP and (asked := next((each for each in self._waiting if each.kind is kind), None)):
             asked.what = what
@@ -258,9 +258,9 @@ class Changes:
             if other is change:
                 return
             if _precedence(change, other) is Precedence.REFUSE:
-                self._give_up(change, other)
+                self._raise_because_of(change, other)
 
-    def _give_up(self, change: LiveChange, other: LiveChange) -> NoReturn:
+    def _raise_because_of(self, change: LiveChange, other: LiveChange) -> NoReturn:
         """Raise the error that ends *change* because of *other*."""
         if change.kind is Kind.START:
             raise StopRequestedError(self._stop.reason)
@@ -270,8 +270,8 @@ class Changes:
             raise RefusedError(f"cannot {change.kind.value} now: {other.what}")
         raise RefusedError(f"cannot {change.kind.value} now: {other}", remedy="ask again later")
 
-    def _stop_is_asked_for(self) -> None:
-        self._come(Kind.STOP, self._stop.clause)
+    def _request_stop(self) -> None:
+        self._request(Kind.STOP, self._stop.clause)
 
 
 def _precedence(change: LiveChange, other: LiveChange) -> Precedence:

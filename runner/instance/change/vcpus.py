@@ -226,7 +226,7 @@ class Vcpus:
                 reason = await self._let_run()
             pause.seconds = trio.current_time() - began
             if reason:
-                self._give_up(reason)
+                self._end_instance(reason)
 
     async def _let_run(self) -> str:
         """Let the guest run again; return the reason if that fails, empty if it works."""
@@ -236,7 +236,7 @@ class Vcpus:
             return explain(error)
         return ""
 
-    def _give_up(self, reason: str) -> NoReturn:
+    def _end_instance(self, reason: str) -> NoReturn:
         """End the instance, whose guest cannot be continued. Raises :exc:`GuestStoppedError`."""
         if not self.machine.ends:
             log.error(InstanceEvent.GUEST_NOT_CONTINUED, reason)

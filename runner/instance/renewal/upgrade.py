@@ -91,7 +91,7 @@ async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     if not _count_fault(renewal):
         return
     try:
-        await _become(supervisor, _again(renewal), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
+        await _become(supervisor, _this_program_twice(renewal), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
     except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
         log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400
 
@@ -100,7 +100,7 @@ def execute_again(supervisor: Supervisor, error: Exception) -> None:
     """Become a fresh image of this program at once, even in the middle of a change; return if that is not allowed, or fails."""
     if _count_fault(supervisor.renewal):
         try:
-            _execute(supervisor, _again(supervisor.renewal), "fault", _reason(error))
+            _execute(supervisor, _this_program_twice(supervisor.renewal), "fault", _reason(error))
         except HostError as failure:
             log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400 - the log is for operators
 
@@ -116,7 +116,7 @@ def _count_fault(renewal: Renewal) -> bool:
     return True
 
 
-def _again(renewal: Renewal) -> list[ProgramDocument]:
+def _this_program_twice(renewal: Renewal) -> list[ProgramDocument]:
     """Return this program twice: if the takeover fails, it is tried once more."""
     return [running_program(renewal.digest)] * 2
 
