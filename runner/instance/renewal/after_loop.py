@@ -1,13 +1,11 @@
-"""The steps after the event loop itself has ended under a running guest: no task and no release runs any more.
+"""The end of the event loop itself under a running guest: a system call of its own has failed, or memory was short in it.
 
-It ends by a failed system call of its own, such as the write that wakes it up (``WakeupSocketpair`` of trio), or by a lack of memory in it.
-Everything that the tasks held is still held, so that, in this order,
+The teardown and the way out of any other fault are tasks, and none of them runs any more, while the guest does and everything is held. So
+the state is passed, by calls that wait for no task and ask no loop for the time, to the first of these that is possible:
 
-1. a fresh image of this program takes it over, as after another fault of this program's;
-2. where that may not be, or fails, another event loop of this process takes it over, powers the guest down and releases it;
-3. where that loop ends as well, the power button is pressed and the children are ended without one.
-
-Nothing here may wait for a task, or ask the event loop for the time.
+1. a fresh image of this program, as after another fault of this program's;
+2. another event loop of this process, which takes it over, powers the guest down and releases it;
+3. no loop: the power button is pressed and the children are ended.
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ import contextlib
 import logging
 import os
 import signal
+
+import attrs
 
 from runner.base.errors import HostError, explain
 from runner.base.events import InstanceEvent
@@ -55,15 +55,9 @@ def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tup
 
 def _for_another_loop(renewal: Renewal, error: Exception) -> Renewal:
     """Return the held state, to be taken over in this process and released."""
-    return Renewal(
-        Held({name: read() for name, read in renewal.held.read.items()}),
-        renewal.generation,
-        outcome=renewal.outcome,
-        reason=renewal.reason,
-        digest=renewal.digest,
-        own_faults=renewal.own_faults,
-        entry=renewal.entry,
-        loop_ended_by=error,
+    held = Held({name: read() for name, read in renewal.held.read.items()})
+    return attrs.evolve(
+        renewal, held=held, resume_after_fault=None, resume_after_loop=None, leaving=[], loop_ended_by=error
     )
 
 
