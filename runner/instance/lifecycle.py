@@ -30,7 +30,7 @@ from runner.instance.optional_parts import (
     shared,
 )
 from runner.instance.parts.console import console_shown
-from runner.instance.parts.daemons import anchored, first_dead, refuse_dead
+from runner.instance.parts.daemons import RestartedChild, anchored, lost_daemon, refuse_dead
 from runner.instance.parts.guest_memory import guest_memory
 from runner.instance.parts.paused_qemu import OpenedFiles, QemuEndpoints, guest_agent_channel, opened_files, paused_qemu
 from runner.instance.parts.qemu import GuestEnd, Qemu, started_within
@@ -38,7 +38,6 @@ from runner.instance.parts.state_directory import discard_leftovers
 from runner.instance.supervisor import Supervisor, surviving
 from runner.instance.watch.readiness import Readiness
 from runner.kernel import files
-from runner.kernel.child_processes import Process
 from runner.kernel.sockets import CONTROL_SOCKET, QMP_SOCKET, Socket, listening
 from runner.kernel.waiting import readable
 from runner.placement.children import FATAL
@@ -48,12 +47,17 @@ if TYPE_CHECKING:
     from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
     from runner.instance.parts.cgroups.active import ActivePlacement
     from runner.instance.watch.receipts import Receipts
+    from runner.placement.backends import Placement
     from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
 Serve = Callable[[Socket], Awaitable[None]]
 """Serves the clients of a listening socket until cancelled."""
+EnterCgroups = Callable[
+    [Supervisor, "Placement", Sequence[RestartedChild]], AbstractAsyncContextManager["ActivePlacement"]
+]
+"""Holds a placement: :func:`~runner.instance.optional_parts.entered_cgroups`."""
 
 IMPORTED_AGAIN = 1.0
 """Seconds until the next attempt when descriptors or memory are short."""
@@ -64,7 +68,7 @@ async def run_instance(
     supervisor: Supervisor,
     show: Callable[[bytes], None],
     count_from: Callable[[Receipt], None],
-    enter: Callable[..., AbstractAsyncContextManager[ActivePlacement]] = entered_cgroups,
+    enter: EnterCgroups = entered_cgroups,
 ) -> GuestEnd:
     """Hold everything that *plan* names for as long as the guest runs, and return how it ended.
 
@@ -107,13 +111,9 @@ async def run_instance(
             display_shown(supervisor, plan, machine, directory),
             _controlled(supervisor, plan, machine, active, receipts, directory),
         ):
-            passts = [nic.daemon for nic in nic_backends if nic.daemon is not None]
-
-            def daemons() -> Sequence[Process]:
-                return [*(share.daemon.process for share in shares), *passts]
 
             async def begin() -> None:
-                refuse_dead(daemons())
+                refuse_dead(supervisor)
                 await started_within(supervisor, plan.start_timeout, machine.resume)
                 log.info(InstanceEvent.GUEST_STARTED)
 
@@ -125,7 +125,7 @@ async def run_instance(
                         partial(optional_parts.resume_after_fault, supervisor), unfinished
                     ):
                         cpus_lost = partial(_cpus_lost, supervisor, plan, machine, active, receipts)
-                        ended = await _ended(supervisor, machine, receipts, daemons, cpus_lost)
+                        ended = await _ended(supervisor, machine, receipts, cpus_lost)
                 over = trio.current_time()
                 why = f"the instance ends: {ended.detail}" if ended.detail else supervisor.stop.clause
                 async with supervisor.changes.begin(Kind.STOP, why):
@@ -139,7 +139,6 @@ async def _ended(
     supervisor: Supervisor,
     machine: Qemu,
     receipts: Receipts,
-    daemons: Callable[[], Sequence[Process]],
     cpus_lost: Callable[[], Awaitable[GuestEnd]],
 ) -> GuestEnd:
     """Wait for the end; where a bug of this program cannot be survived, let the guest power down."""
@@ -147,7 +146,7 @@ async def _ended(
 
     async def wait() -> None:
         nonlocal ended
-        ended = await _wait_for_the_end(supervisor, machine, daemons, cpus_lost)
+        ended = await _wait_for_the_end(supervisor, machine, cpus_lost)
 
     async with AsyncExitStack() as stack:
         if supervisor.held.resuming:
@@ -163,23 +162,16 @@ def _unfinished(machine: Qemu, receipts: Receipts) -> str:
 
 
 async def _wait_for_the_end(
-    supervisor: Supervisor,
-    machine: Qemu,
-    daemons: Callable[[], Sequence[Process]],
-    cpus_lost: Callable[[], Awaitable[GuestEnd]],
+    supervisor: Supervisor, machine: Qemu, cpus_lost: Callable[[], Awaitable[GuestEnd]]
 ) -> GuestEnd:
-    """Wait for the guest's end, a request to stop, the death of one of *daemons* or lost CPUs; return which of them happened."""
+    """Wait for the guest's end, a request to stop, the death of a connected daemon or lost CPUs; return which of them happened."""
 
     async def asked() -> GuestEnd:
         await supervisor.stop.asked()
         return GuestEnd(Status.STOPPED, "")
 
     async def lost() -> GuestEnd:
-        while True:
-            dead = await first_dead(daemons())
-            await machine.decided()
-            if dead in daemons():  # otherwise it ended with the QEMU that it served
-                break
+        dead = await lost_daemon(supervisor)
         with trio.move_on_after(supervisor.timeouts.cause):  # they end when QEMU does: then QEMU's death is the cause
             return await machine.ended()
         why = dead.why_it_ended()

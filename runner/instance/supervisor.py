@@ -23,12 +23,13 @@ from runner.instance.gate import Changes, StopRequest
 from runner.instance.guest_state import GuestState
 from runner.instance.held import Held
 from runner.instance.timeouts import InstanceTimeouts
-from runner.kernel.child_processes import Processes, open_processes
+from runner.kernel.child_processes import Process, Processes, open_processes
 from runner.kernel.procfs import Procfs
 
 if TYPE_CHECKING:
     # imports cost PID 1 time: few instances inherit any descriptor, and metrics are asked for later
     from runner.kernel.inherited_fds import InheritedFd
+    from runner.kernel.sockets import Socket
     from runner.protocol.instance_metrics import QemuUpdateOutcome, RenewalOutcome
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,20 @@ class Counters:
     """Renewals of this program."""
     qemu_updates: Counter[QemuUpdateOutcome] = attrs.field(factory=Counter)
     """Updates of QEMU that were begun."""
+
+
+@define
+class ConnectedDaemon:
+    """The daemon of a NIC or share, which serves one connection and ends with it; another one may replace it when QEMU is updated."""
+
+    process: Process
+    connection: Socket | None
+    """QEMU's end; ``None`` if QEMU had it before this program began."""
+
+    def replace(self, process: Process) -> Process:
+        """Let another daemon serve the NIC or share; return the previous one, whose end then has no meaning."""
+        before, self.process = self.process, process
+        return before
 
 
 ResumeAfterLoop = Callable[[Exception], "Renewal | tuple[str, ...]"]
@@ -158,6 +173,8 @@ class Supervisor:
     roots: Roots
     procfs: Procfs
     counters: Counters = attrs.field(factory=Counters)
+    daemons: list[ConnectedDaemon] = attrs.field(factory=list)
+    """The daemons without which the guest cannot live."""
     restarted: Announcements = attrs.field(factory=Announcements)
     """Restarts of children."""
     guest_state: GuestState = attrs.field(factory=GuestState)

@@ -67,7 +67,7 @@ CHILDREN: Mapping[str, Child] = {
     "passt": Child(Role.PASST, EndInstance(Status.SERVICE_DIED)),  # the same
     "qemu": Child(Role.EMULATOR, EndInstance(Status.MACHINE_DIED)),
 }
-"""Children by their name in messages and metrics, which for daemons is also the name of the program and process."""
+"""Children by their name in messages, metrics and the state of a renewal, which for daemons is also the name of program and process."""
 
 RESTARTS = {name: child.death for name, child in CHILDREN.items() if isinstance(child.death, Restart)}
 FATAL = {name: child.death.status for name, child in CHILDREN.items() if isinstance(child.death, EndInstance)}

@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -26,9 +26,8 @@ from runner.facts.roots import Roots
 from runner.instance.change.disk_hotplug import DiskHotplug
 from runner.instance.gate import Changes, StopRequest
 from runner.instance.init import figures_shown
-from runner.instance.lifecycle import run_instance
+from runner.instance.lifecycle import EnterCgroups, run_instance
 from runner.instance.optional_parts import entered_cgroups
-from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import GuestEnd, Qemu
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
 from runner.instance.timeouts import InstanceTimeouts
@@ -87,7 +86,7 @@ class FakeHost:
     timeouts: InstanceTimeouts = attrs.field(factory=partial(InstanceTimeouts, metrics_kept=0))
     """Tests ask for the metrics of this moment."""
     roots: Roots = attrs.field(factory=Roots)
-    enter: Callable[..., AbstractAsyncContextManager[ActivePlacement]] = entered_cgroups
+    enter: EnterCgroups = entered_cgroups
     """Enters the placement of an instance."""
     when_over: Callable[[], None] = lambda: None
     """Called when the instance has ended, before the result is inspected."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import define
 from runner.instance.gate import Kind
-from runner.instance.supervisor import Supervisor, kernel_time, loop_time
+from runner.instance.supervisor import ConnectedDaemon, Supervisor, kernel_time, loop_time
 from runner.kernel.child_processes import Command, Process, ProcessRecord, stop_bound
 from runner.kernel.sockets import Socket
 from runner.placement.children import RESTARTS, Restart
@@ -96,25 +96,11 @@ async def _stop(supervisor: Supervisor, process: Process) -> None:
         await supervisor.processes.stop(process, STOPPED_WITHIN)
 
 
-@define
-class ConnectedDaemon:
-    """The daemon of a NIC or share, which serves one connection and ends with it; another one may replace it when QEMU is updated."""
-
-    process: Process
-    connection: Socket | None
-    """QEMU's end; ``None`` if QEMU had it before this program began."""
-
-    def replace(self, process: Process) -> Process:
-        """Let another daemon serve the NIC or share; return the previous one, whose end then has no meaning."""
-        before, self.process = self.process, process
-        return before
-
-
 @asynccontextmanager
 async def connected_daemon(
     supervisor: Supervisor, name: str, started: Callable[[], AbstractContextManager[tuple[Process, Socket]]]
 ) -> AsyncIterator[ConnectedDaemon]:
-    """Hold the daemon that *started* starts, and its connection; *name* is its name in the store."""
+    """Hold the daemon that *started* starts, and its connection; its end is the guest's. *name* is its name in the store."""
     with ExitStack() as stack:
 
         def start() -> ConnectedDaemon:
@@ -124,9 +110,11 @@ async def connected_daemon(
             return ConnectedDaemon(supervisor.processes.adopt(record), None)
 
         daemon = supervisor.held.value(name, start, adopt, lambda daemon: daemon.process.record())
+        supervisor.daemons.append(daemon)
         try:
             yield daemon
         finally:
+            supervisor.daemons.remove(daemon)
             stack.close()  # the daemon ends by itself when its client disconnects
             with trio.move_on_after(stop_bound(STOPPED_WITHIN), shield=True):
                 await _stop(supervisor, daemon.process)
@@ -140,11 +128,10 @@ async def _wait_until_it_serves(process: Process) -> None:
         raise HostError(f"cannot start {process.role}: it has not reported within {SERVES_WITHIN:g} s that it serves")
 
 
-def refuse_dead(daemons: Sequence[Process]) -> None:
-    """Raise :exc:`~runner.base.errors.HostError` if one of *daemons* has ended: the guest would start without its service."""
-    for daemon in daemons:
-        if daemon.returncode is not None:
-            raise HostError(f"cannot let the guest run: {daemon.role} {daemon.how_it_ended()}", remedy=daemon.limit())
+def refuse_dead(supervisor: Supervisor) -> None:
+    """Raise :exc:`~runner.base.errors.HostError` if a connected daemon has ended: the guest would start without its service."""
+    for dead in (each.process for each in supervisor.daemons if each.process.returncode is not None):
+        raise HostError(f"cannot let the guest run: {dead.role} {dead.how_it_ended()}", remedy=dead.limit())
 
 
 @asynccontextmanager
@@ -190,13 +177,17 @@ async def _ended(supervisor: Supervisor, policy: Restart, child: RestartedChild)
     child.down = True
 
 
-async def first_dead(daemons: Sequence[Process]) -> Process:
-    """Return the first of *daemons* that ends; without any, never return."""
-    if not daemons:
+async def lost_daemon(supervisor: Supervisor) -> Process:
+    """Wait for the end of a connected daemon, and return it; without any, never return."""
+
+    async def ended(process: Process) -> Process:
+        await process.wait()
+        return process
+
+    if not supervisor.daemons:
         await trio.sleep_forever()
-
-    async def ended(daemon: Process) -> Process:
-        await daemon.wait()
-        return daemon
-
-    return await first_of(*(partial(ended, daemon) for daemon in daemons))
+    while True:
+        dead = await first_of(*(partial(ended, each.process) for each in supervisor.daemons))
+        await supervisor.changes.over(Kind.QEMU_UPDATE)
+        if any(dead is each.process for each in supervisor.daemons):  # otherwise it ended with the QEMU that it served
+            return dead

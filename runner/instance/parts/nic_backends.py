@@ -24,8 +24,6 @@ class NicBackend:
     taps: tuple[files.Descriptor, ...] = ()
     vhosts: tuple[files.Descriptor, ...] = ()
     stream: Socket | files.Descriptor | None = None
-    daemon: Process | None = None
-    """The process that carries its packets, if one does."""
 
     def numbers(self) -> WireNumbers:
         """Return the descriptors' numbers."""
@@ -61,7 +59,7 @@ async def networked(
             if isinstance(plan, PasstPlan):
                 started = partial(_started_passt, supervisor, plan)
                 passt = await stack.enter_async_context(connected_daemon(supervisor, f"passt:nic:{number}", started))
-                nic_backends.append(NicBackend(stream=passt.connection, daemon=passt.process))
+                nic_backends.append(NicBackend(stream=passt.connection))
             else:
                 opened = partial(_opened, supervisor, plan, in_pod_cgroup, macvtaps.get(number, 0))
                 nic_backends.append(stack.enter_context(supervisor.held.passed_on(opened, NicBackend())))

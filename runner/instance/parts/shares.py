@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from runner.instance.parts.daemons import ConnectedDaemon, connected_daemon
-from runner.instance.supervisor import Supervisor
+from runner.instance.parts.daemons import connected_daemon
+from runner.instance.supervisor import ConnectedDaemon, Supervisor
 from runner.kernel.child_processes import Command, Process
 from runner.kernel.sockets import Socket, listening_pair
 from runner.plan.argv.virtiofsd import virtiofsd_argv

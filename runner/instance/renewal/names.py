@@ -28,6 +28,7 @@ from runner.kernel.child_processes import ProcessRecord
 from runner.kernel.inherited_fds import InheritedFd
 from runner.kernel.log_file import LogFileRecord
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
+from runner.placement.children import CHILDREN, RESTARTS
 from runner.placement.threads import CgroupPaths
 from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.argv.wires import WireNumbers
@@ -72,7 +73,6 @@ NAMES: Final[Mapping[str, Name]] = {
     # before QEMU
     "inherited descriptors": Name(dict[str, InheritedFd]),
     "state directory": Name(Fd),
-    "anchor": Name(RestartedChildRecord),
     "placement": Name(Placement),  # the one in force
     "registration": Name(tuple[CgroupPaths, CgroupFds]),  # controller
     "pod's cgroup": Name(str),  # delegated
@@ -84,12 +84,12 @@ NAMES: Final[Mapping[str, Name]] = {
     "cgroups": Name(CgroupPaths),
     "vCPU threads": Name(set[int]),
     "nic": Name(int),  # the index of a macvtap
-    "passt": Name(ProcessRecord),
     "networks recovered": Name(None),
     "networks": Name(dict[str, frozenset[str]]),  # sysctl or list of links, before: see `network.build`
-    "dnsmasq": Name(RestartedChildRecord),
+    # children
+    **{name: Name(RestartedChildRecord if name in RESTARTS else ProcessRecord) for name in CHILDREN},
+    "share": Name(ProcessRecord),  # the name of a virtiofsd
     "up": Name(None),  # a child that serves
-    "share": Name(ProcessRecord),
     # QEMU
     "console": Name(Fd),
     "console log": Name(LogFileRecord),
@@ -99,7 +99,6 @@ NAMES: Final[Mapping[str, Name]] = {
     "console ended": Name(bool),
     "guest agent": Name(Fd),
     "QMP": Name(Fd),
-    "qemu": Name(ProcessRecord),
     "conversation": Name(MonitorRecord),
     "agent listens": Name(bool),
     "QEMU's updates": Name(int),
