@@ -259,6 +259,8 @@ class HostFacts:
     """The width of a physical address in bits; 0 where the kernel does not say."""
     cpu_models: frozenset[str] = frozenset()
     """QEMU's CPU models; read only if the spec names a model of its own, empty if QEMU did not list them."""
+    cpu_model_error: str = ""
+    """The end of a QEMU that refuses the spec's CPU model with its properties; tried only for a model with properties."""
     console_log_error: str | None = None
     """The reason why the spec's file for the console's output cannot be written; ``None`` if it can."""
     cpu_vendor: str = ""

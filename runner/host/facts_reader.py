@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -32,7 +31,6 @@ from runner.facts.host import (
     Resolver,
     User,
     Virtiofsd,
-    parse_cpu_models,
 )
 from runner.facts.memory_limits import HugeFact, MemoryLimits
 from runner.facts.roots import Roots
@@ -40,7 +38,7 @@ from runner.kernel.cgroup import Cgroup
 from runner.kernel.character_devices import may_open, probe_kvm, try_kvm
 from runner.kernel.child_processes import Command, Processes
 from runner.kernel.file_prober import free_space, probe_file, read_document, why_not_appended
-from runner.kernel.files import find_program, memory
+from runner.kernel.files import find_program
 from runner.kernel.hardware_reader import read_hardware, read_online, read_promised_pages
 from runner.kernel.limits import CAP_IPC_LOCK, cpu_limits, hard_limit, huge_limits, memory_limit, read_lockable
 from runner.kernel.procfs import Procfs
@@ -49,7 +47,7 @@ from runner.kernel.small_files import read_os_release, read_text
 from runner.plan.disks import LONGEST_CHAIN, within
 from runner.plan.firmware import candidates
 from runner.plan.host_checks import too_old
-from runner.plan.machine import DHCP_USERS, EVERY_QEMUS_MODELS, QEMU_USERS, model_name
+from runner.plan.machine import DHCP_USERS, QEMU_USERS
 from runner.plan.qemu_limits import ASKED_FROM
 from runner.spec.document_parser import LARGEST_DOCUMENT
 from runner.spec.instance import DiskSpec, InstanceSpec, opened_paths
@@ -253,8 +251,10 @@ async def _with_answers(facts: HostFacts, spec: InstanceSpec, processes: Process
     if qemu is not None and (asked or _depends_on_version(spec, facts.allowed_cpus)):
         version, reason = await ask_qemu_version(processes, qemu)
         facts = attrs.evolve(facts, qemu_version=version, qemu_error=reason)
-    if qemu is not None and spec.cpu.model is not None and model_name(spec.cpu.model) not in EVERY_QEMUS_MODELS:
-        facts = attrs.evolve(facts, cpu_models=await _cpu_models(processes, qemu))
+    if spec.cpu.model is not None:
+        from runner.host.cpu_models import with_cpu_model  # here, because few specs name one
+
+        facts = await with_cpu_model(facts, spec.cpu, spec.cpu.model, processes)
     kvm = facts.kvm
     if qemu is not None and spec.cpu.accel == "tried" and kvm.error is None and kvm.trial is None:
         from runner.host.trial_guest import try_guest  # here, because few instances ask for it
@@ -314,19 +314,6 @@ async def version_output(processes: Processes, role: str, path: PurePosixPath, u
         if getattr(error.__cause__, "errno", None) in {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}:
             raise
         return "", explain(error)
-
-
-async def _cpu_models(processes: Processes, qemu: PurePosixPath) -> frozenset[str]:
-    """Return QEMU's CPU models; empty if they cannot be read."""
-    with memory("cpu-models", 0) as listing:
-        # In a file, because the lines of a child's output are logged, and too many of them dropped.
-        script = f'exec "$0" -cpu help >/proc/self/fd/{listing}'
-        command = Command("qemu-cpu-help", ("/bin/sh", "-c", script, str(qemu)), (listing,), level=logging.DEBUG)
-        with contextlib.suppress(HostError):  # the start reports the error
-            async with processes.daemon(command, 0) as process:
-                with trio.move_on_after(ANSWERS_WITHIN):
-                    await process.wait()
-        return parse_cpu_models(os.pread(listing, 1 << 20, 0).decode(errors="replace"))
 
 
 # -- files and disks -------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from runner.plan.machine import (
     choose_idle,
     plan_file,
     refuse_too_few_slots,
-    refuse_unknown_cpu_model,
     require_program,
 )
 from runner.plan.memory import (
@@ -192,8 +191,10 @@ def _plan_resources(spec: InstanceSpec, facts: HostFacts, problems: Problems) ->
     placement = plan_placement(spec.cpu, vcpus, backend, facts, problems, growing=growing)
     pins = () if placement is None else placement.pins
     accel, user = choose_accelerator(spec, facts, problems)
-    refuse_unknown_cpu_model(spec.cpu.model, accel, facts, problems)
+    if spec.cpu.model is not None:
+        from runner.plan.cpu_models import refuse_unknown_cpu_model  # here, because few specs name one
 
+        refuse_unknown_cpu_model(spec.cpu.model, accel, facts, problems)
     overhead = partial(memory_overhead, spec, most_vcpus, accel=accel, copied=bytes_copied(spec.boot, user, facts))
     size = resolve_memory(spec, pins, overhead, facts, problems)
     ram = plan_ram(spec, size, overhead, facts, problems, controller=isinstance(placement, ControllerPlacement))

@@ -43,8 +43,6 @@ TOPOEXT_VENDORS = {"AuthenticAMD", "HygonGenuine"}
 """Their CPUs report siblings in CPUID's TOPOEXT leaves, which QEMU's model ``host`` leaves out unless asked for them."""
 
 DEDICATED = "kvm-hint-dedicated"
-EVERY_QEMUS_MODELS = frozenset({"host", "max"})
-"""CPU models for which QEMU need not be asked; ``host`` needs KVM."""
 
 EMULATED_CPU = "max,erms=off,fsrm=off,la57=off"
 """The model of a CPU that QEMU emulates: all features except those that slow it down.
@@ -191,30 +189,6 @@ def _of_pod(user: User, facts: HostFacts) -> User:
     digest = hashlib.sha256(f"{facts.pod_uid}/qemu".encode()).digest()
     number = PODS_USERS[int.from_bytes(digest[:4], "big") % len(PODS_USERS)]
     return attrs.evolve(user, name=str(number), user_id=number)
-
-
-def model_name(model: str) -> str:
-    """Return the name in a CPU *model* with its properties: ``EPYC`` in ``EPYC,-svm``."""
-    return model.partition(",")[0].removesuffix("-x86_64-cpu")
-
-
-def refuse_unknown_cpu_model(asked: str | None, accel: Accel, facts: HostFacts, problems: Problems) -> None:
-    """Refuse a CPU model that the QEMU of this host does not list, and the host's own without KVM."""
-    if asked is not None and accel == "tcg" and model_name(asked) == "host":
-        problems.refuse(
-            "cpu.model", "'host' is for KVM, and the guest would be emulated", "leave it out, or name 'max'"
-        )
-    if asked is None or not facts.cpu_models or model_name(asked) in facts.cpu_models:
-        return
-    import difflib  # here, because only a document with a mistake needs it
-
-    near = difflib.get_close_matches(model_name(asked), sorted(facts.cpu_models), 1)
-    known = "`qemu-system-x86_64 -cpu help` lists them"
-    problems.refuse(
-        "cpu.model",
-        f"{facts.qemu} has no CPU model {model_name(asked)!r}",
-        f"did you mean {near[0]!r}? {known}" if near else known,
-    )
 
 
 def choose_cpu_model(
