@@ -62,8 +62,8 @@ def _attach_reply(line: Socket) -> tuple[dict[str, object], bytes]:
             if not data:
                 raise HostError("cannot attach to the console: the runner closed the connection")
             framer.feed(data)
-        reply = json.loads(first)
-    except (OverlongError, ValueError) as error:
+        reply = dict(json.loads(first))
+    except (OverlongError, RecursionError, TypeError, ValueError) as error:
         raise HostError("cannot attach to the console: the runner's reply is not understood") from error
     return reply, framer.take_rest()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from runner.base.arguments import HelpFormatter, argument_type, sentence
-from runner.base.errors import Status, escaped
+from runner.base.errors import HostError, Status, escaped
 from runner.base.table import aligned, duration
 from runner.cli.instance_requests import ask_instance
 from runner.cli.options import absolute_path, add_json, add_state_dir, parse_pairs
@@ -231,10 +231,18 @@ def main(arguments: argparse.Namespace) -> int:
             name: value if isinstance(value, int) else str(value) for name, value in given.items() if value is not None
         }
         answer = trio.run(ask_instance, arguments.state_dir, arguments.method, {**parse_keys(arguments.keys), **params})
-    print(json.dumps(answer, indent=1) if arguments.json else "\n".join(map(escaped, answer_lines(answer))))
-    if not isinstance(answer, dict):
-        return 0
-    if arguments.method == "status" and answer.get("qemu", {}).get("error"):
+    try:
+        lines = [json.dumps(answer, indent=1)] if arguments.json else [*map(escaped, answer_lines(answer))]
+        status = _status_of(arguments.method, answer)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        sentence = f"cannot understand the instance: it answered {arguments.method!r} with {answer!r:.200}"
+        raise HostError(sentence, remedy="see whether the runner of its container has another version") from error
+    print("\n".join(lines))
+    return status
+
+
+def _status_of(method: str, answer: Any) -> int:
+    if method == "status" and answer.get("qemu", {}).get("error"):
         return Status.FAILED
     return Status.REFUSED if answer.get("refused") else 0
 

@@ -1,18 +1,21 @@
-"""Commands that ask an instance whose PID 1 is stopped: none waits without end, at whichever step it would."""
+"""Commands that ask an instance whose PID 1 is stopped, or that answers with what no runner says."""
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from runner.base.errors import HostError
+from runner.__main__ import main
+from runner.base.errors import HostError, Status
 from runner.cli.console_client import AttachRequest, attached
 from runner.cli.ctl_qmp import Connection
-from runner.kernel.sockets import CONSOLE_SOCKET, QMP_SOCKET
+from runner.kernel.sockets import CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET
 
 WITHIN = 0.2
 """Seconds; nothing ever comes."""
@@ -54,3 +57,54 @@ def test_an_instance_that_is_stopped_is_not_waited_for_without_end(
         pytest.raises(HostError, match="cannot get an answer of the instance within 0 s: its PID 1 is stopped"),
     ):
         ask(tmp_path)
+
+
+@contextmanager
+def answering(directory: Path, name: str, answer: bytes) -> Iterator[None]:
+    """Hold a socket whose server answers the first request with *answer*."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(directory / name))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        yield
+        server.join(10)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"disks": [], "placement": {}},
+        {"disks": [5], "placement": {"cpus": 1}, "name": "\x1b[31m", "pod": 5},
+        {"disks": [], "qemu": 5},
+        {"disks": [{"name": []}]},
+        {"vcpus": [{}], "unused": "0"},
+        {"name": "disk0", "path": "/d"},
+        5,
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "disk list"])
+def test_an_answer_that_no_runner_gives_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, result: object
+) -> None:
+    with answering(tmp_path, CONTROL_SOCKET, json.dumps({"id": 1, "result": result}).encode() + b"\n"):
+        status = main(["ctl", *command.split(), "--state-dir", str(tmp_path)])
+    if status != 0:  # some are no state, and still a list of disks
+        assert status == Status.FAILED
+        assert "cannot understand the instance: it answered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reply", [b"5", b"null", b"[" * 4000, b'"writes"', b"{", b"\xff"])
+def test_a_reply_that_no_console_gives_is_an_error(tmp_path: Path, reply: bytes) -> None:
+    with (
+        answering(tmp_path, CONSOLE_SOCKET, reply + b"\n"),
+        pytest.raises(HostError, match="the runner's reply is not understood"),
+    ):
+        attach(tmp_path)
