@@ -252,7 +252,7 @@ class HostFacts:
     aio_free: int | None = None
     """Requests of native AIO that are free on the machine (``fs.aio-max-nr`` less ``fs.aio-nr``); read only with disks."""
     qemu_version: str = ""
-    """QEMU's version; a start reads it only for PCI devices and for many vCPUs. Empty if QEMU did not print it."""
+    """QEMU's version; a start reads it only for PCI devices, for many vCPUs and with ``hotplug.qemu``. Empty if QEMU did not print it."""
     qemu_error: str | None = None
     """The reason why QEMU cannot be used; ``None`` if it can, or its version was not read."""
     address_bits: int = 0

@@ -272,7 +272,7 @@ async def _with_answers(facts: HostFacts, spec: InstanceSpec, processes: Process
 def _depends_on_version(spec: InstanceSpec, allowed: CpuSet) -> bool:
     """Tell whether a start needs QEMU's version beforehand: asking takes 20 ms, and the monitor's greeting has it as well."""
     vcpus = len(allowed) if spec.cpu.count == "all" else spec.cpu.count
-    return bool(spec.device) or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM
+    return bool(spec.device) or spec.hotplug.qemu or max(vcpus, spec.hotplug.cpus or 0) >= ASKED_FROM
 
 
 async def ask_qemu_version(processes: Processes, qemu: PurePosixPath, user: User = ROOT) -> tuple[str, str | None]:

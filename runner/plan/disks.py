@@ -116,6 +116,11 @@ def plan_disks(disks: Sequence[DiskSpec], facts: HostFacts, problems: Problems) 
         plan_disk(f"disk{index}", disk, _facts_of(disk, facts), f"disk[{index}]", problems)
         for index, disk in enumerate(disks)
     )
+    below = {layer.path: disk.name for disk in plans for layer in disk.layers[1:]}
+    for index, disk in enumerate(plans):
+        if disk.written and disk.path in below:
+            reason = f"{str(disk.path)!r} is a backing file of {below[disk.path]}, and the guest would write to it"
+            problems.refuse(f"disk[{index}].path", reason, "set read_only = true, or name a copy")
     remark_little_space(plans, facts.free_space, problems)
     _remark_aio(plans, facts.aio_free, problems)
     return plans

@@ -16,7 +16,7 @@ from runner.base.errors import SpecError
 from runner.base.judgement import Judgement
 from runner.base.values import frozen
 from runner.facts.disk import MISSING
-from runner.facts.host import CONSOLE_LOG, HostFacts, PodName, User
+from runner.facts.host import CONSOLE_LOG, HostFacts, PodName, User, parse_version
 from runner.placement.backends import ControllerPlacement, Placement
 from runner.placement.guest_topology import GuestTopology
 from runner.plan.cpu_planner import choose_backend, plan_placement, plan_topology, plan_vcpu_hotplug
@@ -47,7 +47,7 @@ from runner.plan.memory import (
 )
 from runner.plan.passthrough_plan import PassthroughPlan
 from runner.plan.problems import Problems
-from runner.plan.qemu_limits import ALWAYS_FITS, needs_remapping, refuse_too_many_vcpus
+from runner.plan.qemu_limits import ALWAYS_FITS, REPLACED_SINCE, needs_remapping, refuse_too_many_vcpus
 from runner.plan.resolve import resolve_memory, resolve_vcpus
 from runner.plan.shares import SharePlan, plan_shares
 from runner.spec.instance import InstanceSpec
@@ -229,6 +229,12 @@ def _plan_machine(
     shares = tuple(plan_shares(spec, user, facts, problems))
     disks = plan_disks(spec.disk, facts, problems)
     qemu = require_program(facts.qemu, "qemu-system-x86_64", facts, problems, facts.qemu_error)
+    if spec.hotplug.qemu and () < parse_version(facts.qemu_version) < REPLACED_SINCE:
+        reason, remedy = (
+            f"needs QEMU 10.1, and {facts.qemu} is {facts.qemu_version}",
+            "install another one, or leave it out",
+        )
+        problems.refuse("hotplug.qemu", reason, remedy)
     kernel = plan_file("kernel", spec.boot.kernel, user, facts, problems)
     initrd = plan_file("initrd", spec.boot.initrd, user, facts, problems)
     chosen = choose_firmware(spec.boot, facts, problems)

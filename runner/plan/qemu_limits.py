@@ -26,6 +26,8 @@ LAST_XAPIC_ID = 254
 """The last APIC ID without x2APIC; an interrupt for a vCPU beyond it needs interrupt remapping."""
 X2APIC_EMULATED_SINCE: Version = (9, 0)
 """The first QEMU that emulates x2APIC without KVM (``hw/intc/apic.c``)."""
+REPLACED_SINCE: Version = (10, 1)
+"""The first QEMU that can be replaced under its guest (``ctl qemu-update``); 11.1 was tried."""
 ASKED_FROM = 100
 """vCPUs from which APIC IDs may be greater than :data:`LAST_XAPIC_ID`, as each level of the topology has whole bits: from 125."""
 

@@ -55,6 +55,7 @@ from runner.plan.argv.qemu_endpoints import QemuFds
 from runner.plan.machine import Accel, MachinePlan
 from runner.plan.network_plan import InheritedFdPlan, NetworkPlan, PasstPlan
 from runner.plan.passthrough_plan import DevicePlan
+from runner.plan.qemu_limits import REPLACED_SINCE
 from runner.plan.shares import SharePlan
 from runner.protocol.qmp import ExecuteError, Monitor, QmpError, QmpEvent
 
@@ -63,9 +64,6 @@ if TYPE_CHECKING:
     from runner.protocol.instance_metrics import QemuUpdateOutcome
 
 log = logging.getLogger(__name__)
-
-SINCE = (10, 1)
-"""The first QEMU version that can be replaced in this way; 11.1 was tried."""
 
 CONTINUES_WITHIN = 10.0
 """Seconds in which the first QEMU must run the guest again after a failure."""
@@ -122,7 +120,7 @@ async def _checked(running: RunningInstance, program: QemuProgram, *, no_way_bac
     if not version:
         reasons.append(f"cannot use {str(path)!r}: {error}")
     versions = ((f"{str(path)!r}", successor.version), ("the QEMU that runs", running.machine.monitor.version))
-    oldest = format_version(SINCE)
+    oldest = format_version(REPLACED_SINCE)
     reasons += [f"{which} is QEMU {version}, older than {oldest}" for which, version in versions if _older(version)]
     monitor = running.machine.monitor
     return successor, [*reasons, *await monitor.within(running.answers_within, partial(_qemu_reasons, running))]
@@ -145,7 +143,7 @@ async def _program_reasons(program: PurePosixPath, digest: str | None = None) ->
 
 
 def _older(version: str) -> bool:
-    return bool(version) and parse_version(version) < SINCE
+    return bool(version) and parse_version(version) < REPLACED_SINCE
 
 
 def _start_reasons(running: RunningInstance) -> Iterator[str]:

@@ -51,10 +51,6 @@ AGENT_ANSWERS_WITHIN = 1.0
 
 REMEDIES = (
     (
-        re.compile("aux-ram-share"),
-        "this QEMU cannot be replaced under its guest: use 10.1 or newer, or leave hotplug.qemu out",
-    ),
-    (
         re.compile("cannot bind memory to host NUMA nodes"),
         MBIND_REMEDY,
     ),

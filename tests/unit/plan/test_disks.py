@@ -50,6 +50,21 @@ def with_file(fact: FileFact, **facts: object) -> HostFacts:
     return attrs.evolve(FACTS, files={**FACTS.files, PurePosixPath("/d"): fact}, **facts)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keys", ["", "read_only = true", "ephemeral = true"])
+def test_the_guest_does_not_write_to_a_backing_file_of_another_disk(keys: str) -> None:
+    """QEMU refuses it where the file system has locks."""
+    chain = '[[disk]]\npath = "/top"\nformat = "qcow2"\nbacking = ["/images"]\n'
+    base = f'[[disk]]\npath = "/images/golden/base"\n{keys}\n'
+    for index, text in enumerate((base + chain, chain + base)):
+        if keys:
+            plan_of(text)
+        else:
+            [problem] = problems(text)
+            assert problem.startswith(
+                f"disk[{index}].path: '/images/golden/base' is a backing file of disk{1 - index}, and"
+            )
+
+
 @pytest.mark.parametrize(
     ("fact", "command"),
     [

@@ -34,6 +34,18 @@ def text(count: int, cpu: str = "", size: str = "64GiB", more: str = "") -> str:
     return f'{KERNEL}[cpu]\ncount = {count}\nplacement = "affinity"\n{cpu}\n[memory]\nsize = "{size}"\n{more}'
 
 
+@pytest.mark.parametrize(("version", "refused"), [("7.2.22", True), ("10.0.8", True), ("10.1", False), ("", False)])
+def test_a_qemu_that_cannot_be_replaced_under_its_guest_is_refused(version: str, *, refused: bool) -> None:
+    document = text(2, more="[hotplug]\nqemu = true\n")
+    if not refused:
+        plan_of(document, attrs.evolve(BIG, qemu_version=version))
+        return
+    [problem] = problems(document, attrs.evolve(BIG, qemu_version=version))
+    assert problem == (
+        f"hotplug.qemu: needs QEMU 10.1, and /usr/bin/qemu-system-x86_64 is {version}; install another one, or leave it out"
+    )
+
+
 @pytest.mark.parametrize(
     ("initrd", "memory", "remedy"),
     [
