@@ -1,4 +1,4 @@
-"""The one door to cgroups, version 2.
+"""Cgroups, version 2: the only module that reads and writes them by path.
 
 Every rule cites ``Documentation/admin-guide/cgroup-v2.rst`` of the Linux source by its heading. Words: a *process* is
 **admitted** to a group (``cgroup.procs``), a *thread* is **confined** to one (``cgroup.threads``). A group is identified

@@ -1,4 +1,4 @@
-"""The door to ``/sys/devices/system``: a host's CPUs, caches, NUMA nodes and hugepages, from any root path.
+"""The reader of ``/sys/devices/system``: a host's CPUs, caches, NUMA nodes and huge pages, from any root path.
 
 The files are described in the kernel's ``Documentation/admin-guide/cputopology.rst`` and
 ``Documentation/ABI/{testing,stable}/sysfs-devices-{system-cpu,node}``.

@@ -1,4 +1,4 @@
-"""The one door to rtnetlink(7): links, their addresses, permanent neighbours and routes.
+"""The only user of rtnetlink(7): links, their addresses, permanent neighbours and routes.
 
 pyroute2 encodes and decodes the messages; the socket is ours, because pyroute2's run asyncio. The kernel executes a request
 within ``sendto`` and has put its answer into the receive buffer when that returns, so nothing here waits and nothing needs a

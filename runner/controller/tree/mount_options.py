@@ -1,4 +1,4 @@
-"""The options of the mount of cgroup v2, on which a part of the wall between pods depends.
+"""The options of the mount of cgroup v2, on which a part of the separation of pods depends.
 
 With ``nsdelegate`` a process can move none by a file of cgroups outside its cgroup namespace that it has opened itself
 (``cgroup_procs_write_permission``, ``kernel/cgroup/cgroup.c``). A pod can open its files in float again by the descriptors it has, any

@@ -1,4 +1,4 @@
-"""A newcomer whose CPUs an old instance still runs on: whom it waits for, and until when; the runner with a real controller."""
+"""A new instance whose CPUs an old one still uses: which pod it waits for, and until when; the runner with a real controller."""
 
 from __future__ import annotations
 
