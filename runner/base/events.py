@@ -64,7 +64,7 @@ class InstanceEvent:
     NETWORK_UNRECOVERABLE = Event(
         "network: %r has too many routes for its alias; it cannot be restored if this runner is killed"
     )
-    ADVERTISEMENTS_BELIEVED = Event("network: router advertisements of the guest configure this network namespace: %s")
+    PACKETS_UNFILTERED = Event("network: this network namespace takes packets of the guest that may harm it: %s")
     FIRMWARE_VARIABLES_MADE = Event("made the firmware's variable store %s")
     VSOCK_ASSIGNED = Event("the guest's vsock context identifier is %d")
     CHILD_STARTING = Event("start", "role=%s argv=%s")

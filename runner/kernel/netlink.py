@@ -39,6 +39,8 @@ _HEADER_SIZE = 16
 _RTEXT_FILTER_SKIP_STATS = 8
 _IFF_UP = 1
 _MACVLAN_MODE_BRIDGE = 4
+_NOT_FORWARDING = struct.pack("=6HIHHI", 24, socket.AF_INET, 20, 1, 8, 1, 0, 8, 13, 1)
+"""``IFLA_INET_CONF`` with FORWARDING 0 and ARPFILTER 1 (``IPV4_DEVCONF_…`` of ``include/uapi/linux/ip.h``)."""
 _RT_TABLE_LOCAL = 255
 _RT_TABLE_UNSPEC, _LARGEST_TABLE = 0, 255
 """The field of ``struct rtmsg`` for a table whose number has no room there; the attribute has it."""
@@ -81,6 +83,7 @@ class _LinkMessage(netlink.nlmsg):
         (12, "IFLA_PROTINFO", "port_options"),
         (18, "IFLA_LINKINFO", "link_info"),
         (20, "IFLA_IFALIAS", "string"),  # a final NUL would not clear it
+        (26, "IFLA_AF_SPEC", "binary"),
         (29, "IFLA_EXT_MASK", "uint32"),
     )
 
@@ -291,9 +294,10 @@ class Rtnetlink:
             return [_understood(read, message) for message in self._dump(rtnl.RTM_GETADDR, request)]
 
     def add_address(self, link: FoundLink, address: IpInterface) -> None:
-        """Add an address that *link* does not have."""
+        """Add an address that *link* does not have, without a route to its subnet."""
+        request = _address_request(link, address, ifaddrmsg.IFA_F_NOPREFIXROUTE)
         with doing(f"give {link.name!r} the address {address}"):
-            self._ask(rtnl.RTM_NEWADDR, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL, _address_request(link, address))
+            self._ask(rtnl.RTM_NEWADDR, netlink.NLM_F_CREATE | netlink.NLM_F_EXCL, request)
 
     def replace_address(self, link: FoundLink, address: IpInterface, *, broadcast: bool = False) -> None:
         """Add an address that *link* may have already; *broadcast* sets its subnet's broadcast address."""
@@ -337,12 +341,27 @@ class Rtnetlink:
         ``br_do_proxy_suppress_arp`` of ``net/bridge/br_arp_nd_proxy.c``: the bridge answers for each of its neighbours whose port has this
         option. The option ``proxy_arp`` would keep broadcasts from the guest.
         """
-        known = {"family": socket.AF_BRIDGE, "ifindex": port.index, "state": ndmsg.NUD_NOARP, "flags": ndmsg.NTF_MASTER}
-        forwarding = _Request(ndmsg.ndmsg, known, (("NDA_LLADDR", neighbour.mac),))
         self.replace_neighbour(bridge, neighbour)
+        self.forward_to(port, neighbour.mac)
         with doing(f"answer ARP for {neighbour.address} on {bridge.name!r}"):
-            self._ask(rtnl.RTM_NEWNEIGH, netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE, forwarding)
             self._set_port(port, "IFLA_BRPORT_PROXYARP_WIFI", 1)
+
+    def forward_to(self, port: FoundLink, mac: str) -> None:
+        """Let the bridge of *port* send the frames to *mac* to this port alone."""
+        known = {"family": socket.AF_BRIDGE, "ifindex": port.index, "state": ndmsg.NUD_NOARP, "flags": ndmsg.NTF_MASTER}
+        request = _Request(ndmsg.ndmsg, known, (("NDA_LLADDR", mac),))
+        with doing(f"send the frames to {mac} to {port.name!r}"):
+            self._ask(rtnl.RTM_NEWNEIGH, netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE, request)
+
+    def answer_the_routed(self, link: FoundLink) -> None:
+        """Forward no IPv4 packets from *link*, and answer its ARP requests only to addresses to which a route leads through it.
+
+        The kernel would keep a neighbour for each asker, in a table of at most ``gc_thresh3`` entries (1024) that all network namespaces
+        of the machine share: while it is full, none of them finds a new neighbour (``arp_process``, ``neigh_alloc``). ``rp_filter``
+        would not help where it is 2 for all links. In a container ``/proc/sys`` is read-only, and netlink has the same settings.
+        """
+        with doing(f"answer only the routed addresses on {link.name!r}"):
+            self._ask(rtnl.RTM_SETLINK, 0, _link_request({"index": link.index}, ("IFLA_AF_SPEC", _NOT_FORWARDING)))
 
     def stop_learning(self, port: FoundLink) -> None:
         """Let the bridge of *port* learn no MAC addresses behind it, so that it sends frames for them to every other port.
@@ -557,12 +576,12 @@ def _has_broadcast(message: _Message) -> bool:
     return message.get_attr("IFA_BROADCAST") is not None
 
 
-def _address_request(link: FoundLink, address: IpInterface) -> _Request:
+def _address_request(link: FoundLink, address: IpInterface, flags: int = 0) -> _Request:
     fields = {"family": _family(address.ip), "prefixlen": address.network.prefixlen, "index": link.index}
     attributes: tuple[tuple[str, object], ...] = (("IFA_LOCAL", str(address.ip)), ("IFA_ADDRESS", str(address.ip)))
     if isinstance(address, IPv6Interface):  # it is new here or was this link's a moment ago: nothing to detect
-        attributes += (("IFA_FLAGS", ifaddrmsg.IFA_F_NODAD),)
-    return _Request(ifaddrmsg.ifaddrmsg, fields, attributes)
+        flags |= ifaddrmsg.IFA_F_NODAD
+    return _Request(ifaddrmsg.ifaddrmsg, fields, (*attributes, ("IFA_FLAGS", flags)))
 
 
 def _family(address: IpAddress) -> int:

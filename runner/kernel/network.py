@@ -26,7 +26,7 @@ from runner.base.values import frozen
 from runner.facts.network import MAIN_TABLE, Interface, IpAddress, IpInterface, PermanentNeighbour, Route
 from runner.facts.roots import Roots
 from runner.kernel.netlink import Change, FoundLink, Rtnetlink
-from runner.kernel.packet_filter import forget, refuse_advertisements
+from runner.kernel.packet_filter import filter_packets, forget
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +56,12 @@ class Bridge:
     address: IPv4Interface
     mtu: int
     guest_mac: str
+    guest: IPv4Interface
+    """The only IPv4 address that a route leads to on this bridge, and from which packets are taken there."""
     pod: Interface | None
     address6: IPv6Interface | None = None
-    takes_ipv6: bool = False
-    """Whether the guest takes *pod*'s IPv6 addresses too."""
-    guest: IPv4Interface | None = None
-    """The guest's address; without a route to it, its DHCP requests are dropped where ``rp_filter`` is 1."""
+    guest6: IPv6Interface | None = None
+    """The guest's IPv6 address, if it has one; with *pod* it is that interface's, which loses all of its own."""
 
 
 def read_interfaces(names: Iterable[str], roots: Roots | None = None) -> dict[str, Interface]:
@@ -173,21 +173,24 @@ def _build(rtnetlink: Rtnetlink, bridge: Bridge) -> None:
     rtnetlink.add_address(made, bridge.address)
     if bridge.address6 is not None:
         rtnetlink.add_address(made, bridge.address6)
-    if bridge.guest is not None:
-        rtnetlink.replace_route(made, Route(ip_network(bridge.guest.ip)))
+    for guest in (bridge.guest, bridge.guest6):
+        if guest is not None:
+            rtnetlink.replace_route(made, Route(ip_network(guest.ip)))
     tap = _find(rtnetlink, bridge.tap)
     rtnetlink.set_link(tap, Change(mtu=bridge.mtu, master=made.index, up=True))
     rtnetlink.stop_learning(tap)
+    rtnetlink.forward_to(tap, bridge.guest_mac)
 
 
 def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
-    try:
-        refuse_advertisements(bridge.name)
-    except HostError as error:
-        log.warning(InstanceEvent.ADVERTISEMENTS_BELIEVED, explain(error))
     rtnetlink.add_bridge(bridge.name, bridge.mtu)
     try:
         made = _find(rtnetlink, bridge.name)
+        rtnetlink.answer_the_routed(made)
+        try:
+            filter_packets(bridge.name, bridge.guest, bridge.guest6)
+        except HostError as error:
+            log.warning(InstanceEvent.PACKETS_UNFILTERED, explain(error))
         # With a MAC address of its own, the bridge keeps that address and its permanent neighbours, whichever ports it gets.
         rtnetlink.set_link(made, Change(alias=OURS, mac=_random_mac(), up=True))
     except HostError:  # it has no alias yet, so nothing else would ever remove it
@@ -266,7 +269,7 @@ def _take_over(rtnetlink: Rtnetlink, pod: Interface, made: FoundLink, bridge: Br
         rtnetlink.set_link(made, Change(alias=rest + kept[LONGEST_ALIAS:]))
     # First, because from here on there is something to restore.
     rtnetlink.set_link(link, Change(alias=kept[:LONGEST_ALIAS]))
-    taken: tuple[IpInterface, ...] = pod.addresses + (pod.addresses6 if bridge.takes_ipv6 else ())
+    taken: tuple[IpInterface, ...] = pod.addresses + (pod.addresses6 if bridge.guest6 else ())
     for address in taken:
         rtnetlink.delete_address(link, address)
     if bridge.guest_mac == pod.mac:

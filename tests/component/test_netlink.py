@@ -121,7 +121,7 @@ def test_addresses_are_those_of_one_link_and_our_end(rtnetlink: Rtnetlink, bridg
 
 
 def test_routes(rtnetlink: Rtnetlink, bridge: FoundLink) -> None:
-    rtnetlink.add_address(bridge, IPv4Interface("10.1.2.3/24"))
+    rtnetlink.replace_address(bridge, IPv4Interface("10.1.2.3/24"))
     rtnetlink.set_link(bridge, Change(up=True))
     [own] = rtnetlink.routes(bridge)
     assert own == Route(IPv4Network("10.1.2.0/24"), source=IPv4Address("10.1.2.3"), protocol=2)

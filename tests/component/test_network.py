@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface, ip_address
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,7 +40,7 @@ from runner.plan.instance import InstancePlan, plan_instance
 from runner.spec.instance import parse_instance
 from tests.support.fake_host import FakeHost
 
-MAC = "0a:58:0a:f4:01:05"
+MAC, GUEST = "0a:58:0a:f4:01:05", IPv4Interface("10.244.1.5/32")
 
 
 def ip(*words: str) -> str:
@@ -257,7 +258,7 @@ async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHo
     del pod
     before = state_of("eth0")
     link = read_eth0()
-    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link)
+    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, link)
     with pytest.raises(HostError, match="cannot find the network interface 'vmtap0'"):
         build([bridge])
     assert state_of("eth0") == before, "a failed build is reversed"
@@ -282,7 +283,7 @@ async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHo
 def test_the_bridge_learns_no_addresses(pod: str) -> None:
     """Neither a guest nor a neighbour fills the kernel's memory by frames that each have another source address."""
     del pod
-    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, read_eth0())
+    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, read_eth0())
     frames = [
         b"\2" + bytes(5) + b"\2\1" + bytes(3) + bytes([number]) + b"\x88\xb5" + bytes(46) for number in range(200)
     ]
@@ -300,32 +301,75 @@ def test_the_bridge_learns_no_addresses(pod: str) -> None:
     assert [each["mac"] for each in json.loads(shown.stdout) if each["mac"].startswith("02:01:")] == []
 
 
+def frame(kind: int, packet: bytes, to: str = "ff:ff:ff:ff:ff:ff") -> bytes:
+    """Return a frame of the guest as it is written to its tap, behind the header of virtio-net."""
+    return bytes(10) + bytes.fromhex((to + MAC).replace(":", "")) + struct.pack("!H", kind) + packet
+
+
+def icmpv6(source: str, destination: str, message: bytes, *extension: int) -> bytes:
+    """Return the packet of an ICMPv6 *message*, behind an *extension* header, if any."""
+    addresses = ip_address(source).packed + ip_address(destination).packed
+    summed = addresses + struct.pack("!II", len(message), socket.IPPROTO_ICMPV6) + message
+    total = sum(struct.unpack(f"!{len(summed) // 2}H", summed))
+    message = message[:2] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + message[4:]
+    following = extension[0] if extension else socket.IPPROTO_ICMPV6
+    before = struct.pack("!BBBBI", socket.IPPROTO_ICMPV6, 0, 1, 4, 0) if extension else b""
+    return struct.pack("!IHBB", 6 << 28, len(before + message), following, 255) + addresses + before + message
+
+
 def router_advertisement(*extension: int) -> bytes:
     """Return the frame by which a guest offers itself as the router of a prefix, behind an *extension* header, if any."""
-    source, everyone = ip_address("fe80::1"), ip_address("ff02::1")
     body = struct.pack("!BBHBBHII", 134, 0, 0, 64, 8, 9000, 0, 0) + b"\1\1" + bytes.fromhex("020102030405")
     prefix = ip_address("2001:db8:1::").packed
     body += struct.pack("!BBBBIII", 3, 4, 64, 0xC0, 0xFFFFFFFF, 0xFFFFFFFF, 0) + prefix
-    summed = source.packed + everyone.packed + struct.pack("!II", len(body), socket.IPPROTO_ICMPV6) + body
-    total = sum(struct.unpack(f"!{len(summed) // 2}H", summed))
-    body = body[:2] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + body[4:]
-    following = extension[0] if extension else socket.IPPROTO_ICMPV6
-    before = struct.pack("!BBBBI", socket.IPPROTO_ICMPV6, 0, 1, 4, 0) if extension else b""
-    header = struct.pack("!IHBB", 6 << 28, len(before + body), following, 255) + source.packed + everyone.packed
-    return bytes(10) + bytes.fromhex("333300000001020102030405") + b"\x86\xdd" + header + before + body
+    return frame(0x86DD, icmpv6("fe80::1", "ff02::1", body, *extension), "33:33:00:00:00:01")
 
 
+def udp(source: str, destination: str) -> bytes:
+    """Return a UDP packet over IPv4, without the checksum of UDP."""
+    addresses = ip_address(source).packed + ip_address(destination).packed
+    header = struct.pack("!BBHHHBBH", 0x45, 0, 36, 1, 0, 64, socket.IPPROTO_UDP, 0) + addresses
+    total = sum(struct.unpack("!10H", header))
+    header = header[:10] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + header[12:]
+    return header + struct.pack("!HHHH", 9, 9, 16, 0) + b"a packet"
+
+
+def arp_request(source: str, target: str) -> bytes:
+    packed = bytes.fromhex(MAC.replace(":", "")) + ip_address(source).packed + bytes(6) + ip_address(target).packed
+    return frame(0x0806, struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + packed + bytes(18))
+
+
+def read_frames(link: int) -> list[bytes]:
+    """Return the frames that have reached *link*, the descriptor of a tap or a packet socket."""
+    frames = []
+    os.set_blocking(link, False)
+    with suppress(BlockingIOError):
+        while True:
+            frames.append(os.read(link, 2000))
+    return frames
+
+
+def hostile_bridge(*, takes_pod: bool, ipv6: bool) -> Bridge:
+    """Return a bridge with a guest in the place of the pod's interface, or on a private network."""
+    if takes_pod:
+        eth0 = read_eth0()
+        address, guest6 = IPv4Interface("169.254.77.1/32"), eth0.addresses6[0] if ipv6 else None
+        return Bridge("vmbr0", "vmtap0", address, 1450, MAC, GUEST, eth0, guest6=guest6)
+    host6, guest6 = (IPv6Interface("fd00:9::1/64"), IPv6Interface("fd00:9::2/64")) if ipv6 else (None, None)
+    host, guest = IPv4Interface("10.9.0.1/16"), IPv4Interface("10.9.0.2/16")
+    return Bridge("vmbr0", "vmtap0", host, 1450, MAC, guest, None, host6, guest6)
+
+
+@pytest.mark.parametrize("ipv6", [True, False])
 @pytest.mark.parametrize("takes_pod", [True, False])
-def test_the_guest_is_no_router_of_the_pod(pod: str, *, takes_pod: bool) -> None:
+def test_the_guest_is_no_router_of_the_pod(pod: str, *, takes_pod: bool, ipv6: bool) -> None:
     del pod
-    interface = read_eth0() if takes_pod else None
-    host6 = None if takes_pod else IPv6Interface("fd00:9::1/64")
-    bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, interface, host6)
+    bridge = hostile_bridge(takes_pod=takes_pod, ipv6=ipv6)
     with character_devices.tap("vmtap0") as (queue,):
         had = build([bridge])
         try:
-            for frame in (router_advertisement(), router_advertisement(socket.IPPROTO_DSTOPTS)):
-                os.write(queue.number, frame)
+            for advertisement in (router_advertisement(), router_advertisement(socket.IPPROTO_DSTOPTS)):
+                os.write(queue.number, advertisement)
             [link] = json.loads(ip("-s", "-j", "link", "show", "dev", "vmbr0"))
             routes = ip("-6", "route", "show", "dev", "vmbr0")
         finally:
@@ -337,14 +381,126 @@ def test_the_guest_is_no_router_of_the_pod(pod: str, *, takes_pod: bool) -> None
     assert "default" not in routes
 
 
+MOST_ASKERS = 50 + 50
+"""Neighbours that a guest with IPv6 may cause: those of one burst, and of the seconds that the test takes."""
+
+
+@pytest.mark.parametrize("ipv6", [True, False])
+@pytest.mark.parametrize("takes_pod", [True, False])
+def test_the_guest_does_not_fill_the_machines_table_of_neighbours(pod: str, *, takes_pod: bool, ipv6: bool) -> None:
+    """The table has 1024 entries for all network namespaces together, and a guest can make up any number of addresses."""
+    del pod
+    # As some distributions set it, after which it is 2 for every link; and no address is tentative for a second.
+    settings = {"ipv4/conf/all/rp_filter": "2", "ipv6/conf/default/dad_transmits": "0"}
+    before = {name: Path("/proc/sys/net", name).read_text() for name in settings}
+    for name, value in settings.items():
+        Path("/proc/sys/net", name).write_text(value)
+    bridge = hostile_bridge(takes_pod=takes_pod, ipv6=ipv6)
+    host = str(bridge.address.ip)
+    with character_devices.tap("vmtap0") as (queue,):
+        had = build([bridge])
+        try:
+            [link] = json.loads(ip("-j", "address", "show", "dev", "vmbr0"))
+            [host6] = [each["local"] for each in link["addr_info"] if each["local"].startswith("fe80")]
+            solicited = ip_address("ff02::1:ff00:0").packed[:13] + ip_address(host6).packed[13:]
+            for number in range(400):
+                source, source6 = f"10.9.{number // 250 + 1}.{number % 250 + 1}", f"fe80::{number + 1:x}"
+                solicitation = struct.pack("!BBHI", 135, 0, 0, 0) + ip_address(host6).packed
+                solicitation += b"\1\1" + bytes.fromhex(MAC.replace(":", ""))
+                asked = icmpv6(source6, str(ip_address(solicited)), solicitation)
+                echo = icmpv6(source6.replace("::", "::1:"), host6, struct.pack("!BBHI", 128, 0, 0, 0))
+                wrong = struct.pack("!IHBB", 6 << 28, 8, 0, 64) + echo[8:40] + bytes.fromhex("3b009e0400000000")
+                for written in (
+                    arp_request(source, host),
+                    frame(0x0800, udp(source, host), link["address"]),
+                    frame(0x86DD, asked, "33:33:ff" + solicited[13:].hex()),
+                    frame(0x86DD, echo, link["address"]),
+                    frame(0x86DD, wrong, link["address"]),  # an option that must be answered, which precedes most hooks
+                ):
+                    os.write(queue.number, written)
+            os.write(queue.number, arp_request(str(bridge.guest.ip), host))
+            neighbours = ip("-4", "neighbour", "show").splitlines()
+            neighbours6 = ip("-6", "neighbour", "show").splitlines()
+        finally:
+            remove([bridge], had)
+            for name, value in before.items():
+                Path("/proc/sys/net", name).write_text(value)
+    on_it = [each.split()[0] for each in neighbours if each.startswith("10.9.") or "vmbr0" in each]
+    assert on_it == [str(bridge.guest.ip)], "its own address is answered"
+    assert len(neighbours6) <= (MOST_ASKERS if ipv6 else 5)
+
+
+@pytest.mark.parametrize("takes_pod", [True, False])
+def test_nothing_is_forwarded_from_the_bridge_or_to_it(pod: str, *, takes_pod: bool) -> None:
+    """A container's namespace has ``ip_forward`` from its machine, which is 1 on a node of Kubernetes."""
+    del pod
+    forwarding = [Path(f"/proc/sys/net/{each}/conf/all/forwarding") for each in ("ipv4", "ipv6")]
+    before = [each.read_text() for each in forwarding]
+    for each in forwarding:
+        each.write_text("1")
+    ip("link", "add", "other", "type", "veth", "peer", "name", "other0", "netns", "gateway")
+    bridge = hostile_bridge(takes_pod=takes_pod, ipv6=True)
+    guest, guest6 = str(bridge.guest.ip), str(bridge.guest6.ip if bridge.guest6 else None)
+    with character_devices.tap("vmtap0") as (queue,), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as other:
+        had = build([bridge])
+        try:
+            for address, far in (("10.8.0.1/24", "10.8.0.2"), ("fd00:8::1/64", "fd00:8::2")):
+                ip("address", "add", address, "dev", "other", *(("nodad",) if ":" in address else ()))
+                ip("neighbour", "add", far, "lladdr", "02:00:00:00:00:02", "dev", "other")
+            ip("link", "set", "other", "up")
+            ip("-n", "gateway", "link", "set", "other0", "up")
+            ip("neighbour", "add", guest, "lladdr", MAC, "dev", "vmbr0")
+            other.bind(("other", 3))  # ETH_P_ALL
+            [link] = json.loads(ip("-j", "link", "show", "dev", "vmbr0"))
+            for source in (guest, "10.8.0.77", "192.0.2.7"):
+                os.write(queue.number, frame(0x0800, udp(source, "10.8.0.2"), link["address"]))
+            os.write(queue.number, frame(0x0800, udp("10.8.0.77", str(bridge.address.ip)), link["address"]))
+            echo = icmpv6(guest6, "fd00:8::2", struct.pack("!BBHI", 128, 0, 0, 0) + b"a packet")
+            os.write(queue.number, frame(0x86DD, echo, link["address"]))
+            sent = read_frames(other.fileno())
+            asked = ip("neighbour", "show", "dev", "other", "10.8.0.77")
+            [link] = json.loads(ip("-j", "link", "show", "dev", "other"))
+            inward = frame(0x0800, udp("10.8.0.2", guest), link["address"])[10:]
+            send = "import socket; link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW); link.bind(('other0', 0))"
+            ip("netns", "exec", "gateway", sys.executable, "-IS", "-c", f"{send}; link.send({inward!r})")
+            received = read_frames(queue.number)
+            arrived = read_frames(other.fileno())
+        finally:
+            remove([bridge], had)
+            for each, value in zip(forwarding, before, strict=True):
+                each.write_text(value)
+            ip("link", "delete", "other")
+    assert [each for each in sent + received if b"a packet" in each] == []
+    assert asked == "", "a packet from an address that is not the guest's is not answered"
+    assert any(b"a packet" in each for each in arrived)
+
+
+def test_frames_to_the_guest_reach_its_tap_alone(pod: str) -> None:
+    """The bridge learns no addresses; without one of its own for the guest, the pod's link would see what the host tells the guest."""
+    del pod
+    bridge = hostile_bridge(takes_pod=True, ipv6=False)
+    with character_devices.tap("vmtap0") as (queue,), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as host:
+        had = build([bridge])
+        try:
+            host.bind(("vmbr0", 0))
+            for _ in range(100):
+                host.send(bytes.fromhex(MAC.replace(":", "")) + bytes.fromhex("020000000001") + b"\x88\xb5" + bytes(46))
+            received = read_frames(queue.number)
+            [eth0] = json.loads(ip("-s", "-j", "link", "show", "dev", "eth0"))
+        finally:
+            remove([bridge], had)
+    assert len(received) >= 100
+    assert eth0["stats64"]["tx"]["packets"] < 100
+
+
 def test_every_refused_step_is_reversed(pod: str) -> None:
     """Every request of a build fails once; afterwards the pod's interface is what it was and no bridge is left."""
     del pod
     before = state_of("eth0")
     link = read_eth0()
     bridges = [
-        Bridge("vmbr0", "vmtap0", IPv4Interface("192.168.77.1/24"), 1500, MAC, None),
-        Bridge("vmbr1", "vmtap1", IPv4Interface("169.254.77.1/32"), 1450, MAC, link),
+        Bridge("vmbr0", "vmtap0", IPv4Interface("192.168.77.1/24"), 1500, MAC, IPv4Interface("192.168.77.2/24"), None),
+        Bridge("vmbr1", "vmtap1", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, link),
     ]
     asked = n = 0
 
@@ -390,7 +546,7 @@ def test_a_route_is_restored_with_its_protocol(pod: str) -> None:
     before = state_of("eth0")
     link = read_eth0()
     ip("tuntap", "add", "vmtap0", "mode", "tap")
-    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link)]
+    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, link)]
     try:
         build(bridges)
         assert read_eth0() == link
@@ -435,7 +591,9 @@ def test_routes_of_other_tables_are_restored_and_what_is_lost_is_logged(
         return [line for text in shown for line in text.splitlines() if "vmbr" not in line]
 
     before, link = state(), read_eth0()
-    bridges = [Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, link, takes_ipv6=True)]
+    bridges = [
+        Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, link, guest6=link.addresses6[0])
+    ]
     try:
         had = build(bridges)
         assert read_eth0() == link, "recorded for the next runner"

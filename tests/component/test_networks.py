@@ -280,7 +280,8 @@ def test_permanent_neighbours_and_ipv6_are_restored(pod: str, monkeypatch: pytes
     before = state()
     link = network.read_interfaces([pod])[pod]
     assert len(network._alias(link)) > network.LONGEST_ALIAS
-    bridge = network.Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, link.mac, link, takes_ipv6=True)
+    (guest,), address = link.addresses, IPv4Interface("169.254.77.1/32")
+    bridge = network.Bridge("vmbr0", "vmtap0", address, 1450, link.mac, guest, link, guest6=link.addresses6[0])
     unreachable = attrs.evolve(link.routes6[0], gateway=ip_address("fd99::1"))
     refused = attrs.evolve(bridge, pod=attrs.evolve(link, routes6=(unreachable,)))
     with character_devices.tap("vmtap0"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from ipaddress import IPv6Interface
 
 import attrs
 
@@ -111,15 +110,15 @@ def _built(supervisor: Supervisor, plans: Sequence[BridgedPlan]) -> Iterator[Non
 
 
 def _bridge(plan: BridgedPlan) -> Bridge:
-    address6: IPv6Interface | None = None if plan.ipv6 is None else plan.ipv6.host
+    address6, guest6 = (None, None) if plan.ipv6 is None else (plan.ipv6.host, plan.ipv6.guest)
     return Bridge(
         plan.bridge,
         plan.tap,
         plan.host,
         plan.mtu,
         plan.mac,
+        plan.guest,
         plan.pod,
         address6,
-        takes_ipv6=plan.ipv6 is not None,
-        guest=None if plan.pod is None else plan.guest,
+        guest6,
     )
