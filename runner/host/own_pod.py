@@ -14,6 +14,7 @@ from runner.facts.host import CLAIMED_CPUS, IN_A_POD, HostFacts, PodQos
 from runner.facts.roots import Roots
 from runner.kernel.cgroup import THREADED_CONTROLLERS, Cgroup
 from runner.kernel.file_prober import probe_file
+from runner.kernel.mounts import read_mounts
 from runner.kernel.procfs import Procfs
 from runner.kubelet.pod_cgroups import parse_container
 from runner.kubelet.pod_uid import is_container_uid, parse_container_uid, parse_pod_uid
@@ -70,7 +71,11 @@ def _pod_uid(procfs: Procfs, cgroup: str, *, of_container: bool) -> str | None:
     """
     if "POD_UID" in os.environ or not of_container:
         return os.environ.get("POD_UID") or None
-    return parse_pod_uid(cgroup, procfs.mounted_roots())
+    return parse_pod_uid(cgroup, _mounted_roots(procfs))
+
+
+def _mounted_roots(procfs: Procfs) -> list[str]:
+    return [str(each.root) for each in read_mounts(procfs.root)]
 
 
 def _controller(socket: PurePosixPath, procfs: Procfs, cgroup: str) -> tuple[str | None, str | None, str]:
@@ -82,7 +87,7 @@ def _controller(socket: PurePosixPath, procfs: Procfs, cgroup: str) -> tuple[str
     if probe_file(socket.parent).kind != "directory":
         return None, f"its socket's directory {str(socket.parent)!r} is not here", "mount it from the node"
     set_pod_uid = "set the environment variable POD_UID from the Downward API (fieldRef: metadata.uid)"
-    container_uid = os.environ.get("POD_UID") or parse_container_uid(cgroup, procfs.mounted_roots())
+    container_uid = os.environ.get("POD_UID") or parse_container_uid(cgroup, _mounted_roots(procfs))
     if container_uid is None:
         return None, "the pod's UID is not to be seen here", set_pod_uid
     if not is_container_uid(container_uid):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from runner.base.errors import HostError
 from runner.base.values import frozen
 from runner.kernel.mount_api import CMD_RECONFIGURE, SET_FLAG, configure, pick_file_system
-from runner.kernel.small_files import read_text
+from runner.kernel.mounts import read_mounts
 
 NSDELEGATE = "nsdelegate"
 """The option that makes a cgroup namespace a border: its processes move none across it, and do not write the limits of its root."""
@@ -36,18 +38,16 @@ class CgroupMounts:
 
 
 def read_cgroup_mounts(proc: Path) -> CgroupMounts:
-    """Return the mount points of cgroups in this process's mount namespace (``/proc/self/mountinfo``, proc_pid_mountinfo(5))."""
+    """Return the mount points of cgroups in this process's mount namespace; none if its mounts cannot be read."""
     unified, legacy = None, {}
     options: tuple[str, ...] = ()
-    for line in filter(None, read_text(proc / "self/mountinfo").split("\n")):  # splitlines() would part names
-        left, _, right = line.partition(" - ")
-        kind, _, words = right.partition(" ")
-        mount_point = left.split()[4]
-        named = tuple(word for word in words.partition(" ")[2].split(",") if word not in {"rw", "ro"})
-        if kind == "cgroup2":
-            unified, options = unified or mount_point, named
-        elif kind == "cgroup":
-            legacy.update(dict.fromkeys(named, mount_point))
+    with suppress(HostError):
+        for mount in read_mounts(proc):
+            named = tuple(word for word in mount.options if word not in {"rw", "ro"})
+            if mount.kind == "cgroup2":
+                unified, options = unified or str(mount.point), named
+            elif mount.kind == "cgroup":
+                legacy.update(dict.fromkeys(named, str(mount.point)))
     return CgroupMounts(unified, legacy, options)
 
 

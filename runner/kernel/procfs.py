@@ -423,13 +423,6 @@ class Procfs:
         """Return this process's ``oom_score_adj``, from -1000 to 1000."""
         return int(self._read("self/oom_score_adj"))
 
-    def mounted_roots(self) -> list[str]:
-        """Return, for each mount point of this process, the directory of the file system that is mounted there.
-
-        That is field 4 of ``proc_pid_mountinfo(5)``.
-        """
-        return [line.split(" ")[3] for line in _lines(self._read("self/mountinfo", "the mounts of this process"))]
-
     def memory_total(self) -> int:
         """Return the machine's RAM in bytes (``MemTotal``)."""
         fields = _fields(self._read("meminfo", f"the machine's memory in {self.root}"))

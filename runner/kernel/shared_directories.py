@@ -8,7 +8,6 @@ link there, through which the guest could write to it.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,7 @@ from pathlib import PurePosixPath
 
 from runner.base.values import frozen
 from runner.facts.roots import Roots
-from runner.kernel.small_files import read_text
+from runner.kernel.mounts import read_mounts
 
 _MOST_LINKS = 40
 """Links on one path that the kernel follows (``MAXSYMLINKS``, ``include/linux/namei.h``)."""
@@ -98,11 +97,10 @@ class SharedDirectories:
 
 
 def shared_directories(paths: Iterable[PurePosixPath], roots: Roots) -> SharedDirectories:
-    """Return the directories *paths*, with the mounts that this process has now (proc_pid_mountinfo(5))."""
+    """Return the directories *paths*, with the mounts that this process has now. Raises :exc:`~runner.base.errors.HostError`."""
     given = tuple(paths)
-    # Not splitlines(): of all its line ends, the kernel escapes "\n" alone in a name.
-    lines = filter(None, read_text(roots.proc / "self/mountinfo").split("\n") if given else [])
-    mounts = [_parse_mount(line) for line in lines]
+    found = read_mounts(roots.proc) if given else []
+    mounts = [(each.point, _MountedDirectory(each.device, each.root)) for each in found]
     visible = dict(mounts)  # of several mounts at one point the last hides the others
     return SharedDirectories(tuple(_shared(path, mounts, visible) for path in given), visible)
 
@@ -124,16 +122,6 @@ def _place(directory: PurePosixPath, mounts: dict[PurePosixPath, _MountedDirecto
         if (mounted := mounts.get(point)) is not None:
             return _MountedDirectory(mounted.device, mounted.path / directory.relative_to(point))
     return _MountedDirectory("", directory)
-
-
-def _parse_mount(line: str) -> tuple[PurePosixPath, _MountedDirectory]:
-    """Return the mount point that *line* names, and what is mounted there."""
-    _, _, device, top, point, *_ = line.split(" ")
-    return _unescaped(point), _MountedDirectory(device, _unescaped(top))
-
-
-def _unescaped(text: str) -> PurePosixPath:
-    return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text))
 
 
 def may_have(directory: str, file: os.stat_result, most: int = _MOST_ENTRIES) -> bool:

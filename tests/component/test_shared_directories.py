@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from runner.facts.roots import Roots
-from runner.kernel.cgroup_mounts import read_cgroup_mounts
 from runner.kernel.shared_directories import followed, may_have, shared_directories
 
 
@@ -26,16 +25,6 @@ def share(tmp_path: Path) -> Path:
 def holding(share: Path, path: Path) -> bool:
     directories = shared_directories([PurePosixPath(share)], Roots())
     return directories.holding(PurePosixPath(path)) == PurePosixPath(share)
-
-
-def test_mount_points_have_any_name(share: Path, tmp_path: Path) -> None:
-    """A pod names its mounts, and the kernel escapes only some of what Python takes for the end of a line."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    lines = (f"1 0 0:1 / /{name} rw - tmpfs t rw" for name in ("a\u2028b", "c\x0cd", "e\x85f"))
-    (tmp_path / "proc/self/mountinfo").write_text("\n".join((*lines, "2 0 0:2 / /cgroup rw - cgroup2 c rw")) + "\n")
-    directories = shared_directories([PurePosixPath(share)], Roots(proc=tmp_path / "proc"))
-    assert PurePosixPath("/a\u2028b") in directories.mounts
-    assert read_cgroup_mounts(tmp_path / "proc").unified == "/cgroup"
 
 
 def test_a_path_leads_through_a_share_by_its_name_and_by_links(share: Path, tmp_path: Path) -> None:

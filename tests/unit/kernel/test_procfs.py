@@ -199,7 +199,6 @@ def test_the_name_of_a_process_cannot_hold_a_line() -> None:
         Procfs.oom_score_adj,
         Procfs.cpu_vendor,
         Procfs.memory_total,
-        Procfs.mounted_roots,
         Procfs.status,
         Procfs.cgroup,
     ],
