@@ -118,6 +118,13 @@ EPYC = attrs.evolve(
     qemu_version="10.0.2",
     address_bits=52,
 )
+NODE = attrs.evolve(
+    EPYC,
+    allowed_cpus=CpuSet.parse("2-3,10-11"),
+    container_uid="3ceda12c-3ee9-40fa-9f42-61428fe654a6",
+    controller_error=None,
+    delegation_error=None,
+)
 
 
 def plan_of(text: str, facts: HostFacts = FACTS) -> InstancePlan:

@@ -1,31 +1,23 @@
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import attrs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from runner.base.cpuset import CpuSet
 from runner.base.document_value import Value
 from runner.base.errors import RefusedError, SpecError
 from runner.facts.hardware import Hardware
 from runner.kubelet.state_files import parse_cpu_state, parse_memory_state
-from runner.node_plan.admission import KubeletConfiguration, Outcome
+from runner.node_plan.admission import Outcome
 from runner.node_plan.allocatable import node_allocatable
 from runner.node_plan.configuration import parse_kubelet_configuration
 from runner.node_plan.device_manager import Devices
-from runner.node_plan.general_filter import total_requests
 from runner.node_plan.manifests import parse_manifests
 from runner.node_plan.node_plan import (
-    KnownPods,
     NodePlan,
     States,
     WhatIf,
@@ -35,69 +27,24 @@ from runner.node_plan.node_plan import (
     start_node,
     unclear_pods,
 )
-from runner.node_plan.pod_notes import OWN_CONTAINER, OWN_RESOURCES
+from runner.node_plan.pod_notes import OWN_RESOURCES
 from runner.node_plan.quirks import KubeletConfigError
-from runner.node_plan.report.node_json import ContainerDocument
-from runner.node_plan.report.picture import MORE, owners_of, picture_lines
-from runner.node_plan.report.svg import picture_svg
-from runner.node_plan.report.text import node_json, node_lines, runs_of
+from runner.node_plan.report.picture import owners_of
+from runner.node_plan.report.text import node_json
 from tests.support.json_schemas import fitting
+from tests.support.node_plans import (
+    EPYC,
+    GPU,
+    HEAD,
+    STATIC,
+    configuration,
+    host,
+    planned,
+    pod,
+    shown,
+)
 
 pytestmark = pytest.mark.kubelet_model
-
-ROOT = Path(__file__).parents[3]
-HOSTS = ROOT / "tests/data/hosts"
-EPYC = Hardware.from_json((ROOT / "examples/plan/dual-epyc.json").read_text())
-HEAD = {
-    "apiVersion": "kubelet.config.k8s.io/v1beta1",
-    "kind": "KubeletConfiguration",
-    "cpuManagerPolicy": "static",
-    "systemReserved": {"cpu": "1"},
-}
-STATIC: dict[str, Any] = {
-    "memoryManagerPolicy": "Static",
-    "reservedMemory": [{"limits": {"memory": "100Mi"}}],
-    "topologyManagerPolicy": "best-effort",
-}
-NO_DEVICES: Devices = {}
-NOTHING: Mapping[str, object] = {}
-GPU = "nvidia.com/gpu"
-NO_STATES = States()
-
-
-def host(name: str) -> Hardware:
-    return Hardware.from_json((HOSTS / f"{name}.json").read_text())
-
-
-def configuration(hardware: Hardware, **keys: Any) -> KubeletConfiguration:
-    return parse_kubelet_configuration(Value(HEAD | keys, "k.yaml"), hardware, 36)[0]
-
-
-def pod(name: str, cpus: object, memory: str = "1Gi", more: Mapping[str, object] = NOTHING) -> dict[str, Any]:
-    containers = [{"name": "vm", "resources": {"limits": {"cpu": cpus, "memory": memory, **more}}}]
-    return {"kind": "Pod", "metadata": {"name": name}, "spec": {"containers": containers}}
-
-
-def planned(
-    hardware: Hardware,
-    *pods: dict[str, Any],
-    devices: Devices = NO_DEVICES,
-    states: States = NO_STATES,
-    running: Sequence[dict[str, Any]] | None = None,
-    **keys: Any,
-) -> NodePlan:
-    configured = configuration(hardware, **keys)
-    manifests, _ = parse_manifests([Value(each, "p.yaml") for each in pods], pod_level_resources=True)
-    there, _ = parse_manifests([Value(each, "r.yaml") for each in running or ()], pod_level_resources=True)
-    before = start_node(hardware, configured, devices, states, None if running is None else there)
-    unclear = unclear_pods(states) if running is None else {}
-    known: KnownPods = "exclusive" if states != NO_STATES else "none"
-    known = known if running is None else "all"
-    return plan_node(hardware, configured, before, manifests, unclear=unclear, known=known)
-
-
-def shown(plan: NodePlan, width: int = 120) -> str:
-    return "\n".join(node_lines(plan, width=width, colour=False))
 
 
 CPU_STATE = b'{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"uid-1":{"vm":"1-2"}},"checksum":1}'
@@ -386,232 +333,6 @@ def test_pod_level_resources_leave_an_instance_without_cpus() -> None:
     assert off.pods[0].notes[-1].startswith("an API server with this gate off, too, removes spec.resources")
 
 
-# --- pod-level resources (gate PodLevelResourceManagers) --------------------------------------------------------------
-
-MANAGED: dict[str, Any] = STATIC | {
-    "topologyManagerPolicy": "restricted",
-    "topologyManagerScope": "pod",
-    "featureGates": {"PodLevelResourceManagers": True},
-    "reservedSystemCPUs": "0,64",
-}
-SIDECAR = {"restartPolicy": "Always"}
-
-
-def own(cpus: object, memory: str = "1Gi", **more: str) -> dict[str, Any]:
-    return {"resources": {"limits": {"cpu": cpus, "memory": memory, **more}}}
-
-
-def whole(cpus: object = 8, memory: str = "8Gi", more: Mapping[str, Any] = NOTHING, **apps: Any) -> dict[str, Any]:
-    """Return the manifest of a pod with an init container, two sidecars (*more* of them), an instance, and other *apps*."""
-    resources = {"cpu": cpus, "memory": memory}
-    first = {"fetch": {}, "proxy": {**own(1), **SIDECAR}, "logs": SIDECAR, **more}
-    spec = {
-        "resources": {"limits": resources, "requests": resources},
-        "initContainers": [{"name": name, **each} for name, each in first.items()],
-        "containers": [{"name": name, **each} for name, each in ({"vm": own(4, "4Gi")} | apps).items()],
-    }
-    return {"kind": "Pod", "metadata": {"name": "whole"}, "spec": spec}
-
-
-def test_a_pod_with_sidecars_on_its_own_shared_cpus() -> None:
-    plan = planned(EPYC, whole(metrics={}), **MANAGED)
-    assert plan.fits
-    text = shown(plan)
-    [sample] = re.findall(
-        r"^```\n(  whole .*?)^```", (ROOT / "examples/plan/README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert set(sample.splitlines()) <= set(text.splitlines())
-    assert (
-        """
-pod         whole (Guaranteed): admitted
-  whole     exclusive CPUs 1-4,65-68; 8Gi memory on NUMA node 0
-  gets      fetch (init): the pod's CPUs 1-4,65-68; the pod's 8Gi memory on NUMA node 0; affinity {0} preferred
-  gets      proxy (sidecar): exclusive CPUs 1; 1Gi memory on NUMA node 0; affinity {0} preferred
-  gets      logs (sidecar): the pod's shared CPUs 4,65,68; the pod's 3Gi memory on NUMA node 0; affinity {0} preferred
-  gets      vm: exclusive CPUs 2-3,66-67; 4Gi memory on NUMA node 0; affinity {0} preferred
-  vCPUs     packed-siblings, 2 threads a core: 0,2→2-3, 1,3→66-67
-  gets      metrics: the pod's shared CPUs 4,65,68; the pod's 3Gi memory on NUMA node 0; affinity {0} preferred
-"""
-        in text
-    )
-    assert "       0-31  #DBB C... " in text
-    assert "      64-95  #CBB C... " in text
-    assert text.endswith(
-        """
-A whole/fetch (init)  1-4,65-68
-B whole/vm  2-3,66-67
-C whole/logs (sidecar), metrics  4,65,68
-D whole/proxy (sidecar)  1"""
-    )
-    assert node_json(plan)["pods"][0]["pod_cpus"] == "1-4,65-68"
-    assert node_json(plan)["pods"][0]["pod_memory"] == [{"resource": "memory", "bytes": 8 << 30, "numa_nodes": [0]}]
-    shared = {each["name"]: (each["cpus"], each["pod_cpus"], each["shares_memory"]) for each in containers_of(plan)}
-    assert shared == {
-        "fetch": ("", "1-4,65-68", True),
-        "proxy": ("1", "", False),
-        "logs": ("", "4,65,68", True),
-        "vm": ("2-3,66-67", "", False),
-        "metrics": ("", "4,65,68", True),
-    }
-    assert plan.pods[0].cpus == CpuSet.parse("1-4,65-68")
-    fit = fit_of(4, None, plan)
-    assert (fit.container, fit.placement and fit.placement.pins) == ("vm", (2, 66, 3, 67))
-    assert fit_of("all", None, plan).vcpus == 4
-    assert "cpu.cpus names 4" in fit_of(2, CpuSet.parse("3-4"), plan).error
-
-
-def containers_of(plan: NodePlan) -> list[ContainerDocument]:
-    return node_json(plan)["pods"][0]["containers"]
-
-
-def test_the_drawing_shows_each_part_of_a_pods_memory_once() -> None:
-    picture = picture_svg(planned(EPYC, whole(metrics={}), **MANAGED))
-    titles = re.findall(r"<title>(whole[^<]*Gi)</title>", picture)
-    assert titles == ["whole/proxy (sidecar): 1.0Gi", "whole/logs (sidecar), metrics: 3.0Gi", "whole/vm: 4.0Gi"]
-    assert "<title>CPU 65, core 1: whole/logs (sidecar), metrics</title>" in picture
-
-
-def test_scope_container_has_sidecars_in_the_nodes_shared_pool() -> None:
-    keys = MANAGED | {"topologyManagerScope": "container"}
-    plan = planned(EPYC, whole(metrics={}), **keys | {"memoryManagerPolicy": "None"})
-    assert {each.container.name: str(each.cpus) for each in plan.pods[0].containers if each.cpus} == {
-        "proxy": "1",
-        "vm": "2-3,66-67",
-    }
-    assert not any(each.pod_cpus or each.shares_memory for each in plan.pods[0].containers)
-    assert (plan.pods[0].notes, str(plan.pods[0].cpus)) == ((), "1-3,66-67")
-    assert "  gets      metrics: the shared pool\n" in shown(plan)
-    rejected = planned(EPYC, whole(), **keys)
-    assert rejected.pods[0].notes[-1].startswith("container 'logs' has no memory of its own, since it lacks requests")
-
-
-def test_what_a_restart_of_the_kubelet_does_to_a_pod_as_a_whole() -> None:
-    (rejects,) = planned(EPYC, whole(), **MANAGED).pods[0].notes
-    assert rejects.startswith(
-        "if this kubelet is restarted, it admits the pod again and rejects it (TopologyAffinityError)"
-    )
-    alone = whole(4, "4Gi")
-    alone["spec"]["initContainers"] = []
-    (moves,) = planned(EPYC, alone, **MANAGED).pods[0].notes
-    assert "gives it other CPUs (3-4,67-68)" in moves
-
-
-@pytest.mark.parametrize(
-    ("manifest", "keys", "note"),
-    [
-        (whole("8500m", "8Gi"), {}, "its pod-level request (spec.resources) is 8.5 CPUs, which is not a whole number"),
-        (whole(5), {}, "pod rejected, sum of exclusive container cpu requests equals pod budget"),
-        (whole(8, "5Gi"), {}, "pod rejected, sum of exclusive container memory requests equals pod budget"),
-        (whole(vm=own(4, "4Gi", **{GPU: "1"})), {}, "its devices are assigned when its containers start"),
-        (whole(more={"logs": {**own(1), **SIDECAR}}), {}, "CPUs 4,68 are the pod's and no container's"),
-    ],
-)
-def test_notes_about_pods_as_a_whole(manifest: dict[str, Any], keys: dict[str, Any], note: str) -> None:
-    plan = planned(EPYC, manifest, **MANAGED | keys)
-    assert any(each.startswith(note) for each in plan.pods[0].notes), plan.pods[0].notes
-
-
-def test_other_policies_for_a_rejected_pod_name_exclusive_cpus_alone() -> None:
-    wide = whole(80, "8Gi", vm=own(70, "4Gi"))
-    plan = planned(EPYC, wide, **MANAGED | {"topologyManagerPolicy": "single-numa-node"})
-    (admits,) = [each for each in plan.pods[0].explanation.alternatives if each.outcome is Outcome.ADMITTED]
-    assert admits.policy.value == "best-effort"
-    assert {name: len(cpus) for name, cpus in admits.cpus.items()} == {"proxy": 1, "vm": 70}
-
-
-def test_an_instance_whose_container_has_no_cpus_of_its_own_does_not_fit() -> None:
-    shared = whole(vm={})
-    shared["spec"]["initContainers"] = []
-    plan = planned(EPYC, shared, **MANAGED)
-    assert plan.fits
-    assert str(plan.pods[0].cpus) == "1-4,65-68"
-    assert fit_of(4, None, plan).error == f"no container gets exclusive CPUs; {OWN_CONTAINER}"
-
-
-def test_running_pods_as_a_whole_are_taken_from_the_state_files() -> None:
-    first = planned(EPYC, whole(metrics={}), **MANAGED).after
-    assert first.kubelet.memory_manager
-    files = States(first.cpus, first.memory)
-    plan = planned(EPYC, pod("new", 4), states=files, **MANAGED)
-    assert plan.fits
-    assert plan.notes == ()
-    assert str(plan.pods[0].cpus) == "5-6,69-70"
-    assert total_requests(plan.before.active.values()) == {"cpu": 8000, "memory": 8 << 30, "ephemeral-storage": 0}
-    assert [(owner.sign, owner.name, str(owner.cpus)) for owner in owners_of(plan)] == [
-        ("A", "new", "5-6,69-70"),
-        ("a", "whole/fetch", "1-4,65-68"),
-        ("b", "whole/vm", "2-3,66-67"),
-        ("c", "whole/logs, metrics", "4,65,68"),
-        ("d", "whole/proxy", "1"),
-    ]
-    ended = planned(EPYC, pod("new", 4), states=files, running=[], **MANAGED)
-    assert str(ended.pods[0].cpus) == "1-2,65-66"
-    off = planned(EPYC, pod("new", 4), states=files, **MANAGED | {"featureGates": {}})
-    assert "the kubelet does not start with this file" in off.notes[0]
-
-
-def test_a_pod_that_was_rejected_after_its_cpus_gives_them_back() -> None:
-    full = planned(EPYC, pod("one", 100), **STATIC).after
-    assert full.kubelet.memory_manager
-    files = States(cpu=full.cpus, memory=full.kubelet.memory_manager.without(full.memory, "one"))
-    plan = planned(EPYC, pod("new", 100), states=files, **STATIC)
-    assert [each.explanation.admission.admitted for each in plan.pods] == [True]
-    assert [note.partition(":")[0] for note in plan.notes] == [
-        "one is in cpu_manager_state and without memory in memory_manager_state"
-    ]
-    assert [owner.name for owner in owners_of(plan)] == ["new"]
-
-
-def test_the_real_kubelets_files_show_which_pods_are_active(
-    vectors: Callable[[str], Iterator[tuple[dict[str, Any], dict[str, Any]]]],
-) -> None:
-    seen = Counter[str]()
-    for case, result in vectors("sim"):
-        active = dict[str, dict[str, Any]]()
-        for step, answer in zip(case["steps"], result["steps"], strict=True):
-            if step["op"] == "admit" and answer["admit"]:
-                active[step["pod"]] = step
-            elif step["op"] == "remove_pod":
-                active.pop(step["pod"], None)
-            files = {name: text.encode() for name, text in answer.get("files", {}).items()}
-            if len(files) == 2:
-                states = States(
-                    parse_cpu_state(files["cpu_manager_state"]), parse_memory_state(files["memory_manager_state"])
-                )
-                stale_cpus, stale_memory = stale_pods(states)
-                assert not stale_cpus & active.keys()
-                seen["rejected"] += len(stale_cpus)
-                seen["ended"] += len(stale_memory - active.keys())
-                for uid in stale_memory & active.keys():
-                    assert not any(each["requests"]["cpu"].isdigit() for each in active[uid]["containers"])
-                    seen["active without exclusive CPUs"] += 1
-    assert all(seen[each] for each in ("rejected", "ended", "active without exclusive CPUs"))
-
-
-@pytest.mark.parametrize(
-    ("cpus", "shown_before", "note"),
-    [
-        (
-            b'{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"u":{"a":"1"}},"podEntries":{"u":{"cpuSet":"1-2"}}}',
-            "u/a has 1; u has 1-2",
-            "u is in cpu_manager_state with CPUs of the pod as a whole, which only",
-        ),
-        (
-            b'{"policyName":"static","defaultCpuSet":"0,3-7","entries":{"5baab67f1daf":"1-2"}}',
-            "unknown pods have 1-2",
-            "cpu_manager_state (version 1) does not say whose pod's the CPUs 1-2 are",
-        ),
-    ],
-)
-def test_cpus_of_whole_pods_and_of_unknown_pods_are_taken(cpus: bytes, shown_before: str, note: str) -> None:
-    states = States(cpu=parse_cpu_state(cpus))
-    plan = planned(host("vm-8"), pod("new", 5), pod("more", 1), states=states)
-    assert [each.explanation.admission.admitted for each in plan.pods] == [True, False]
-    assert str(plan.pods[0].cpus) == "3-7"
-    assert [each[: len(note)] for each in plan.notes] == [note]
-    assert f" {shown_before}\n" in shown(plan)
-
-
 # --- an instance's document -------------------------------------------------------------------------------------------
 
 
@@ -638,188 +359,6 @@ def test_an_instance_that_does_not_fit() -> None:
     assert fit_of(1, None, planned(EPYC)).error == "no container gets exclusive CPUs"
     assert not attrs.evolve(plan, fit=fit_of(5, None, plan)).fits
     assert attrs.evolve(plan, fit=fit_of(4, None, plan)).fits
-
-
-# --- text, JSON ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pins", "runs"),
-    [
-        ((5,), ["0→5"]),
-        ((1, 2, 3), ["0-2→1-3"]),
-        ((1, 65, 2, 66, 3, 67, 4, 68), ["0,2..6→1-4", "1,3..7→65-68"]),
-        ((1, 65, 2, 66), ["0,2→1-2", "1,3→65-66"]),
-        ((9, 3, 7), ["0→9", "1→3", "2→7"]),
-        ((0, 1, 2, 3, 64, 65, 66, 67), ["0-3→0-3", "4-7→64-67"]),
-    ],
-)
-def test_pins_in_runs(pins: tuple[int, ...], runs: list[str]) -> None:
-    assert list(runs_of(pins)) == runs
-
-
-@given(st.lists(st.integers(0, 40), unique=True, min_size=1))
-def test_runs_contain_every_pin_once(pins: list[int]) -> None:
-    shown_pins: dict[int, int] = {}
-    for run in runs_of(pins):
-        vcpus, cpus = (_numbers(each) for each in run.split("→"))
-        assert len(vcpus) == len(cpus)
-        shown_pins |= dict(zip(vcpus, cpus, strict=True))
-    assert shown_pins == dict(enumerate(pins))
-
-
-def _numbers(text: str) -> list[int]:
-    if ".." in text:
-        first, rest = text.split(",")
-        second, last = rest.split("..")
-        return list(range(int(first), int(last) + 1, int(second) - int(first)))
-    if "-" in text:
-        first, last = text.split("-")
-        return list(range(int(first), int(last) + 1))
-    return [int(number) for number in text.split(",")]
-
-
-def test_alternatives_are_a_table_if_it_is_narrow_enough() -> None:
-    plan = planned(EPYC, pod("p", 40))
-    other = WhatIf("topologyManagerPolicy=none", planned(EPYC, pod("p", 2)))
-    plan = attrs.evolve(plan, what_if=(other, WhatIf("x=y", None, "no")))
-    table = """
-what if                     p           shared pool
-as it is                    1-20,65-84  0,21-64,85-127
-topologyManagerPolicy=none  1,65        0,2-64,66-127
-x=y                         the kubelet would not start: no
-"""
-    assert table in shown(plan, 61)
-    blocks = """
-what if     as it is
-            p: 1-20,65-84
-            shared pool: 0,21-64,85-127
-what if     topologyManagerPolicy=none
-            p: 1,65
-            shared pool: 0,2-64,66-127
-what if     x=y
-            the kubelet would not start: no
-"""
-    assert blocks in shown(plan, 50)
-
-
-def test_json_is_plain_and_the_same_every_time() -> None:
-    plan = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
-    plan = attrs.evolve(plan, what_if=(WhatIf("x=y", None, "no"), WhatIf("y=z", plan)), fit=fit_of(2, None, plan))
-    document: Any = fitting("node", node_json(plan))
-    assert json.loads(json.dumps(document)) == document
-    again = planned(EPYC, pod("p", 40), pod("q", 400), topologyManagerPolicy="restricted")
-    assert node_json(again)["pods"] == document["pods"]
-    first, second = document["pods"]
-    assert first["containers"][0]["cpus"] == "1-20,65-84"
-    assert first["containers"][0]["placement"]["pins"][:4] == [1, 65, 2, 66]
-    assert (second["outcome"], second["reason"], second["containers"]) == ("rejected", "TopologyAffinityError", [])
-    assert second["missing"][0]["wanted"] == 400
-    assert document["what_if"][0] == {"name": "x=y", "refusal": "no", "pods": [], "after": None, "if_live": None}
-    assert document["after"]["shared_pool"] == "0,21-64,85-127"
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-ALL_HOSTS = sorted(path.stem for path in HOSTS.glob("*.json"))
-
-
-ROW = re.compile(r" +[0-9]+((-|\.\.)[0-9]+)?  ")
-
-
-def cells(plan: NodePlan, width: int) -> Counter[str]:
-    rows = [line[13:] for line in picture_lines(plan, width=width, colour=False) if ROW.match(line)]
-    return Counter("".join(rows)) - Counter({" ": len("".join(rows))})
-
-
-@pytest.mark.parametrize("name", ALL_HOSTS)
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_every_cpu_is_in_the_picture_once_whatever_the_width(name: str, width: int) -> None:
-    hardware = host(name)
-    plan = planned(hardware, pod("a", 2), pod("b", 3))
-    counted = cells(plan, width)
-    assert counted == Counter({"A": 2, "B": 3, "#": 1, ".": len(hardware.cpus) - 6})
-    rows = [line for line in picture_lines(plan, width=width, colour=False) if ROW.match(line)]
-    assert max(map(len, rows)) <= width
-
-
-def test_a_title_breaks_between_resources() -> None:
-    lines = list(picture_lines(planned(EPYC, devices={GPU: {0: 4}}, **STATIC), width=80, colour=False))
-    assert lines[:2] == [
-        "NUMA node 0 (socket 0): 63 of 64 CPUs free, memory 18.7Gi of 18.7Gi free",
-        "             hugepages-2Mi 108.5Gi of 108.5Gi free, nvidia.com/gpu 4 of 4 free",
-    ]
-
-
-def test_a_core_is_a_column_and_a_cache_is_a_group() -> None:
-    rows = [line for line in picture_lines(planned(EPYC, pod("p", 4)), width=80, colour=False) if ROW.match(line)]
-    assert rows[0] == "       0-31  #AA. .... .... .... .... .... .... ...."
-    assert rows[1] == "      64-95  .AA. .... .... .... .... .... .... ...."
-
-
-def test_unequal_cores_and_siblings_side_by_side() -> None:
-    lines = list(picture_lines(planned(host("core-i9-13900k")), width=80, colour=False))
-    assert lines[1:3] == ["      0..31  ........#...............", "      1..15  ........"]
-    lines = list(picture_lines(planned(host("power9-2s")), width=80, colour=False))
-    assert lines[1].split() == ["0..60", "#", *["."] * 15]
-
-
-def test_owners_after_the_last_letter_have_a_sign_too() -> None:
-    plan = planned(EPYC, *(pod(f"p{number}", 2) for number in range(30)))
-    assert [owner.sign for owner in owners_of(plan)][24:28] == ["Y", "Z", MORE, MORE]
-    assert cells(plan, 100)[MORE] == 8
-
-
-def test_colours_change_nothing_but_colours() -> None:
-    plan = planned(EPYC, pod("p", 40), pod("q", 8))
-    plain = "\n".join(picture_lines(plan, width=80, colour=False))
-    coloured = "\n".join(picture_lines(plan, width=80, colour=True))
-    escapes = ("\x1b[2m", "\x1b[1;32m", "\x1b[1;36m", "\x1b[0m")
-    for escape in escapes:
-        assert escape in coloured
-        coloured = coloured.replace(escape, "")
-    assert coloured == plain
-
-
-@pytest.mark.parametrize("name", ALL_HOSTS)
-def test_an_svg_has_every_cpu_once_inside_its_frame(name: str) -> None:
-    plan = planned(host(name), pod("a <&> b", 2), pod("c", 3))
-    text = picture_svg(plan)
-    assert text == picture_svg(plan)
-    root = ET.fromstring(text)  # noqa: S314 - our own text
-    space = "{http://www.w3.org/2000/svg}"
-    titles = [title.text or "" for title in root.iter(f"{space}title")]
-    cpus = [int(title.split()[1].rstrip(",")) for title in titles if title.startswith("CPU ")]
-    assert sorted(cpus) == list(plan.hardware.online)
-    assert sum(title.endswith(": a <&> b") for title in titles) == 2
-    width, height = int(root.attrib["width"]), int(root.attrib["height"])
-    places = list(_places(root, 0, 0))
-    assert all(x >= 0 and x + w <= width and y >= 0 and y + h <= height for x, y, w, h in places)
-
-
-def _places(element: ET.Element, x: int, y: int) -> Iterator[tuple[float, float, float, float]]:
-    """Yield x, y, width and height of each rectangle of *element*."""
-    moved = element.attrib.get("transform", "")
-    if moved:
-        right, down = moved.removeprefix("translate(").removesuffix(")").split()
-        x, y = x + int(right), y + int(down)
-    for child in element:
-        if child.tag.endswith("rect"):
-            here = {key: float(child.attrib.get(key, "0")) for key in ("x", "y", "width", "height")}
-            yield x + here["x"], y + here["y"], here["width"], here["height"]
-        yield from _places(child, x, y)
-
-
-@given(st.lists(st.tuples(st.integers(1, 80), st.sampled_from(["1Gi", "20Gi", "300Gi"])), max_size=6))
-@settings(max_examples=40)
-def test_all_cpus_are_accounted_for_after_any_pods(asked: list[tuple[int, str]]) -> None:
-    plan = planned(EPYC, *(pod(f"p{number}", *each) for number, each in enumerate(asked)), **STATIC)
-    given_away = [container.cpus for each in plan.pods for container in each.containers]
-    assert sum(map(len, given_away)) + len(plan.after.shared_pool) == len(EPYC.cpus)
-    assert len(plan.pods) == len(asked)
-    assert shown(plan)
-    for each in plan.pods:
-        assert each.explanation.admission.admitted == bool(each.containers)
 
 
 # --- what the kubelet does wrong --------------------------------------------------------------------------------------

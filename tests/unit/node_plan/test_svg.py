@@ -10,7 +10,7 @@ import pytest
 
 from runner.node_plan.node_plan import NodePlan
 from runner.node_plan.report.svg import DARK, FILLS, LIGHT, picture_svg
-from tests.unit.node_plan.test_node_plan import EPYC, STATIC, host, planned, pod
+from tests.support.node_plans import EPYC, STATIC, host, planned, pod
 
 pytestmark = pytest.mark.kubelet_model
 

@@ -16,7 +16,7 @@ from runner.facts.host import HostFacts
 from runner.plan.argv.block_nodes import block_nodes, disk_device
 from runner.plan.disks import DiskPlan, Overlay, disk_words, within
 from runner.plan.instance import InstancePlan
-from tests.support.plans import FACTS, GIB, plan_of, problems
+from tests.support.plans import FACTS, GIB, KERNEL, plan_of, problems
 
 
 def disk_of(keys: str, **facts: object) -> DiskPlan:
@@ -190,3 +190,23 @@ def test_within_compares_whole_path_components() -> None:
     assert within(PurePosixPath("/images/a/b"), images)
     assert not within(PurePosixPath("/images"), images)
     assert not within(PurePosixPath("/images2/a"), images)
+
+
+def test_native_aio_that_the_machine_has_no_requests_for_is_remarked() -> None:
+    """Each thread of QEMU that serves such a disk takes 1024 of the machine's: two iothreads, and the main thread for the others."""
+    disks = "".join(
+        f'[[disk]]\npath = "/raw{number}"\naio = "native"\niothread = {each}\n'
+        for number, each in enumerate(("true", "true", "false", "false"))
+    )
+    images = {
+        PurePosixPath(f"/raw{number}"): FileFact("file", GIB, image=ImageFact("raw", GIB), direct=True)
+        for number in range(4)
+    }
+    facts = attrs.evolve(FACTS, files={**FACTS.files, **images})
+    for free, short in ((3072, None), (3000, 72), (None, None)):
+        plan = plan_of(KERNEL + disks, attrs.evolve(facts, aio_free=free))
+        remarks = [each for each in map(str, plan.remarks) if "aio" in each]
+        assert len(remarks) == (short is not None)
+        if short is not None:
+            assert 'aio "native" takes 3072 requests of the kernel\'s, and the machine has 3000 left' in remarks[0]
+            assert f"raise fs.aio-max-nr on the node by {short} at least" in remarks[0]

@@ -13,18 +13,18 @@ from runner.facts.disk import FileFact, ImageFact
 from runner.facts.host import PodQos, Resolver
 from runner.facts.network import PermanentNeighbour, Route
 from runner.plan.argv.by_hand import pasteable
-from runner.plan.argv.networks import passt_argv
+from runner.plan.argv.networks import dnsmasq_argv, passt_argv
 from runner.plan.descriptor_claims import with_disks
 from runner.plan.disks import disk_words
 from runner.plan.identity import Identity
 from runner.plan.instance import plan_instance
 from runner.plan.network_plan import BridgedPlan, InheritedFdPlan, Ipv6Plan, PasstPlan
-from runner.plan.network_planner import derived_subnet
+from runner.plan.network_planner import derived_mac, derived_subnet
 from runner.plan.render import plan_json, plan_lines
 from runner.spec.instance import parse_instance
 from tests.support.json_schemas import fitting
 from tests.support.plans import EPYC, FACTS, KERNEL, POD, plan_of, problems
-from tests.unit.plan.test_plan import MACHINES
+from tests.unit.plan.test_argv import MACHINES
 
 TAP = DescriptorFact("tap", "the tap 't0'", interface="t0", multi_queue=True)
 INHERITED = {
@@ -510,3 +510,40 @@ def test_every_kind_is_printed_and_in_the_script() -> None:
     script = pasteable(plan, None)
     for word in ("type macvtap mode bridge", "/usr/bin/passt", "exec 20<>", "multi_queue", "vectors=6"):
         assert word in script
+
+
+def test_a_bridged_guest_gets_the_pods_address() -> None:
+    network = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').networks[0]
+    assert isinstance(network, BridgedPlan)
+    assert (network.mac, network.mtu, str(network.guest)) == (POD.mac, 1450, "10.244.1.5/32")
+    assert network.routes == POD.routes
+    argv = dnsmasq_argv(plan_of(KERNEL + '[[network]]\nmode = "bridge"\n').dhcp[0])
+    assert "--dhcp-option=option:classless-static-route,169.254.1.1/32,0.0.0.0,0.0.0.0/0,169.254.1.1" in argv
+    assert "--shared-network=vmbr0,10.244.1.5" in argv
+
+
+def test_a_gateway_no_route_leads_to_gets_one() -> None:
+    lonely = attrs.evolve(POD, routes=(Route(IPv4Network("0.0.0.0/0"), IPv4Address("169.254.1.1"), onlink=True),))
+    plan = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n', attrs.evolve(FACTS, interfaces={"eth0": lonely}))
+    assert "--dhcp-option=option:classless-static-route,169.254.1.1/32,0.0.0.0,0.0.0.0/0,169.254.1.1" in dnsmasq_argv(
+        plan.dhcp[0]
+    )
+
+
+def test_a_plain_pod_network_needs_no_route_list() -> None:
+    plain = attrs.evolve(
+        POD,
+        addresses=(IPv4Interface("10.0.0.5/24"),),
+        routes=(Route(IPv4Network("0.0.0.0/0"), IPv4Address("10.0.0.1")),),
+    )
+    plan = plan_of(KERNEL + '[[network]]\nmode = "bridge"\n', attrs.evolve(FACTS, interfaces={"eth0": plain}))
+    argv = dnsmasq_argv(plan.dhcp[0])
+    assert "--dhcp-option=option:router,10.0.0.1" in argv
+    assert not any("classless" in argument for argument in argv)
+
+
+def test_mac_addresses_are_stable_and_unique() -> None:
+    a, b = Identity("a"), Identity("b")
+    assert derived_mac(a, 0) == derived_mac(a, 0)
+    assert len({derived_mac(each, index) for each in (a, b) for index in range(3)}) == 6
+    assert derived_mac(a, 0).startswith("52:54:00:")

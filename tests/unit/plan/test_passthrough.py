@@ -31,7 +31,7 @@ from runner.spec.instance import parse_instance
 from tests.support.fake_pci import Record, bar_window, fake_pci_tree, recorded_pci, vfio_facts
 from tests.support.json_schemas import fitting
 from tests.support.plans import EPYC, KERNEL, plan_of, problems
-from tests.unit.plan.test_plan import GOLDEN, lines
+from tests.unit.plan.test_argv import GOLDEN, lines
 
 GIB, MIB = 1 << 30, 1 << 20
 HGX = recorded_pci("hgx-h100")

@@ -10,8 +10,7 @@ import pytest
 
 from runner.placement.backends import ControllerPlacement, CpuTuning
 from tests.support.fake_pci import Record, recorded_pci, vfio_facts
-from tests.support.plans import EPYC, KERNEL, plan_of
-from tests.unit.plan.test_plan import NODE
+from tests.support.plans import EPYC, KERNEL, NODE, plan_of
 
 ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'
 GPU, NIC = "0000:18:00.0", "0000:19:00.0"

@@ -17,7 +17,7 @@ from runner.plan.passthrough_plan import DevicePlan, PassthroughPlan
 from runner.plan.render import plan_lines
 from tests.support.fake_pci import Record, recorded_pci, vfio_facts
 from tests.support.plans import EPYC, KERNEL, plan_of, problems
-from tests.unit.plan.test_plan import GOLDEN, lines
+from tests.unit.plan.test_argv import GOLDEN, lines
 
 ON_BOTH = '[cpu]\ncount = 8\ncpus = "1-2,65-66,33-34,97-98"\n[memory]\nsize = "64GiB"\n'
 ALL = '[[device]]\nvariable = "ALL"\n'
