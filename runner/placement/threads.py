@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, assert_never, get_args
 
 from runner.base.cpuset import CpuSet
 from runner.base.errors import UsageError
-from runner.base.values import frozen
+from runner.base.values import frozen, short_text
 from runner.facts.threads import ThreadStatus
 from runner.placement.backends import Backend, GuaranteeKind
 from runner.placement.children import IN_PODS_CGROUP, Role
@@ -386,7 +386,9 @@ def chosen_name(given: str, pod: str, *, otherwise: str) -> str:
 def _parse_names(document: Mapping[str, Any]) -> ReceiptNames:
     pod = document.get("pod") or {}
     full = "/".join(filter(None, (pod.get("namespace"), pod.get("name")))) if pod.get("name") else ""
-    return ReceiptNames(chosen_name(document.get("instance") or "", full, otherwise=UNNAMED), full, pod.get("uid", ""))
+    return ReceiptNames(
+        chosen_name(document.get("instance") or "", full, otherwise=UNNAMED), full, short_text(pod.get("uid", ""))
+    )
 
 
 def _parse_thread(document: Mapping[str, Any]) -> ObservedThread:

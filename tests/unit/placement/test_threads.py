@@ -231,6 +231,7 @@ def test_a_malformed_receipt_is_refused(document: str) -> None:
         {"threads": [{**VCPUS[0].to_json(), "allowed_cpus": ""}]},
         {"threads": [{**VCPUS[0].to_json(), "role": "cook"}]},
         {"pod": "web-1"},
+        {"pod": {"name": "web-1", "uid": 1}},
     ],
 )
 def test_a_receipt_with_something_else_in_it(change: dict[str, Any]) -> None:
