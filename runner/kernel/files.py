@@ -148,6 +148,9 @@ def directory(path: PurePosixPath) -> Iterator[int]:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _refused(f"cannot make the directory {str(path)!r}", error) from error
+    except RecursionError:  # makedirs calls itself for each parent
+        remedy = "name another one with --state-dir"
+        raise RefusedError(f"cannot make the directory {str(path)!r}: it is too deep", remedy=remedy) from None
     with closing(fd):
         found = os.fstat(fd)
         open_to_all = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID == 0o777  # noqa: PLR2004 - a mode

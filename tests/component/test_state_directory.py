@@ -123,3 +123,9 @@ def test_a_state_directory_that_others_may_rename_is_refused(tmp_path: Path) -> 
             pass
     finally:
         subprocess.run(["umount", above / "sub"], check=True)
+
+
+def test_a_state_directory_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="it is too deep"), files.directory(PurePosixPath(tmp_path / ("x/" * 1500))):
+        pytest.fail("it was made")
+    assert [*tmp_path.iterdir()] == []
