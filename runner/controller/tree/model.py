@@ -35,13 +35,13 @@ def groups_below(pod_uid: str) -> tuple[str, str]:
 class Group:
     """The float or the vCPUs' group of an instance, as observed."""
 
-    kind: str
-    """``cgroup.type``."""
     cpus: CpuSet
     """``cpuset.cpus``; empty if nothing was written, or while the cpuset controller is off."""
     mems: CpuSet
     effective: CpuSet
     """``cpuset.cpus.effective``."""
+    threaded: bool
+    """Whether its ``cgroup.type`` is that; a new group is "domain invalid"."""
     populated: bool
     """Whether it has a live member, or a child group that a pod has made; then it cannot be removed."""
     limits: Mapping[str, str] = attrs.field(factory=dict)

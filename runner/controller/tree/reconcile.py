@@ -234,7 +234,7 @@ def _actions(this: _Pass) -> Iterator[Action]:
     for path in targets:
         if path not in groups:
             yield Make(path)
-        if path not in groups or groups[path].kind != "threaded":
+        if path not in groups or not groups[path].threaded:
             yield Write(path, "cgroup.type", "threaded")
         named = groups[path].mems if path in groups else CpuSet()
         if not desired.mems <= named:
@@ -578,7 +578,7 @@ def silent_fallbacks(observed: Observed, online: CpuSet) -> Mapping[str, Group]:
         name: group
         for name, group in observed.groups.items()
         if group.cpus
-        and group.kind == "threaded"
+        and group.threaded
         and group.effective != group.cpus & online
         and not (group.partition == ISOLATED and group.effective == group.exclusive & online)
     }

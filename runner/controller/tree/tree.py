@@ -340,15 +340,15 @@ def _observe_domain(group: Cgroup, limits: Iterable[str]) -> Domain:
 
 
 def _observe(group: Cgroup) -> Group:
-    kind = group.kind()
+    threaded = group.kind() == "threaded"
     populated = group.populated() or (group.name == VCPUS and bool(group.children()))
     limits = _limits(group, _GROUP_LIMITS)
     try:
         cpus, mems, effective = group.cpus(), group.mems(), group.effective_cpus()
         exclusive, partition = group.exclusive_cpus() or CpuSet(), group.partition()
-        return Group(kind, cpus, mems, effective, populated, limits, exclusive, partition)
+        return Group(cpus, mems, effective, threaded, populated, limits, exclusive, partition)
     except CgroupError as error:
         if not error.gone:
             raise
         # No cpuset files: the controller is disabled in an ancestor, or the group was just removed.
-        return Group(kind, CpuSet(), CpuSet(), CpuSet(), populated, limits)
+        return Group(CpuSet(), CpuSet(), CpuSet(), threaded, populated, limits)

@@ -770,7 +770,7 @@ async def test_what_a_pod_changes_again_and_again_is_logged_once_a_minute(caplog
     group, written = vcpus_group(A), Write(vcpus_group(A), "cpuset.cpus", "1")
     pass_log = PassLog(Tree(Cgroup("/nowhere")), ControllerCounters(), LogRateLimit(), kubelet=True)
     pass_log.last_cpus = {group: CpuSet([1])}
-    found = Group("threaded", CpuSet([2]), CpuSet(), CpuSet(), populated=True)
+    found = Group(CpuSet([2]), CpuSet(), CpuSet(), threaded=True, populated=True)
     observed = Observed(frozenset(), frozenset(), exists=True, groups={group: found})
     caplog.set_level(logging.INFO)
     for _ in range(50):

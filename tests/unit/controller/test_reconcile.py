@@ -60,10 +60,10 @@ BUILT = Observed(CPUSET, CPUSET, exists=True, enabled=CPUSET, cpus=ALL, mems=MEM
 
 
 def threaded(cpus: CpuSet, *, populated: bool = False, mems: CpuSet = MEMS) -> Group:
-    return Group("threaded", cpus, mems, cpus or ALL, populated, {"cgroup.max.descendants": "0"})
+    return Group(cpus, mems, cpus or ALL, threaded=True, populated=populated, limits={"cgroup.max.descendants": "0"})
 
 
-HALF_BUILT = Group("domain invalid", NONE, NONE, ALL, populated=False)
+HALF_BUILT = Group(NONE, NONE, ALL, threaded=False, populated=False)
 BYSTANDER = "f"
 """A pod that has a float, and nothing else of what the tests are about."""
 
@@ -86,7 +86,7 @@ def tree(base: Observed, vcpus: Mapping[str, Group], *, floats: Group | None = N
 
 def with_limits_of(controllers: frozenset[str], group: Group) -> Group:
     """Return *group* with the limits that it is to have, if it is finished."""
-    if group.kind != "threaded":
+    if not group.threaded:
         return group
     limits = {"cgroup.max.descendants": "0", "cpu.weight": "1", **group.limits}
     return attrs.evolve(group, limits={file: value for file, value in limits.items() if offers(controllers, file)})
@@ -160,7 +160,7 @@ def perform_on_group(observed: Observed, action: Action) -> Observed:
             assert not groups[name].was_sealed, "its CPUs would come back some time later"
             del groups[name]
         case Write(name, "cgroup.type", "threaded"):
-            groups[name] = attrs.evolve(groups[name], kind="threaded")
+            groups[name] = attrs.evolve(groups[name], threaded=True)
         case Write(name, "cpuset.cpus", value):
             assert "cpuset" in domain.enabled
             cpus = CpuSet.parse(value)
@@ -314,7 +314,7 @@ def check_case(desired: Desired, observed: Observed) -> None:
         assert of_floats(after) == desired.shared_pool - held == float_cpus(desired, observed)
     for uid, group in after.instances().items():
         if uid in desired.choices and desired.choices[uid][0].isdisjoint(held):
-            assert (group.kind, group.cpus, group.mems) == ("threaded", desired.choices[uid][0], MEMS)
+            assert (group.threaded, group.cpus, group.mems) == (True, desired.choices[uid][0], MEMS)
     assert set(after.domains) == {group_uid(path) for path in after.groups}
 
 
@@ -524,10 +524,10 @@ def test_holders_of_a_cpu() -> None:
 
 
 def test_a_silent_fallback_of_the_kernel_is_detected() -> None:
-    lying = Group("threaded", CpuSet([1]), MEMS, ALL, populated=True)
+    lying = Group(CpuSet([1]), MEMS, ALL, threaded=True, populated=True)
     observed = tree(BUILT, {"a": lying}, floats=threaded(CpuSet([0])))
     assert set(silent_fallbacks(observed, ALL)) == {"instance-a/vcpus"}
-    offline = Group("threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True)
+    offline = Group(CpuSet([1, 2]), MEMS, CpuSet([1]), threaded=True, populated=True)
     assert silent_fallbacks(tree(BUILT, {"a": offline}), CpuSet([0, 1])) == {}
 
 
@@ -964,7 +964,7 @@ def test_only_the_container_that_keeps_most_of_its_cpus_was_resized(
 
 def test_a_partition_that_is_not_extended_yet_is_no_silent_fallback() -> None:
     group = Group(
-        "threaded", CpuSet([1, 2]), MEMS, CpuSet([1]), populated=True, exclusive=CpuSet([1]), partition=ISOLATED
+        CpuSet([1, 2]), MEMS, CpuSet([1]), threaded=True, populated=True, exclusive=CpuSet([1]), partition=ISOLATED
     )
     assert silent_fallbacks(tree(BUILT, {"a": group}), ALL) == {}
 
