@@ -68,6 +68,8 @@ def why_not_appended(path: PurePosixPath) -> str | None:
     """Return the reason why :func:`append` would fail for *path*, or ``None``; creates nothing."""
     try:
         status = os.lstat(path)
+        if stat.S_ISBLK(status.st_mode):
+            return "it is a block device, whose content would be overwritten"
         if not stat.S_ISREG(status.st_mode):
             refused = {stat.S_IFLNK: errno.ELOOP, stat.S_IFDIR: errno.EISDIR}.get(stat.S_IFMT(status.st_mode))
             return None if refused is None else os.strerror(refused)

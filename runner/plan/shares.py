@@ -33,9 +33,9 @@ class SharePlan:
 def plan_shares(spec: InstanceSpec, user: User, facts: HostFacts, problems: Problems) -> Iterator[SharePlan]:
     """Yield the plan of each share for which there is a virtiofsd.
 
-    Refuse paths of *spec* that the guest, or QEMU's *user*, could redirect.
+    Refuse paths of *spec* that the guest, or QEMU's *user*, could redirect, and those of the kernel.
     """
-    _refuse_links_of(user, spec, facts, problems)
+    _refuse_paths(user, spec, facts, problems)
     for index, share in enumerate(spec.share):
         where, program = f"share[{index}]", facts.virtiofsd
         _require_directory(f"{where}.path", share.path, facts, problems)
@@ -99,10 +99,15 @@ def refuse_our_files_inside(
             )
 
 
-def _refuse_links_of(user: User, spec: InstanceSpec, facts: HostFacts, problems: Problems) -> None:
-    """Refuse paths through links of QEMU's *user*, which an attacker who broke out of an earlier guest may have made."""
+def _refuse_paths(user: User, spec: InstanceSpec, facts: HostFacts, problems: Problems) -> None:
+    """Refuse paths through links of QEMU's *user*, which an attacker who broke out of an earlier guest may have made.
+
+    Refuse also the kernel's files, which are a mistake: what a guest writes to a console or a disk could be a setting of the machine.
+    """
     shares = ((f"share[{index}].path", share.path) for index, share in enumerate(spec.share))
     for where, path in (*opened_paths(spec, facts.state_directory), *shares):
+        if path.parts[1:2] in {("proc",), ("sys",)}:
+            problems.refuse(where, f"{str(path)!r} is the kernel's, not a file for a guest", "name another path")
         if user.may_control(facts.links.get(path, ())):
             problems.refuse(
                 where,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -118,6 +119,13 @@ def test_a_log_that_could_be_written_is_not_created(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"before")
     assert why_not_appended(log) is None
     assert why_not_appended(PurePosixPath("/dev/null")) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device node")
+def test_a_log_is_not_written_over_a_disk(tmp_path: Path) -> None:
+    os.mknod(tmp_path / "disk", stat.S_IFBLK | 0o600, os.makedev(7, (1 << 20) - 1))
+    reason = why_not_appended(PurePosixPath(tmp_path / "disk"))
+    assert reason == "it is a block device, whose content would be overwritten"
 
 
 def test_what_is_published_follows_no_link(tmp_path: Path) -> None:

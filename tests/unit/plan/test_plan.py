@@ -132,6 +132,12 @@ from tests.support.plans import FACTS, KERNEL, POD, plan_of, problems
         ),
         (KERNEL + '[[share]]\ntag="a"\npath="/none"\n', {}, "share[0].path: '/none' does not exist"),
         (
+            KERNEL + '[[share]]\ntag="a"\npath="/proc/sys"\n',
+            {"files": {**FACTS.files, PurePosixPath("/proc/sys"): FileFact("directory")}},
+            "share[0].path: '/proc/sys' is the kernel's, not a file",
+        ),
+        (KERNEL + '[console]\nlog = "/sys/kernel/x"\n', {}, "console.log: '/sys/kernel/x' is the kernel's, not a file"),
+        (
             KERNEL + '[[share]]\ntag="a"\npath="/srv"\n',
             {"virtiofsd": None},
             "share[0]: cannot use virtiofsd: not found; install",
