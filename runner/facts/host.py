@@ -55,7 +55,7 @@ Version = tuple[int, ...]
 
 def parse_version(text: str) -> Version:
     """Parse a version of QEMU, such as ``7.2.22``, to its first two numbers; to none, less than any version, if it is unknown."""
-    numbers = re.match(r"([0-9]+)\.([0-9]+)", text, re.ASCII)
+    numbers = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", text, re.ASCII)
     return () if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
@@ -79,7 +79,7 @@ class Virtiofsd:
 
         The one in Rust prints ``virtiofsd 1.13.2``, the one in C ``virtiofsd version 7.2.22 …``.
         """
-        match = re.match(r"virtiofsd (?:backend )?(version )?v?([0-9]+(?:\.[0-9]+)*)", output)
+        match = re.match(r"virtiofsd (?:backend )?(version )?v?([0-9]{1,9}(?:\.[0-9]{1,9})*)", output)
         if match is None:
             return None
         return cls(path, rust=match[1] is None, version=tuple(int(part) for part in match[2].split(".")))

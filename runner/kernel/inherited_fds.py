@@ -120,7 +120,7 @@ def _take_inherited(environment: Mapping[str, str], take: _Take) -> None:
         log.warning(InstanceEvent.DESCRIPTORS_IGNORED, environment.get("LISTEN_PID"), os.getpid())
         return
     text, names = environment["LISTEN_FDS"], environment.get("LISTEN_FDNAMES", "")
-    if not text.isdecimal() or int(text) > MOST:
+    if re.fullmatch("[0-9]{1,3}", text, re.ASCII) is None or int(text) > MOST:
         raise RefusedError(f"cannot use LISTEN_FDS {text!r}: it takes a number up to {MOST}")
     waiting: list[int] = []
     try:

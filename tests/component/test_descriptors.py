@@ -188,6 +188,7 @@ trio.run(main)
             "[]",
         ),
         ("LISTEN_FDS=9 LISTEN_FDNAMES=a LISTEN_PID=$$", "cannot use LISTEN_FDS '9': descriptor 7 is not open", "[]"),
+        ("LISTEN_FDS=$(printf 9%04500d) LISTEN_PID=$$", "cannot use LISTEN_FDS '9000", "[3, 4, 5]"),
         ("LISTEN_FDS=99 LISTEN_PID=$$", "cannot use LISTEN_FDS '99': it takes a number up to 64", "[3, 4, 5]"),
         ("LISTEN_FDS= LISTEN_PID=$$", "{}", "[3, 4, 5]"),
     ],

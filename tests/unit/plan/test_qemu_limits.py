@@ -207,4 +207,10 @@ def test_a_command_line_that_linux_cuts_is_remarked(length: int, cut: int) -> No
 
 
 def test_a_version_is_two_numbers() -> None:
-    assert [parse_version(each) for each in ("7.2.22", "10.0", "", "of its own")] == [(7, 2), (10, 0), (), ()]
+    assert [parse_version(each) for each in ("7.2.22", "10.0", "", "of its own", "9" * 5000 + ".0")] == [
+        (7, 2),
+        (10, 0),
+        (),
+        (),
+        (),
+    ]
