@@ -5,10 +5,11 @@ from the resulting tree ends in the same state. Two rules have precedence:
 
 * Only our own groups are touched: the root, ``instance-<name>`` with a well-formed name, and its ``float`` and ``vcpus``; and
   what a pod has made below the latter two, when they are removed.
-* No action puts a CPU into a float or two groups of vCPUs at once, and none opens a sealed instance's CPUs to others while it
-  keeps some of them: a partition shrinks and grows as it is. Groups shrink before others grow, all floats before an instance
-  gets its CPUs; a stale instance is removed before its CPUs are given to another, and no float gets the CPUs of an instance that
-  still runs although its pod is gone, unless it would have no others.
+* No action puts a CPU into a float and a group of vCPUs at once, or into two of these, and none opens a sealed instance's CPUs
+  to others while it keeps some of them: a partition shrinks and grows as it is. Groups shrink before others grow, and one that
+  keeps none of its CPUs leaves them before others get them, unless such groups exchange theirs; a stale instance is removed
+  before its CPUs are given to another, and no float gets the CPUs of an instance that still runs although its pod is gone,
+  unless it would have no others.
 
 A descriptor of a group can be passed on, so that processes of any pod may be in it, also after the end of the pod that it was made for.
 Before anything else is decided, the vCPUs' group of such a pod gets float's CPUs, and all processes in its domain are ended
@@ -410,7 +411,11 @@ def _stays_sealed(group: Group, cpus: CpuSet | None) -> bool:
 def _cpuset_actions(
     targets: Mapping[str, CpuSet], groups: Mapping[str, Group], sealed: Mapping[str, CpuSet]
 ) -> Iterator[Action]:
-    """Yield the actions that give each group its CPUs. Groups shrink first: a moving CPU is for a moment in neither, never in both."""
+    """Yield the actions that give each group its CPUs.
+
+    Groups shrink first, and one that others leave waits for them: a moving CPU is for a moment in neither group, never in both. The
+    exception are groups that exchange all their CPUs with each other in a ring, because none of them may be without CPUs.
+    """
     current = {name: group.cpus for name, group in groups.items()}
     for name, target in targets.items():
         if name in groups and _stays_sealed(groups[name], sealed.get(name)) and groups[name].exclusive - target:
@@ -419,9 +424,18 @@ def _cpuset_actions(
         if before & target and before & target != before:
             current[name] = before & target
             yield Write(name, "cpuset.cpus", str(current[name]))
-    for name, target in targets.items():
-        if current.get(name, CpuSet()) != target:
-            yield Write(name, "cpuset.cpus", str(target))
+    waiting = {name: target for name, target in targets.items() if current.get(name, CpuSet()) != target}
+    while waiting:
+        yield from _moves(next(iter(waiting)), waiting, current)
+
+
+def _moves(name: str, waiting: dict[str, CpuSet], current: Mapping[str, CpuSet]) -> Iterator[Action]:
+    """Yield the action that gives group *name* its CPUs, after those of the groups in *waiting* that have any of these now."""
+    target = waiting.pop(name)
+    for other in [*waiting]:
+        if waiting.get(other, target) != target and not current.get(other, CpuSet()).isdisjoint(target):
+            yield from _moves(other, waiting, current)
+    yield Write(name, "cpuset.cpus", str(target))
 
 
 def _restrictions(
