@@ -255,9 +255,11 @@ def parse_keys(words: Iterable[str]) -> dict[str, object]:
 
     def value(text: str) -> object:
         try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except ValueError:
+            parsed = tomllib.loads(f"value = {text}")["value"]
+            json.dumps(parsed)
+        except (RecursionError, TypeError, ValueError):  # a word, and a date, which the instance refuses as a text
             return text
+        return parsed
 
     return parse_pairs(words, value, "keys of a disk are given once each, as key=value")
 

@@ -29,5 +29,7 @@ async def ask_instance(state_directory: PurePosixPath, method: str, params: Mapp
         except ServerAbsentError as error:
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 error.remedy = START_INSTANCE
+            elif isinstance(error.__cause__, ConnectionError):
+                error.remedy = "it has just ended, or too many ask it at the same time: ask again"
             raise
     raise unanswered(within, "the change may still be made: see `ctl status`" if changes else "")

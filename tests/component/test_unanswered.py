@@ -14,6 +14,7 @@ import pytest
 from runner.__main__ import main
 from runner.base.errors import HostError, Status
 from runner.cli.console_client import AttachRequest, attached
+from runner.cli.ctl import parse_keys
 from runner.cli.ctl_qmp import Connection
 from runner.kernel.sockets import CONSOLE_SOCKET, CONTROL_SOCKET, QMP_SOCKET
 
@@ -108,3 +109,17 @@ def test_a_reply_that_no_console_gives_is_an_error(tmp_path: Path, reply: bytes)
         pytest.raises(HostError, match="the runner's reply is not understood"),
     ):
         attach(tmp_path)
+
+
+def test_an_instance_that_hangs_up_can_be_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It closes the connections of some clients when too many ask."""
+    with answering(tmp_path, CONTROL_SOCKET, b""):
+        assert main(["ctl", "status", "--state-dir", str(tmp_path)]) == Status.FAILED
+    assert "it hung up before it had answered; it has just ended, or too many ask it at the same time: ask again" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "07:32:00", "[" * 3000, "[2020-01-01]", "word"])
+def test_a_key_whose_value_no_request_can_hold_is_sent_as_a_text(value: str) -> None:
+    assert parse_keys([f"key={value}", "other=1"]) == {"key": value, "other": 1}
