@@ -7,8 +7,8 @@
      ├─ SpecError       the document is wrong; carries every problem found in it
      ├─ RefusedError    the document is right, but does not fit this host or pod; nothing was touched yet
      ├─ HostError       the kernel, or a program we started, did not do what was asked of it
-     ├─ NoInstanceError no instance is where a command looks for one
-     └─ PlacementError  a thread is not where it was put
+     │   └─ PlacementError  a thread is not where it was put
+     └─ NoInstanceError no instance is where a command looks for one
 
 Sentences read ``cannot <verb> <object>: <reason>; <remedy>``, in lower case, values by ``!r``. Every other exception is
 a bug of this program: it keeps its traceback and is reported as a bug.
@@ -137,14 +137,14 @@ class HostError(RunnerError):
     """
 
 
+class PlacementError(HostError):
+    """A thread is not where it was put, or cannot be put there."""
+
+
 class NoInstanceError(RunnerError):
     """No instance is where a command looks for one."""
 
     status = Status.FAILED
-
-
-class PlacementError(RunnerError):
-    """A thread is not where it was put, or cannot be put there."""
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -12,9 +14,10 @@ import attrs
 import pytest
 import trio
 
-from runner.base.errors import SpecError, Status
+from runner.base.errors import PlacementError, SpecError, Status
 from runner.facts.roots import Roots
 from runner.host.facts_reader import read_host_facts
+from runner.instance.parts.passthrough import devices_returned
 from runner.instance.supervisor import Supervisor
 from runner.kernel.child_processes import open_processes
 from runner.plan.instance import plan_instance
@@ -103,6 +106,24 @@ async def test_each_device_that_is_not_released_is_a_fault(fake_host: FakeHost) 
         plan.machine.passthrough.devices, reasons, fake_host.faults.sentences, strict=True
     ):
         assert fnmatchcase(found, f"could not get the device {device.address} back: {reason}"), found
+
+
+async def test_a_node_that_cannot_be_tried_as_there_is_no_way_back_to_float_is_a_fault(fake_host: FakeHost) -> None:
+    plan = with_devices(fake_host.plan(), fake_host.root, "iommufd", devices_back=0)
+    [device] = plan.machine.passthrough.devices
+
+    @contextmanager
+    def without_a_way_back() -> Iterator[None]:
+        yield
+        raise PlacementError("cannot return to float")
+
+    async def take_back(supervisor: Supervisor) -> None:
+        async with devices_returned(supervisor, plan, without_a_way_back):
+            pass
+        fake_host.stop.ask("the test is over")
+
+    await fake_host.run(plan, meanwhile=take_back)
+    assert fake_host.faults.sentences == [f"could not get the device {device.address} back: cannot return to float"]
 
 
 async def test_a_device_that_is_released_late_is_waited_for(fake_host: FakeHost) -> None:

@@ -30,7 +30,7 @@ import attrs
 import trio
 
 from runner.base.cpuset import CpuSet
-from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, explain
+from runner.base.errors import HostError, RefusedError, RunnerError, explain
 from runner.base.events import InstanceEvent
 from runner.base.tasks import first_of
 from runner.base.values import frozen, short_text, whole_number
@@ -457,7 +457,7 @@ class _Move:
         enter_places(active, active.placement, threads.vcpus)
         self.displaced = True
         for vcpu in self.threads.vcpus:
-            with contextlib.suppress(HostError, PlacementError):  # it has ended, or reading back detects it
+            with contextlib.suppress(HostError):  # it has ended, or reading back detects it
                 active.release(vcpu.tid)
         self.running.receipts.follow(threads)
 
@@ -505,7 +505,7 @@ class _Move:
         outcome: QemuUpdateOutcome = "lost"
         try:
             if self.displaced:
-                with contextlib.suppress(HostError, PlacementError):  # found when they are read back
+                with contextlib.suppress(HostError):  # found when they are read back
                     enter_places(self.running.active, self.running.active.placement, self.threads.vcpus)
             if self.successor is not None:
                 self.successor.monitor.close()

@@ -266,7 +266,7 @@ class Vcpus:
         except RunnerError as error:
             left = error
             for tid in placed:
-                with suppress(HostError, PlacementError):  # it has ended, or was never there
+                with suppress(HostError):  # it has ended, or was never there
                     self.active.release(tid)
         try:
             for tid in placed:

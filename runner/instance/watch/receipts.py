@@ -107,7 +107,7 @@ class Receipts:
         receipt = self._read_once()
         strays = [each.thread for each in receipt.threads if receipt.rules.is_child_of_vcpu(each)]
         for thread in strays:
-            with contextlib.suppress(HostError, PlacementError):  # it has ended, or it is reported as misplaced
+            with contextlib.suppress(HostError):  # it has ended, or it is reported as misplaced
                 self._active.release(thread.tid)
                 self._supervisor.counters.swept += 1
                 self._supervisor.log_limit.log(log.info, InstanceEvent.THREAD_MOVED_TO_FLOAT, thread.tid, thread.name)
