@@ -104,8 +104,6 @@ class ProcessRecord(NamedTuple):
 
     role: str
     pid: int
-    started: int
-    """Its start time in clock ticks since the boot (``starttime`` of proc_pid_stat(5)); the pid alone may have been reused."""
     output: Fd
     """Negative once it has ended."""
     level: int
@@ -169,12 +167,11 @@ class Process:
             raise HostError(f"cannot send {signal_name(number)} to {self.role} (pid {self.pid})") from error
 
     def record(self) -> ProcessRecord:
-        """Return the state that the next program needs to continue with it. Raises ``OSError`` if the kernel does not show it."""
+        """Return the state that the next program needs to continue with it."""
         lines = tuple(self.last_lines)
         if self.returncode is not None:
-            return ProcessRecord(self.role, self.pid, 0, -1, self._level, b"", lines, self.returncode)
-        started = start_time(self.pid)
-        return ProcessRecord(self.role, self.pid, started, self._output, self._level, self._lines.held, lines)
+            return ProcessRecord(self.role, self.pid, -1, self._level, b"", lines, self.returncode)
+        return ProcessRecord(self.role, self.pid, self._output, self._level, self._lines.held, lines)
 
     def how_it_ended(self) -> str:
         """Return ``exited with status 1`` or ``was killed by SIGKILL``, with the last line of its output if there is one."""
@@ -312,12 +309,6 @@ def _state(pid: int) -> str:
         return "unknown"
 
 
-def start_time(pid: int) -> int:
-    """Return the start time of process *pid* in clock ticks since the boot (proc_pid_stat(5)). Raises ``OSError``."""
-    with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - small, and PID 1 needs no more of pathlib
-        return int(file.read().rpartition(b")")[2].split()[19])
-
-
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").strip()
 
@@ -400,7 +391,8 @@ class Processes:
     def adopt(self, record: ProcessRecord) -> Process:
         """Own a child that this process started before it became this program; the caller stops it.
 
-        Raises :exc:`~runner.base.errors.HostError` unless it is still the same child of this process, alive or a zombie.
+        Raises :exc:`~runner.base.errors.HostError` unless it is still a child of this process, alive or a zombie. It is the same one: its
+        pid is not reused before it is reaped here. Its files in /proc are not read: opening them waits for a lease of the child itself.
         """
         process = Process(record.role, record.pid, record.output, record.level)
         process.continue_from(record)
@@ -408,10 +400,7 @@ class Processes:
             return process
         with doing(f"take over {record.role} (pid {record.pid})"):
             os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            same = start_time(record.pid) == record.started
             process.user_id = os.stat(f"/proc/{record.pid}").st_uid  # noqa: PTH116 - PID 1 needs no more of pathlib
-        if not same:
-            raise HostError(f"cannot take over {record.role}: pid {record.pid} is another process now")
         self._owned[record.pid] = process
         self._nursery.start_soon(self._observing, process._log_output)  # noqa: SLF001 - a process and its table are one thing
         return process

@@ -15,10 +15,12 @@ import pytest
 import trio
 
 from runner.base.errors import HostError, doing, explained
+from runner.base.values import Fd
 from runner.instance.parts.cgroups.entered import OUT_OF_MEMORY, OomKills
 from runner.kernel.child_processes import (
     LONGEST_LINE,
     Command,
+    ProcessRecord,
     _state,
     more_likely_to_be_killed,
     open_processes,
@@ -247,6 +249,20 @@ def test_the_state_of_a_process_is_read_without_waiting_for_a_lease() -> None:
             read_at_once(file)
         assert explained(refused.value) == (f"cannot read it: {LEASED}", END_LEASE)
     assert _state(os.getpid()) in "RS"
+
+
+@pytest.mark.timeout(20)  # the kernel waits 45 s for a lease
+async def test_a_child_is_taken_over_whatever_leases_it_has_on_its_files_in_proc() -> None:
+    """QEMU may have them as another user: a lease needs no capability for a file of the same user."""
+    output, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})  # noqa: ASYNC221 - it does not wait
+    os.close(written)
+    async with open_processes() as processes:
+        with leasing(*(Path(f"/proc/{pid}/{name}") for name in ("stat", "status", "cgroup"))):
+            child = processes.adopt(ProcessRecord("test", pid, Fd(output), logging.INFO))
+            assert child.record().pid == pid
+        child.send_signal(signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
 
 
 async def test_a_child_begins_with_no_signal_blocked_whatever_this_process_blocks() -> None:
