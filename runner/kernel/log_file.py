@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -25,7 +25,8 @@ class LogFileRecord(NamedTuple):
 class LogFile:
     """A file to append to; when it would exceed *most* bytes it is renamed to ``….1``, replacing the previous one.
 
-    So the newest *most* bytes are always kept, and at most twice as many. Only a regular file is renamed.
+    So the newest *most* bytes are always kept, and at most twice as many. Only a regular file is renamed. One that somebody has removed is
+    made again by the next write; one that somebody has renamed is written to until it is full.
     """
 
     def __init__(self, path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> None:
@@ -54,6 +55,8 @@ class LogFile:
         mark = b"\n[%d bytes of output are missing here: %b]\n" % (missed, (before or "").encode()) if missed else b""
         text = memoryview(mark + data)
         try:
+            if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:  # somebody has removed it
+                self.close()
             if self._fd < 0:
                 self._open()
             if self._size is not None and self._size + len(text) > self._most:
@@ -85,12 +88,13 @@ class LogFile:
         self._size = status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def _rotate(self) -> None:
-        os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - a pure path
+        with contextlib.suppress(FileNotFoundError):  # somebody has renamed it
+            os.replace(self._path, f"{self._path}.1")  # noqa: PTH105 - a pure path
         self.close()
         self._open()
 
 
-@contextmanager
+@contextlib.contextmanager
 def kept_log(path: PurePosixPath, most: int, found: LogFileRecord | None = None) -> Iterator[LogFile]:
     """Hold an open log file; *found* is the record of one that the previous program held."""
     file = LogFile(path, most, found)

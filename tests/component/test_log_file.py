@@ -54,3 +54,23 @@ def test_what_is_missing_goes_along_to_the_next_program(small: Path) -> None:
     with kept_log(path, 1 << 20, LogFileRecord(-1, "No space left on device", 7)) as log:
         assert log.write(b"after\n")
     assert Path(path).read_bytes() == b"\n[7 bytes of output are missing here: No space left on device]\nafter\n"
+
+
+def test_a_file_that_somebody_removes_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "console.log"
+    with kept_log(PurePosixPath(path), 1 << 20) as log:
+        log.write(b"before\n")
+        path.unlink()
+        assert not log.write(b"after\n")
+    assert path.read_bytes() == b"after\n"
+
+
+def test_a_file_that_somebody_renames_is_written_to_until_it_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "console.log"
+    with kept_log(PurePosixPath(path), 10) as log:
+        log.write(b"before\n")
+        path.rename(tmp_path / "theirs")
+        assert not log.write(b"it\n")
+        assert not log.write(b"after\n")
+    assert (tmp_path / "theirs").read_bytes() == b"before\nit\n"
+    assert path.read_bytes() == b"after\n"
