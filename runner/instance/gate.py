@@ -46,6 +46,8 @@ class Kind(Enum):
     PLACEMENT = "put the vCPUs back on their CPUs"
     QEMU_UPDATE = "update QEMU"
     RENEWAL = "renew the runner"
+    FAULT = "continue after a fault of this program"
+    """By a renewal as well, which nobody has asked for and the guest needs: it waits where that is refused."""
     STOP = "stop the instance"
     """A requested stop, or the end of a guest that has ended by itself."""
 
@@ -64,15 +66,16 @@ _W, _R, _O = Precedence.WAIT, Precedence.REFUSE, Precedence.OVERTAKE
 
 # fmt: off
 _TABLE = {
-    # in progress:     START DISK VCPUS CPUS_LOST PLACEMENT QEMU_UPDATE RENEWAL STOP
-    Kind.START:        (_W,  _W,  _W,   _W,       _W,       _W,         _W,     _R),
-    Kind.DISK:         (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R),
-    Kind.VCPUS:        (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R),
-    Kind.CPUS_LOST:    (_W,  _O,  _W,   _W,       _W,       _W,         _O,     _R),
-    Kind.PLACEMENT:    (_W,  _W,  _W,   _W,       _W,       _W,         _O,     _R),
-    Kind.QEMU_UPDATE:  (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R),
-    Kind.RENEWAL:      (_W,  _W,  _W,   _W,       _W,       _W,         _R,     _R),
-    Kind.STOP:         (_O,  _O,  _O,   _O,       _O,       _O,         _O,     _W),
+    # in progress:     START DISK VCPUS CPUS_LOST PLACEMENT QEMU_UPDATE RENEWAL FAULT STOP
+    Kind.START:        (_W,  _W,  _W,   _W,       _W,       _W,         _W,     _W,   _R),
+    Kind.DISK:         (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R,   _R),
+    Kind.VCPUS:        (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R,   _R),
+    Kind.CPUS_LOST:    (_W,  _O,  _W,   _W,       _W,       _W,         _O,     _O,   _R),
+    Kind.PLACEMENT:    (_W,  _W,  _W,   _W,       _W,       _W,         _O,     _O,   _R),
+    Kind.QEMU_UPDATE:  (_W,  _W,  _W,   _R,       _W,       _W,         _R,     _R,   _R),
+    Kind.RENEWAL:      (_W,  _W,  _W,   _W,       _W,       _W,         _R,     _R,   _R),
+    Kind.FAULT:        (_W,  _W,  _W,   _W,       _W,       _W,         _W,     _W,   _R),
+    Kind.STOP:         (_O,  _O,  _O,   _O,       _O,       _O,         _O,     _O,   _W),
 }
 # fmt: on
 """One row for each requested kind.
@@ -179,9 +182,9 @@ class Changes:
         """Return whether a change of *kind* is in progress."""
         return self._current is not None and self._current.kind is kind
 
-    async def over(self, kind: Kind) -> None:
-        """Wait until no change of *kind* is in progress."""
-        while self.making(kind):
+    async def over(self, *kinds: Kind) -> None:
+        """Wait until no change of these *kinds* is in progress."""
+        while any(map(self.making, kinds)):
             await self._moved.next.wait()
 
     async def stopping(self) -> str:

@@ -87,12 +87,29 @@ async def test_what_is_held_is_written_and_read(fake_host: FakeHost) -> None:
     await run(fake_host, act)
 
 
+async def test_a_fault_beside_another_renewal_waits_for_its_turn(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of an upgrade or an earlier fault, which may fail, as here."""
+
+    async def act(supervisor: Supervisor) -> None:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        async with trio.open_nursery() as nursery, supervisor.changes.begin(Kind.DISK, "a disk is being attached"):
+            for number in (1, 2):
+                nursery.start_soon(resume_after_fault, supervisor, ValueError(number))
+                await trio.lowlevel.checkpoint()
+        assert fake_host.logged().count("cannot execute '/nowhere/python': No such file or directory") == 2
+        assert len(supervisor.renewal.own_faults) == 2
+
+    await run(fake_host, act)
+
+
 async def test_an_exec_that_fails_changes_nothing(fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(supervisor: Supervisor) -> None:
         before = inheritable()
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(HostError) as caught:
-            await _become(supervisor, [running_program("")], "upgrade", 5)
+            await _become(supervisor, Kind.RENEWAL, [running_program("")], "upgrade", 5)
         assert explain(caught.value) == "cannot execute '/nowhere/python': No such file or directory"
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
         assert inheritable() == before
@@ -105,10 +122,10 @@ async def test_a_renewal_waits_for_what_is_half_done_and_gives_up(fake_host: Fak
     async def act(supervisor: Supervisor) -> None:
         async with supervisor.changes.begin(Kind.DISK, "something is half done"):
             with pytest.raises(RefusedError, match=r"now: something is half done \(for 0 s\); ask again later"):
-                await _become(supervisor, [], "upgrade", 0.1)
+                await _become(supervisor, Kind.RENEWAL, [], "upgrade", 0.1)
         supervisor.stop.ask("test")
         with pytest.raises(RefusedError, match=r"now: the instance was asked to stop \(test\)"):
-            await _become(supervisor, [], "upgrade", 5)
+            await _become(supervisor, Kind.RENEWAL, [], "upgrade", 5)
 
     await run(fake_host, act)
 

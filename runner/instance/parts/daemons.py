@@ -155,7 +155,7 @@ async def _restart(supervisor: Supervisor, policy: Restart, child: RestartedChil
         if not child.down:
             await _ended(supervisor, policy, child)
         await trio.sleep(child.pause)
-        await supervisor.changes.over(Kind.RENEWAL)  # a child would inherit the signals blocked during a renewal
+        await supervisor.changes.over(Kind.RENEWAL, Kind.FAULT)  # a child would inherit the signals they block
         child.pause = min(max(2 * child.pause, 0.1), policy.longest)
         child.born, child.down = trio.current_time(), False
         try:

@@ -82,7 +82,7 @@ async def upgrade(supervisor: Supervisor, directory: PurePosixPath, digest: str)
         await _rehearse(supervisor, document, 0, f"the program in {str(directory)!r}")
         programs[0]["within"] = max(first_stage.COMMITTED_WITHIN, math.ceil(MARGIN * (trio.current_time() - begun)))
         os.set_inheritable(archive, True)  # for good: a child of this or the next program gets what it is given by name
-        await _become(supervisor, programs, "upgrade", QUIET_WITHIN)
+        await _become(supervisor, Kind.RENEWAL, programs, "upgrade", QUIET_WITHIN)
 
 
 async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
@@ -91,7 +91,8 @@ async def resume_after_fault(supervisor: Supervisor, error: Exception) -> None:
     if not _count_fault(renewal):
         return
     try:
-        await _become(supervisor, _this_program_twice(renewal), "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
+        programs = _this_program_twice(renewal)
+        await _become(supervisor, Kind.FAULT, programs, "fault", QUIET_WITHIN_AFTER_FAULT, _reason(error))
     except Exception as failure:  # noqa: BLE001 - whatever it is, the guest is to power down in order
         log.error(InstanceEvent.RUNNER_NOT_RESUMED, explain(failure))  # noqa: TRY400
 
@@ -179,14 +180,14 @@ def _staged(document: RenewalDocument) -> Iterator[tuple[Callable[[str, int], li
 
 
 async def _become(
-    supervisor: Supervisor, programs: list[ProgramDocument], cause: str, within: float, reason: str = ""
+    supervisor: Supervisor, kind: Kind, programs: list[ProgramDocument], cause: str, within: float, reason: str = ""
 ) -> NoReturn:
     """Become the first of *programs* as soon as no change is in progress. Raises :exc:`~runner.base.errors.RunnerError`."""
     changes, deadline, unfinished = supervisor.changes, trio.current_time() + within, ""
     while trio.current_time() < deadline:
         # Another change has overtaken it before anything was done; it begins anew.
         with trio.move_on_at(deadline), suppress(OvertakenError):
-            async with changes.begin(Kind.RENEWAL, "the runner is being renewed"):
+            async with changes.begin(kind, "the runner is being renewed"):
                 while True:
                     unfinished = await _try_once(supervisor, programs, cause, reason)
                     await trio.sleep(LOOKED_AGAIN)
