@@ -44,6 +44,8 @@ MOST_QUEUES = 8
 
 PASST_MTU = 65520
 """Bytes; passt's own default (passt(1), ``--mtu``): packets of that size never leave the machine."""
+TAP_MTU = 65521
+"""The greatest MTU of a tap (``MAX_MTU`` of ``drivers/net/tun.c``, without the Ethernet header); veth devices take up to 65535."""
 
 PASST_FILES = 128
 """Files that passt opens in addition to one for each port: 40 to 72 (measured)."""
@@ -282,7 +284,7 @@ class _NetworkPlanner:
     def _pods_mtu(self, where: str, network: NetworkSpec, pod: Interface) -> int:
         """Return the guest's MTU: at most the MTU of the pod's routes, which a CNI plugin with a tunnel lowers instead of the link's."""
         routes = pod.routes + (pod.routes6 if network.ipv6 else ())
-        least = min((pod.mtu, *(route.mtu for route in routes if route.mtu)))
+        least = min((TAP_MTU, pod.mtu, *(route.mtu for route in routes if route.mtu)))
         if network.mtu is not None and network.mtu > least:
             self._problems.remark(
                 f"{where}.mtu",

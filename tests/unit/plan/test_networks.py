@@ -440,6 +440,12 @@ TUNNELLED = attrs.evolve(
 )
 
 
+@pytest.mark.parametrize(("mode", "mtu"), [("bridge", 65521), ("macvtap", 65535)])
+def test_a_tap_has_a_smaller_greatest_mtu_than_the_interface_may_have(mode: str, mtu: int) -> None:
+    facts = attrs.evolve(FACTS, interfaces={"eth0": attrs.evolve(POD, mtu=65535)})
+    assert plan_of(f'{KERNEL}[[network]]\nmode = "{mode}"\n', facts).networks[0].mtu == mtu
+
+
 @pytest.mark.parametrize(
     ("more", "mtu", "remarked"), [("", 1450, False), ("mtu = 1400\n", 1400, False), ("mtu = 1500\n", 1500, True)]
 )
