@@ -204,19 +204,14 @@ async def figures_shown(
     takes the places of the threads when they are set: from then on, the time of others on the vCPUs' CPUs is counted.
     """
     placement = plan.placement
-    async with AsyncExitStack() as stack:
-        if http is None and not isinstance(placement, ControllerPlacement):
-            # The next or the previous program may use it, even if this one shows no figures.
-            supervisor.held.current("foreign time", lambda: None)
-            yield lambda _: None
-        else:
-            figures = optional_parts.held_figures(supervisor, plan)
-            if http is not None:
-                await stack.enter_async_context(optional_parts.probes_served(figures, http))
-            if isinstance(placement, ControllerPlacement):
-                reporting = partial(optional_parts.reports(), figures, placement)
-                await stack.enter_async_context(supervisor.background_task(reporting))
-            yield figures.count_from
+    if http is None and not isinstance(placement, ControllerPlacement):
+        # The next or the previous program may use it, even if this one shows no figures.
+        supervisor.held.current("foreign time", lambda: None)
+        yield lambda _: None
+        return
+    figures = optional_parts.held_figures(supervisor, plan)
+    async with optional_parts.probes_served(figures, http), optional_parts.reported(figures, placement):
+        yield figures.count_from
 
 
 async def _planned(

@@ -6,8 +6,8 @@ The lines of :func:`run_instance` are in the order of the start; the teardown go
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from runner.instance.optional_parts import (
     entered_cgroups,
     macvtaps_added,
     networked,
-    placed_threads,
+    running_instance,
     shared,
 )
 from runner.instance.parts.console import console_shown
@@ -44,16 +44,14 @@ from runner.placement.children import FATAL
 from runner.plan.instance import InstancePlan, ShutdownPlan
 
 if TYPE_CHECKING:
-    from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
+    from runner.instance.change.running_instance import RunningInstance
+    from runner.instance.optional_parts import Serve
     from runner.instance.parts.cgroups.active import ActivePlacement
-    from runner.instance.watch.receipts import Receipts
     from runner.placement.backends import Placement
     from runner.placement.threads import Receipt
 
 log = logging.getLogger(__name__)
 
-Serve = Callable[[Socket], Awaitable[None]]
-"""Serves the clients of a listening socket until cancelled."""
 EnterCgroups = Callable[
     [Supervisor, "Placement", Sequence[RestartedChild]], AbstractAsyncContextManager["ActivePlacement"]
 ]
@@ -104,67 +102,46 @@ async def run_instance(
                 plan,
                 QemuEndpoints(opened, ram, nic_backends, shares, console, agent),
                 active.memory_cgroup_fd,
-                placed_threads,
+                running_instance,
                 readiness.observe,
             ) as machine,
-            placed_threads()(supervisor, plan, active, machine, count_from) as receipts,  # imported while QEMU started
+            running_instance()(supervisor, plan, active, machine, count_from) as running,  # imported while QEMU started
             display_shown(supervisor, plan, machine, directory),
-            _controlled(supervisor, plan, machine, active, receipts, directory),
+            _controlled(running, directory),
         ):
-
-            async def begin() -> None:
-                refuse_dead(supervisor)
-                await started_within(supervisor, plan.start_timeout, machine.resume)
-                log.info(InstanceEvent.GUEST_STARTED)
-
-            await supervisor.held.once("guest runs", begin)
-            with supervisor.renewal.outliving_the_loop(partial(optional_parts.resume_after_loop, supervisor)):
-                async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
-                    unfinished = partial(_unfinished, machine, receipts)
-                    with supervisor.renewal.possible(
-                        partial(optional_parts.resume_after_fault, supervisor), unfinished
-                    ):
-                        cpus_lost = partial(_cpus_lost, supervisor, plan, machine, active, receipts)
-                        ended = await _ended(supervisor, machine, receipts, cpus_lost)
-                over = trio.current_time()
-                why = f"the instance ends: {ended.detail}" if ended.detail else supervisor.stop.clause
-                async with supervisor.changes.begin(Kind.STOP, why):
-                    await supervisor.changes.answered()
-                    return await _powered_down(plan.shutdown, machine, ended, over)
+            return await _run_guest(running, readiness)
     except StopRequestedError:
         return GuestEnd(Status.STOPPED, "asked to stop before the guest ran")
 
 
-async def _ended(
-    supervisor: Supervisor,
-    machine: Qemu,
-    receipts: Receipts,
-    cpus_lost: Callable[[], Awaitable[GuestEnd]],
-) -> GuestEnd:
-    """Wait for the end; where a bug of this program cannot be survived, let the guest power down."""
-    ended = GuestEnd(Status.STOPPED, "")  # after a bug that is not survived, which has asked to stop
+async def _run_guest(running: RunningInstance, readiness: Readiness) -> GuestEnd:
+    """Let the guest run until it ends or is powered down, and return how it ended."""
+    supervisor, machine, receipts = running.supervisor, running.machine, running.receipts
 
-    async def wait() -> None:
-        nonlocal ended
-        ended = await _wait_for_the_end(supervisor, machine, cpus_lost)
+    async def begin() -> None:
+        refuse_dead(supervisor)
+        await started_within(supervisor, running.plan.start_timeout, machine.resume)
+        log.info(InstanceEvent.GUEST_STARTED)
 
-    async with AsyncExitStack() as stack:
-        if supervisor.held.resuming:
-            verify = partial(optional_parts.verify_guest(), machine, receipts)
-            await stack.enter_async_context(supervisor.background_task(verify))
-        await surviving(supervisor.renewal, supervisor.faults, supervisor.stop, wait)
-    return ended
+    await supervisor.held.once("guest runs", begin)
+    with supervisor.renewal.outliving_the_loop(partial(optional_parts.resume_after_loop, supervisor)):
+        async with readiness.kept(machine, receipts.read, receipts.busiest_vcpu):
+            resume_after_fault = partial(optional_parts.resume_after_fault, supervisor)
+            with supervisor.renewal.possible(resume_after_fault, running.unfinished):
+                async with optional_parts.guest_verified(running):
+                    wait = partial(_wait_for_the_end, running)
+                    ended = await surviving(supervisor.renewal, supervisor.faults, supervisor.stop, wait)
+        ended = ended or GuestEnd(Status.STOPPED, "")  # after a bug that is not survived, which has asked to stop
+        over = trio.current_time()
+        why = f"the instance ends: {ended.detail}" if ended.detail else supervisor.stop.clause
+        async with supervisor.changes.begin(Kind.STOP, why):
+            await supervisor.changes.answered()
+            return await _powered_down(running.plan.shutdown, machine, ended, over)
 
 
-def _unfinished(machine: Qemu, receipts: Receipts) -> str:
-    """Return the activity that a renewal would interrupt, empty if there is none."""
-    return machine.unfinished or receipts.misplaced()
-
-
-async def _wait_for_the_end(
-    supervisor: Supervisor, machine: Qemu, cpus_lost: Callable[[], Awaitable[GuestEnd]]
-) -> GuestEnd:
+async def _wait_for_the_end(running: RunningInstance) -> GuestEnd:
     """Wait for the guest's end, a request to stop, the death of a connected daemon or lost CPUs; return which of them happened."""
+    supervisor, machine = running.supervisor, running.machine
 
     async def asked() -> GuestEnd:
         await supervisor.stop.asked()
@@ -178,16 +155,7 @@ async def _wait_for_the_end(
         log.error(InstanceEvent.CHILD_LOST, dead.role, why)
         return GuestEnd(FATAL[dead.role], f"{dead.role} {why}")
 
-    return await first_of(machine.ended, asked, lost, cpus_lost)
-
-
-async def _cpus_lost(
-    supervisor: Supervisor, plan: InstancePlan, machine: Qemu, active: ActivePlacement, receipts: Receipts
-) -> GuestEnd:
-    """Follow the CPUs of the container; return when the guest cannot run on the remaining ones."""
-    if not active.loses_cpus:
-        await trio.sleep_forever()
-    return await optional_parts.keep_vcpus_on_container_cpus(supervisor, plan.machine, machine, active, receipts)
+    return await first_of(machine.ended, asked, lost, partial(optional_parts.cpus_lost, running))
 
 
 async def _powered_down(plan: ShutdownPlan, machine: Qemu, ended: GuestEnd, over: float) -> GuestEnd:
@@ -228,36 +196,16 @@ def _claimed(path: PurePosixPath) -> Iterator[int]:
 
 
 @asynccontextmanager
-async def _controlled(
-    supervisor: Supervisor,
-    plan: InstancePlan,
-    machine: Qemu,
-    active: ActivePlacement,
-    receipts: Receipts,
-    directory: int,
-) -> AsyncIterator[None]:
+async def _controlled(running: RunningInstance, directory: int) -> AsyncIterator[None]:
     """Hold the control socket and the operators' QMP socket; what serves each is imported at its first connection."""
-    recorded = supervisor.faults.recorded
-    hotplug: DiskHotplug | None = None
-
-    def control_server() -> Serve:
-        nonlocal hotplug
-        hotplug, serve = optional_parts.control_server(supervisor, plan, machine, active, receipts, attached)
-        return serve
-
-    def qmp_server() -> Serve:
-        accept = optional_parts.qmp_server()
-        return lambda listener: accept(listener, lambda: machine.monitor)
-
-    held = supervisor.held
+    supervisor = running.supervisor
+    recorded, held = supervisor.faults.recorded, supervisor.held
     with (
         listening(directory, CONTROL_SOCKET, recorded, held.socket) as control,
         listening(directory, QMP_SOCKET, recorded, held.socket) as qmp,
     ):
-        nothing: tuple[AttachedDisk, ...] = ()
-        attached = held.value("disks", lambda: nothing, now=lambda old: old if hotplug is None else hotplug.attached)
-        for each in attached:
-            machine.disk_events.unplugged(each.plan.name)  # watched from now on; set if it was released already
+        control_server = partial(optional_parts.control_server, running)
+        qmp_server = partial(optional_parts.qmp_server, running.machine)
         async with (
             supervisor.background_task(partial(_served, control, control_server)),
             supervisor.background_task(partial(_served, qmp, qmp_server)),

@@ -1,8 +1,9 @@
 """The parts that not every instance has, and the modules that are imported late: one function for each.
 
 PID 1 lives as long as its guest: each module that it imports costs every start some time, and every instance some memory. So each function
-here imports a module at its call, and before the guest runs if the module may be needed then: later, files and memory may be short. Where
-the plan decides whether the instance has a part, the function takes the plan, and returns an empty context manager for a plan without it::
+here imports a module at its call, and returns the part: a context manager, a result, or a function that is to be called later. It is called
+before the guest runs if the module may be needed then: later, files and memory may be short. Where an instance may not have the part, the
+function takes the plan or handle that decides, and returns an empty context manager, or what stands for none::
 
     optional_parts.display_shown(supervisor, plan, machine, directory),
 
@@ -12,7 +13,10 @@ A module named here has all its imports at its head, as every other module, and 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, assert_never
+
+import trio
 
 from runner.placement.backends import AffinityPlacement, ControllerPlacement, DelegatedPlacement, Placement
 
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import PurePosixPath
 
     from runner.base.errors import Problem
-    from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
+    from runner.instance.change.running_instance import RunningInstance
     from runner.instance.held import Held
     from runner.instance.parts.cgroups.active import ActivePlacement
     from runner.instance.parts.daemons import RestartedChild
@@ -32,15 +36,12 @@ if TYPE_CHECKING:
     from runner.instance.supervisor import Faults, Renewal, Supervisor
     from runner.instance.watch.console_watch import Search
     from runner.instance.watch.figures import Figures
-    from runner.instance.watch.receipts import Receipts
     from runner.kernel.inherited_fds import InheritedFd
     from runner.kernel.sockets import Socket
     from runner.placement.threads import Receipt
     from runner.plan.argv.qemu_endpoints import QemuFds
     from runner.plan.instance import InstancePlan
-    from runner.plan.machine import MachinePlan
     from runner.protocol.guest_agent import GuestAgent
-    from runner.protocol.qmp import Monitor
     from runner.spec.refusals import ProblemDocument
 
     Opened = AbstractContextManager[Mapping[str, int]]
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
     InPodCgroup = Callable[[], AbstractContextManager[None]]
     Released = AbstractAsyncContextManager[None]
     """A part that is held without a value, and released at the end."""
-
-
-# -- parts that a plan may leave out ---------------------------------------------------------------------------------------------
+    Serve = Callable[[Socket], Awaitable[None]]
+    """Serves the clients of a listening socket until cancelled."""
 
 
 def opened_seed(plan: InstancePlan) -> Opened:
@@ -188,9 +188,6 @@ def entered_cgroups(
             assert_never(never)
 
 
-# -- imported when they are called -----------------------------------------------------------------------------------------------
-
-
 def problem_documents(
     source: str, problems: Iterable[Problem], document: Mapping[str, object]
 ) -> list[ProblemDocument]:
@@ -216,34 +213,55 @@ def held_figures(supervisor: Supervisor, plan: InstancePlan) -> Figures:
     return held_figures(supervisor, plan)
 
 
-def probes_served(figures: Figures, address: tuple[str, int]) -> Released:
-    """Serve probes and metrics, if the command line gives a port for them."""
+def probes_served(figures: Figures, address: tuple[str, int] | None) -> Released:
+    """Serve probes and metrics at *address*."""
+    if address is None:
+        return nullcontext()
     from runner.instance.watch.probes import probes_served
 
     return probes_served(figures, address)
 
 
-def control_server(
-    supervisor: Supervisor,
-    plan: InstancePlan,
-    machine: Qemu,
-    active: ActivePlacement,
-    receipts: Receipts,
-    attached: Sequence[AttachedDisk],
-) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
+def reported(figures: Figures, placement: Placement) -> Released:
+    """Report to the controller that has placed the instance."""
+    if not isinstance(placement, ControllerPlacement):
+        return nullcontext()
+    from runner.instance.watch.reports import report
+
+    return figures.supervisor.background_task(partial(report, figures, placement))
+
+
+def control_server(running: RunningInstance) -> Serve:
     """Return the server of the control socket's clients, at the first connection."""
-    from runner.instance.control.server import control_server
+    from runner.instance.control.server import serve
 
-    return control_server(supervisor, plan, machine, active, receipts, attached)
+    return partial(serve, running)
 
 
-def keep_vcpus_on_container_cpus(
-    supervisor: Supervisor, plan: MachinePlan, machine: Qemu, active: ActivePlacement, receipts: Receipts
-) -> Awaitable[GuestEnd]:
-    """Watch the container's CPUs, if the placement can lose some."""
+def qmp_server(machine: Qemu) -> Serve:
+    """Return the server of the operators' QMP socket, at the first connection."""
+    from runner.instance.control.operator_qmp import serve
+
+    return partial(serve, machine)
+
+
+def guest_verified(running: RunningInstance) -> Released:
+    """Verify a guest that another program has started."""
+    supervisor = running.supervisor
+    if not supervisor.held.resuming:
+        return nullcontext()
+    from runner.instance.renewal.guest_verification import verify_guest
+
+    return supervisor.background_task(partial(verify_guest, running.machine, running.receipts))
+
+
+async def cpus_lost(running: RunningInstance) -> GuestEnd:
+    """Follow the CPUs of the container; return when the guest cannot run on the remaining ones."""
+    if not running.active.loses_cpus:
+        await trio.sleep_forever()
     from runner.instance.change.cpu_watch import keep_vcpus_on_container_cpus
 
-    return keep_vcpus_on_container_cpus(supervisor, plan, machine, active, receipts)
+    return await keep_vcpus_on_container_cpus(running)
 
 
 def resume_after_fault(supervisor: Supervisor, error: Exception) -> Awaitable[None]:
@@ -260,16 +278,14 @@ def resume_after_loop(supervisor: Supervisor, error: Exception) -> Renewal | tup
     return resume_after_loop(supervisor, error)
 
 
-# -- imported before they are called: each function returns what it imports ------------------------------------------------------
-
-
-def placed_threads() -> Callable[
-    [Supervisor, InstancePlan, ActivePlacement, Qemu, Callable[[Receipt], None]], AbstractAsyncContextManager[Receipts]
+def running_instance() -> Callable[
+    [Supervisor, InstancePlan, ActivePlacement, Qemu, Callable[[Receipt], None]],
+    AbstractAsyncContextManager[RunningInstance],
 ]:
     """Import the modules needed once QEMU has greeted, while QEMU starts, which takes it 50 ms."""
-    from runner.instance.watch.receipts import placed_threads
+    from runner.instance.change.running_instance import running_instance
 
-    return placed_threads
+    return running_instance
 
 
 def guest_agent() -> type[GuestAgent]:
@@ -284,24 +300,3 @@ def console_search() -> Search:
     from runner.instance.watch.console_search import search_lines
 
     return search_lines
-
-
-def reports() -> Callable[[Figures, ControllerPlacement], Awaitable[None]]:
-    """Import the reports to the controller, if one has placed the instance."""
-    from runner.instance.watch.reports import report
-
-    return report
-
-
-def qmp_server() -> Callable[[Socket, Callable[[], Monitor]], Awaitable[None]]:
-    """Import the server of the operators' QMP socket, at the first connection."""
-    from runner.instance.control.operator_qmp import accept
-
-    return accept
-
-
-def verify_guest() -> Callable[[Qemu, Receipts], Awaitable[None]]:
-    """Import the verification of a guest that another program has started."""
-    from runner.instance.renewal.guest_verification import verify_guest
-
-    return verify_guest

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 import trio
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from runner.kernel.inherited_fds import InheritedFd
     from runner.kernel.sockets import Socket
     from runner.protocol.instance_metrics import QemuUpdateOutcome, RenewalOutcome
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -221,13 +223,14 @@ class Supervisor:
                 await ended.wait()
 
 
-async def surviving(renewal: Renewal, faults: Faults, stop: StopRequest, task: Callable[[], Awaitable[None]]) -> None:
-    """Run *task*; while the guest runs, a bug of this program in it does not end the guest.
+async def surviving(renewal: Renewal, faults: Faults, stop: StopRequest, task: Callable[[], Awaitable[T]]) -> T | None:
+    """Run *task* and return its result; while the guest runs, a bug of this program in it does not end the guest.
 
-    This process continues as a fresh image of the same program, or if that is not allowed, asks the guest to power down.
+    This process continues as a fresh image of the same program, or if that is not allowed, asks the guest to power down; then the result is
+    ``None``.
     """
     try:
-        await task()
+        return await task()
     except Exception as error:
         if renewal.resume_after_fault is None:
             raise
@@ -235,6 +238,7 @@ async def surviving(renewal: Renewal, faults: Faults, stop: StopRequest, task: C
         await renewal.resume_after_fault(error)
         faults.own = error
         stop.ask("a fault of instance-runner")
+        return None
 
 
 def kernel_time(moment: float, clock: trio.abc.Clock) -> float:

@@ -172,7 +172,7 @@ async def test_a_disk_by_a_link_of_qemus_user_is_refused(fake_host: FakeHost) ->
     machine = SimpleNamespace(monitor=SimpleNamespace(silent=silent))
     supervisor = SimpleNamespace(timeouts=InstanceTimeouts(), changes=Changes(fake_host.stop))
     status: Any = SimpleNamespace(
-        machine=machine, plan=plan, disks=None, qemu_answers=trio.lowlevel.checkpoint, supervisor=supervisor
+        machine=machine, plan=plan, qemu_answers=trio.lowlevel.checkpoint, supervisor=supervisor
     )
     refused = "leads through a symbolic link of a user as which QEMU runs, here or in another pod"
     async with trio.open_nursery() as nursery:
@@ -281,7 +281,9 @@ async def test_a_change_is_not_waited_for_when_qemu_is_silent_and_goes_on_with_i
             supervisor = SimpleNamespace(timeouts=InstanceTimeouts(qemu_silent=0.1), changes=disks._changes)
             status: Any = SimpleNamespace(
                 machine=disks._machine,
-                disks=disks,
+                receipts=SimpleNamespace(verify=trio.lowlevel.checkpoint),
+                active=SimpleNamespace(in_pod_cgroup=contextlib.nullcontext),
+                attached={},
                 plan=plan,
                 qemu_answers=trio.lowlevel.checkpoint,
                 supervisor=supervisor,

@@ -550,8 +550,9 @@ FAULTY = """async def _faulty(task: Any, tasks: list[Any] = []) -> None:
             await trio.sleep(0.02)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch)
-        await task()
+        result = await task()
         nursery.cancel_scope.cancel()
+    return result
 
 
 """
@@ -563,8 +564,8 @@ def faulty(program: ProgramDirectory, *, forgiving: bool) -> Path:
     program.patch(
         "instance/supervisor.py",
         (
-            "    try:\n        await task()\n    except Exception as error:\n",
-            "    try:\n        await _faulty(task)\n    except Exception as error:\n",
+            "    try:\n        return await task()\n    except Exception as error:\n",
+            "    try:\n        return await _faulty(task)\n    except Exception as error:\n",
         ),
         (
             "ENDS_WITHIN = 1.0",

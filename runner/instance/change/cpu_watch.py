@@ -17,16 +17,14 @@ from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError, PlacementError, RefusedError, RunnerError, Status, explain
 from runner.base.events import InstanceEvent
 from runner.base.values import frozen
-from runner.instance.change.vcpus import Vcpus
+from runner.instance.change.running_instance import RunningInstance
+from runner.instance.change.vcpus import Vcpus, vcpus_of
 from runner.instance.gate import Kind, LiveChange
 from runner.instance.parts.cgroups.active import ActivePlacement
-from runner.instance.parts.qemu import GuestEnd, Qemu
-from runner.instance.supervisor import Supervisor
-from runner.instance.watch.receipts import Receipts
+from runner.instance.parts.qemu import GuestEnd
 from runner.kernel.hardware_reader import read_online
 from runner.kernel.scheduler import pin, read_mask
 from runner.placement.backends import ControllerPlacement, Placement
-from runner.plan.machine import MachinePlan
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +43,12 @@ class LostCpus:
         return f"the container no longer has the CPUs '{self.cpus}' of some vCPUs; it has '{self.available}'"
 
 
-async def keep_vcpus_on_container_cpus(
-    supervisor: Supervisor, plan: MachinePlan, machine: Qemu, active: ActivePlacement, receipts: Receipts
-) -> GuestEnd:
+async def keep_vcpus_on_container_cpus(running: RunningInstance) -> GuestEnd:
     """Put the vCPUs on the remaining CPUs, each time the container has lost some; return when that fails."""
-    vcpus = Vcpus(supervisor, plan, machine, active, receipts)
+    supervisor, vcpus = running.supervisor, vcpus_of(running)
     while True:
         await trio.sleep(supervisor.timeouts.cpus_looked)
-        await machine.decided()
+        await running.machine.decided()
         _watch_offline(vcpus)
         if (lost := find_lost_cpus(vcpus)) is not None:
             supervisor.log_limit.log(log.warning, InstanceEvent.CPUS_LOST, lost)

@@ -19,10 +19,11 @@ import trio
 
 from runner.base.errors import HostError, RefusedError, RunnerError, SpecError, explain
 from runner.base.events import InstanceEvent
-from runner.base.values import define, frozen, short_text, whole_number
+from runner.base.values import define, short_text, whole_number
 from runner.facts.disk import LateDiskFacts
 from runner.facts.host import User
 from runner.host.facts_reader import read_disk_facts
+from runner.instance.change.running_instance import AttachedDisk, RunningInstance, UndoCommand
 from runner.instance.gate import Changes, Kind
 from runner.instance.parts.disks import opened
 from runner.instance.parts.qemu_events import DiskEvents
@@ -43,19 +44,6 @@ log = logging.getLogger(__name__)
 
 UNDONE_WITHIN = 5.0
 """Seconds in which QEMU must remove the objects created for a disk; it takes milliseconds, unless a file system hangs."""
-
-UndoCommand = tuple[str, dict[str, object]]
-"""A QMP command, with its arguments, that undoes another one."""
-
-
-@frozen
-class AttachedDisk:
-    """A disk that was attached while the guest runs."""
-
-    plan: DiskPlan
-    slot: int
-    undo: tuple[UndoCommand, ...]
-    """Commands that undo each step, in the order of the steps."""
 
 
 class DiskMachine(Protocol):
@@ -82,12 +70,6 @@ class DiskHotplug:
     _released_within: float
     """Seconds in which the guest must release a disk."""
     _attached: dict[str, AttachedDisk] = attrs.field(factory=dict)
-    """The disks that were attached while the guest runs, by name."""
-
-    @property
-    def attached(self) -> tuple[AttachedDisk, ...]:
-        """The disks that were attached while the guest runs."""
-        return tuple(self._attached.values())
 
     @property
     def free_slots(self) -> int:
@@ -321,6 +303,13 @@ class DiskHotplug:
             return {short_text(node["node-name"]): whole_number(node["image"]["virtual-size"]) for node in reply}
 
         return await self._machine.monitor.query("query-named-block-nodes", parse, {"flat": True})
+
+
+def disks_of(running: RunningInstance) -> DiskHotplug:
+    """Return the disks of a running instance."""
+    changes, within = running.supervisor.changes, running.supervisor.timeouts.disk_released
+    verify, in_pod_cgroup = running.receipts.verify, running.active.in_pod_cgroup
+    return DiskHotplug(running.plan, running.machine, changes, verify, in_pod_cgroup, within, running.attached)
 
 
 def refuse_elsewhere(path: PurePosixPath, fd: int, user: User) -> None:

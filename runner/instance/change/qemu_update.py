@@ -37,6 +37,7 @@ from runner.base.values import frozen, short_text, whole_number
 from runner.facts.host import format_version, parse_version
 from runner.host.facts_reader import ask_qemu_version
 from runner.instance.change.running_instance import RunningInstance
+from runner.instance.change.vcpus import vcpus_of
 from runner.instance.gate import Kind
 from runner.instance.parts.daemons import STOPPED_WITHIN
 from runner.instance.parts.qemu import EXITS_WITHIN, Qemu, spawn_qemu
@@ -170,7 +171,7 @@ def _part_reasons(running: RunningInstance, *, no_way_back: bool) -> Iterator[st
     for index, network in enumerate(machine.networks):
         if reason := _network_reason(network):
             yield f"network[{index}] cannot go along: {reason}"
-    for disk in running.disks.attached:
+    for disk in running.attached.values():
         yield (
             f"the disk {disk.plan.name!r} cannot go along: it was attached while the guest runs; detach it first, and attach it "
             "again afterwards"
@@ -225,7 +226,7 @@ async def _vcpu_reasons(running: RunningInstance) -> list[str]:
     count = running.plan.machine.vcpus
     if running.plan.machine.vcpu_hotplug is None:
         return []
-    vcpus = (await running.vcpus.listed())["vcpus"]
+    vcpus = (await vcpus_of(running).listed())["vcpus"]
     if later := CpuSet(each["vcpu"] for each in vcpus if each["plugged_later"]):
         reason = f"`ctl cpus {min(later)}` unplugs them, and they can be plugged again afterwards"
         return [f"the vCPUs {later} cannot go along: they were plugged while the guest runs; {reason}"]

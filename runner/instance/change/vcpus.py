@@ -21,6 +21,7 @@ from runner.base.events import InstanceEvent
 from runner.base.values import frozen, short_text, whole_number
 from runner.facts.hardware import Hardware
 from runner.facts.host import format_version, parse_version
+from runner.instance.change.running_instance import RunningInstance
 from runner.instance.gate import Kind
 from runner.instance.parts.cgroups.active import ActivePlacement
 from runner.instance.parts.qemu import Qemu
@@ -447,6 +448,11 @@ class Vcpus:
 
         slots = await self.machine.monitor.query("query-hotpluggable-cpus", parse)
         return sorted(slots, key=lambda slot: [slot.properties.get(name, 0) for name in _ORDER])
+
+
+def vcpus_of(running: RunningInstance) -> Vcpus:
+    """Return the vCPUs of a running instance."""
+    return Vcpus(running.supervisor, running.plan.machine, running.machine, running.active, running.receipts)
 
 
 def _slot(found: Mapping[str, Any]) -> VcpuSlot:

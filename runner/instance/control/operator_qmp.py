@@ -7,7 +7,7 @@ has one monitor, which PID 1 holds: a client's command is sent on it after it wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import attrs
@@ -19,12 +19,11 @@ from runner.base.values import frozen
 from runner.facts.roots import Roots
 from runner.instance.control.qmp_rules import refusal
 from runner.instance.control.server import allowed_peer
-from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN
+from runner.instance.parts.qemu import QEMU_ANSWERS_WITHIN, Qemu
 from runner.kernel.connections import serve_connections
 from runner.kernel.peers import Peers
 from runner.kernel.sockets import Socket
 from runner.protocol.jsonrpc import RpcError
-from runner.protocol.qmp import Monitor
 from runner.protocol.qmp_server import QmpSession, turn_away
 from runner.protocol.unix_server import Identify
 
@@ -34,16 +33,16 @@ MOST_CLIENTS = 4
 """Sessions at once: each is a person or a script."""
 
 
-async def accept(listener: Socket, monitor: Callable[[], Monitor]) -> None:
-    """Serve the clients that connect to *listener* with the monitor that *monitor* returns, until cancelled."""
-    await serve_connections(listener, OperatorMonitor(monitor, Peers(Roots().proc)).serve)
+async def serve(machine: Qemu, listener: Socket) -> None:
+    """Serve the clients that connect to *listener* with the monitor of *machine*, until cancelled."""
+    await serve_connections(listener, OperatorMonitor(machine, Peers(Roots().proc)).serve)
 
 
 @frozen
 class OperatorMonitor:
-    """Serves QMP clients with the monitor that *monitor* returns, which changes when an update replaces QEMU."""
+    """Serves QMP clients with the monitor of *machine*, which changes when an update replaces QEMU."""
 
-    monitor: Callable[[], Monitor]
+    machine: Qemu
     peers: Peers
     _places: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(MOST_CLIENTS))
 
@@ -65,7 +64,7 @@ class OperatorMonitor:
             self._places.release_on_behalf_of(connection)
 
     def _session(self, connection: trio.socket.SocketType, identify: Identify) -> QmpSession:
-        monitor = self.monitor()
+        monitor = self.machine.monitor
         greeting = monitor.greeting["QMP"]
         version = greeting["version"] if isinstance(greeting, dict) else {}
         return QmpSession(connection, version, partial(self._execute, identify), monitor.observed_by)
@@ -83,7 +82,7 @@ class OperatorMonitor:
             log.warning(InstanceEvent.QMP_REFUSED, command, peer.pid, peer.user_id)
             raise RefusedError(f"cannot execute {command!r} here: {reason}")
         log.info(InstanceEvent.QMP_EXECUTED, command, peer.pid, peer.user_id)
-        monitor = self.monitor()
+        monitor = self.machine.monitor
         await monitor.within(QEMU_ANSWERS_WITHIN, monitor.answers)
         execute = partial(monitor.execute, command, arguments, wanted=wanted)
         result = await monitor.within(QEMU_ANSWERS_WITHIN, execute)

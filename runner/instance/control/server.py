@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import PurePosixPath
 from typing import NoReturn
@@ -20,20 +20,16 @@ from runner.base.errors import Problem, RefusedError, RunnerError, SpecError, ex
 from runner.base.events import InstanceEvent
 from runner.base.tasks import capture, first_of
 from runner.base.values import frozen
-from runner.instance.change.disk_hotplug import AttachedDisk, DiskHotplug
+from runner.instance.change.disk_hotplug import disks_of
 from runner.instance.change.running_instance import RunningInstance
-from runner.instance.change.vcpus import Vcpus
+from runner.instance.change.vcpus import vcpus_of
 from runner.instance.control.method_table import METHODS, PROTOCOL
 from runner.instance.control.status import read_status, runner_document
 from runner.instance.control_json import DiskDocument, DisksAnswer, NothingAnswer, RunnerAnswer
-from runner.instance.parts.cgroups.active import ActivePlacement
-from runner.instance.parts.qemu import EXITS_WITHIN, Qemu
-from runner.instance.supervisor import Supervisor
-from runner.instance.watch.receipts import Receipts
+from runner.instance.parts.qemu import EXITS_WITHIN
 from runner.kernel.peers import Peer, PeerError, Peers
 from runner.kernel.shared_directories import followed, shared_directories
 from runner.kernel.sockets import Socket
-from runner.plan.instance import InstancePlan
 from runner.protocol.jsonrpc import BUSY, INVALID_PARAMS, METHOD_NOT_FOUND, RpcError, RpcResult
 from runner.protocol.qmp import ExecInterruptedError, SilentError
 from runner.protocol.unix_server import Identify, SocketLimits, UnixServer
@@ -60,24 +56,7 @@ _SIZE = size_rule(1 << 20)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-def control_server(
-    supervisor: Supervisor,
-    plan: InstancePlan,
-    machine: Qemu,
-    active: ActivePlacement,
-    receipts: Receipts,
-    attached: Sequence[AttachedDisk],
-) -> tuple[DiskHotplug, Callable[[Socket], Awaitable[None]]]:
-    """Return the disks of a running instance, of which *attached* are attached already, and the server of its socket's clients."""
-    known = {each.plan.name: each for each in attached}
-    within = supervisor.timeouts.disk_released
-    disks = DiskHotplug(plan, machine, supervisor.changes, receipts.verify, active.in_pod_cgroup, within, known)
-    vcpus = Vcpus(supervisor, plan.machine, machine, active, receipts)
-    running = RunningInstance(supervisor, plan, machine, active, receipts, disks, vcpus)
-    return disks, partial(_accept, running)
-
-
-async def _accept(running: RunningInstance, listener: Socket) -> None:
+async def serve(running: RunningInstance, listener: Socket) -> None:
     """Serve the *running* instance to the clients that connect to *listener*, until cancelled."""
     async with trio.open_nursery() as nursery:
         methods = ControlMethods(running, Peers(running.supervisor.roots.proc), nursery)
@@ -190,7 +169,7 @@ async def _runner(running: RunningInstance, _params: Params) -> RunnerAnswer:
 
 
 async def _listed(running: RunningInstance, _params: Params) -> DisksAnswer:
-    return {"disks": await running.disks.listed()}
+    return {"disks": await disks_of(running).listed()}
 
 
 async def _attach(running: RunningInstance, params: Params) -> DiskDocument:
@@ -198,11 +177,11 @@ async def _attach(running: RunningInstance, params: Params) -> DiskDocument:
     for path in (*disk.backing, *(() if disk.fd is not None else (disk.file,))):
         _refuse_path_in_share(running, path, "cannot attach the disk", "keep it elsewhere")
         _refuse_links(running, path)
-    return await running.disks.attach(disk)
+    return await disks_of(running).attach(disk)
 
 
 async def _detach(running: RunningInstance, params: Params) -> NothingAnswer:
-    await running.disks.detach(_name(params, "name"))
+    await disks_of(running).detach(_name(params, "name"))
     return {}
 
 
@@ -308,11 +287,11 @@ ACTIONS: Mapping[str, Callable[[RunningInstance, Params], Awaitable[Answer]]] = 
     "upgrade": _upgrade,
     "qemu.check": partial(_update_qemu, only_check=True),
     "qemu.update": partial(_update_qemu, only_check=False),
-    "cpu.list": lambda running, _: running.vcpus.listed(),
-    "cpu.set": lambda running, params: running.vcpus.set(_count(params)),
+    "cpu.list": lambda running, _: vcpus_of(running).listed(),
+    "cpu.set": lambda running, params: vcpus_of(running).set(_count(params)),
     "disk.list": _listed,
     "disk.attach": _attach,
     "disk.detach": _detach,
-    "disk.grow": lambda running, params: running.disks.grow(_name(params, "name"), _size(params)),
+    "disk.grow": lambda running, params: disks_of(running).grow(_name(params, "name"), _size(params)),
 }
 """The function of each of :data:`~runner.instance.control.method_table.METHODS`."""

@@ -10,6 +10,7 @@ import trio
 
 from runner.base.errors import HostError, explain
 from runner.base.version import VERSION
+from runner.instance.change.disk_hotplug import disks_of
 from runner.instance.change.running_instance import RunningInstance
 from runner.kernel.small_files import read_image_digest
 from runner.placement.threads import sentences
@@ -36,7 +37,7 @@ async def read_status(running: RunningInstance) -> StatusDocument:
     If QEMU does not answer, the state has only this program's own knowledge, and ``qemu`` the error.
     """
     plan, machine, state, error = running.plan, running.plan.machine, running.supervisor.guest_state, ""
-    status, disks = "unknown", running.disks.listed_without_sizes()
+    status, disks = "unknown", disks_of(running).listed_without_sizes()
     try:
         state.ask_qemu()
         status, disks = await running.machine.monitor.within(running.answers_within, partial(_asked, running))
@@ -68,7 +69,7 @@ async def read_status(running: RunningInstance) -> StatusDocument:
         "console_silent": state.signs_of_life.mute,
         "resets": {"total": running.supervisor.counters.resets, "last_minute": state.resets_lately()},
         "disks": disks,
-        "free_slots": running.disks.free_slots,
+        "free_slots": disks_of(running).free_slots,
         "change": None if (change := running.supervisor.changes.current) is None else change.to_json(),
         "runner": runner_document(running),
         "qemu": qemu,
@@ -77,7 +78,7 @@ async def read_status(running: RunningInstance) -> StatusDocument:
 
 async def _asked(running: RunningInstance) -> tuple[str, list[DiskDocument]]:
     monitor = running.machine.monitor
-    return await monitor.answers() or await monitor.run_state(), await running.disks.listed()
+    return await monitor.answers() or await monitor.run_state(), await disks_of(running).listed()
 
 
 def runner_document(running: RunningInstance) -> RunnerDocument:

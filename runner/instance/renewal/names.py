@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Never
 from runner.base.cpuset import CpuSet
 from runner.base.errors import HostError
 from runner.base.values import Fd, frozen
-from runner.instance.change.disk_hotplug import AttachedDisk
+from runner.instance.change.running_instance import AttachedDisk
 from runner.instance.parts.daemons import RestartedChildRecord
 from runner.instance.signs_of_life import Silence
 from runner.instance.supervisor import Counters
