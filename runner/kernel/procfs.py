@@ -90,12 +90,13 @@ class Procfs:
             return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal())
 
     def unreaped(self) -> Iterator[tuple[int, int]]:
-        """Yield the processes that have ended and whose parents have not waited for them, each with its parent."""
+        """Yield the processes and traced threads that have ended, each with its tracer or its parent, which has not waited for it."""
         for pid in self.processes():
-            with contextlib.suppress(OSError):  # waited for meanwhile
-                state, parent, *_ = _stat(_read(f"{self.root}/{pid}/stat"))
-                if state == "Z":
-                    yield pid, int(parent)
+            for tid in self.thread_ids(pid):
+                with contextlib.suppress(OSError, HostError):  # waited for meanwhile
+                    state, parent, *_ = _stat(_read(f"{self.root}/{pid}/task/{tid}/stat"))
+                    if state == "Z":
+                        yield tid, int(self.status(tid).get("TracerPid", 0)) or int(parent)
 
     def has_swap(self) -> bool:
         """Tell whether the kernel was built with swap (``procswaps_init`` of ``mm/swapfile.c``)."""

@@ -5,6 +5,7 @@ Runs on any machine with root, cgroup v2 with cpuset and four CPUs.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -282,6 +283,64 @@ def test_a_pod_that_leaves_ended_processes_in_anothers_float_is_ended(machine: M
         until(lambda: int(machine.root.read("pids.current")) < 100)
         with pytest.raises((AssertionError, BrokenPipeError)):
             b.execute("fork", 1)
+
+
+TRACED = """
+import ctypes, glob, os, signal, sys, threading, time
+there, back, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.dup2(os.open("/dev/null", os.O_RDWR), 1)
+    os.dup2(1, 2)
+    os.close(reading)
+    runs, running = os.pipe()
+    may_end, end = os.pipe()
+    traced = os.fork()
+    if traced == 0:
+        os.close(writing)
+        over = threading.Event()
+        threads = [threading.Thread(target=over.wait) for _ in range(number)]
+        for each in threads:
+            each.start()
+        with open(there, "w") as file:
+            file.write("0")
+        os.write(running, " ".join(str(each.native_id) for each in threads).encode())
+        os.read(may_end, 1)
+        over.set()
+        while [open(each).read().rpartition(")")[2][1] for each in glob.glob("/proc/self/task/*/stat")].count("Z") < number:
+            time.sleep(0.1)
+        with open(back, "w") as file:
+            file.write("0")
+        os.write(running, b"x")
+        signal.pause()
+    os.close(running)
+    for thread in os.read(runs, 1 << 12).split():
+        assert ctypes.CDLL(None).ptrace(0x4206, int(thread), None, None) == 0  # PTRACE_SEIZE
+    os.write(end, b"x")
+    os.read(runs, 1)
+    os.close(writing)
+    signal.pause()
+os.close(writing)
+os.read(reading, 1)
+"""
+"""Leave ended threads in the float whose ``cgroup.procs`` is given; their process has left it, and another one traces them."""
+
+
+def test_a_pod_that_leaves_ended_threads_in_anothers_float_is_ended(machine: Machine) -> None:
+    """They count there as long as their tracer does not wait for them, and their process is elsewhere, and lives."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--pod-pids-max=100", "--pids-max=400"):
+        registered(machine, b)
+        registered(machine, a)
+        assert b.execute("write", 2, 0) == 2, "back to its own cgroup"
+        paths = [f"{group.path}/cgroup.procs" for group in (machine.pod_float(A), b.scope)]
+
+        assert b.execute("run", ["python3", "-c", TRACED, *paths, "90"]) == [0, ""]
+        assert 90 <= int(machine.domain(A).read("pids.current")) < 100
+        with contextlib.suppress(AssertionError, BrokenPipeError):  # it is ended meanwhile
+            b.execute("run", ["python3", "-c", TRACED, *paths, "150"])
+        until(lambda: b.process.poll() is not None)
+        until(lambda: int(machine.root.read("pids.current")) < 100)
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,15 @@ class PodCgroups:
             return
 
     def unreaped(self, root: Cgroup) -> Counter[str]:
-        """Count the processes below *root* that have ended, and count there until their parents wait for them, by the parents' pods.
+        """Count the processes and threads below *root* that have ended, and count there until another process waits for them, by its pod.
 
-        It looks at every process of the machine, which takes some 20 us each.
+        It looks at every thread of the machine, which takes some 20 us each.
         """
         top, found = f"/{root.path.relative_to(self.mount.path)}/", Counter[str]()
-        for pid, parent in self.procfs.unreaped():
+        for tid, waited_by in self.procfs.unreaped():
             with contextlib.suppress(HostError):  # waited for meanwhile
-                if self.procfs.cgroup(pid).startswith(top):
-                    cgroup = self.procfs.cgroup(parent)
+                if self.procfs.cgroup(tid).startswith(top):
+                    cgroup = self.procfs.cgroup(waited_by)
                     container = self.container(cgroup)
                     pod_uid = group_uid(cgroup.removeprefix(top)) if container is None else container.owner
                     found.update(filter(None, [pod_uid]))

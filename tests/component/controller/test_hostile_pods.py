@@ -83,7 +83,17 @@ async def test_a_pod_has_limits_of_its_own_in_float(node: Node) -> None:
             group.write(file, "77")
             await controller.until(lambda group=group, file=file, before=before: group.read(file) == before)  # type: ignore[misc]
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
-        assert not domain.exists()
+        await controller.until(lambda: not domain.exists())
+
+
+def put_ended(node: Node, pid: int, tid: int, path: str, *, parent: int = 1, tracer: int = 0) -> None:
+    """Add thread *tid* of process *pid*, which has ended in the cgroup *path*, and for which *tracer*, or else *parent*, does not wait."""
+    node.put_process(tid, path, inner=2, namespace="pid", leader=pid)
+    task = node.proc / str(pid) / "task" / str(tid)
+    task.mkdir(parents=True)
+    (task / "stat").write_text(f"{tid} (a) b) Z {parent} {' '.join(['1'] * 17)} 1 0\n")
+    with (node.proc / str(tid) / "status").open("a") as status:
+        status.write(f"TracerPid:\t{tracer}\n")
 
 
 async def test_a_pod_that_leaves_ended_processes_in_anothers_float_is_ended(
@@ -94,11 +104,13 @@ async def test_a_pod_that_leaves_ended_processes_in_anothers_float_is_ended(
     often = Intervals(pause=0.005, readings=10, least=0.01, reclaimed=0.02)
     path = f"/{node.domain(B).path.relative_to(node.mount.path)}/float (deleted)"
     async with controlled(node, limit_options=options, intervals=often, counted_every=0.02) as controller:
-        for parent, pod, number in ((6998, A, 41), (6999, B, 40)):
+        for parent, pod, number in ((6998, A, 38), (6999, B, 40)):
             node.put_process(parent, scope_path(pod), inner=2, namespace=f"pid-{pod}")
             for pid in range(parent * 100, parent * 100 + number):
-                node.put_process(pid, path, inner=pid, namespace=f"pid-{pod}")
-                (node.proc / str(pid) / "stat").write_text(f"{pid} (a) b) Z {parent} {' '.join(['1'] * 17)} 1 0\n")
+                put_ended(node, pid, pid, path, parent=parent)
+        node.put_process(7100, scope_path(C), inner=2, namespace=f"pid-{C}")
+        for tid in (7101, 7102, 7103):
+            put_ended(node, 7100, tid, path, tracer=6998)
         kills = [Path(pod, "cgroup.kill") for uid in (A, B) for pod in controller.loop._pods.existing(uid)]
         for number in (99, 100):
             assert [kill.read_text() for kill in kills] == ["", ""]
