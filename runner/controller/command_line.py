@@ -161,8 +161,8 @@ def command_line() -> argparse.ArgumentParser:
         type=argument_type(_seconds),
         default=Timeouts().handover,
         metavar="SECONDS",
-        help="how long an instance waits for CPUs that the kubelet has given to it while another instance still runs on them: "
-        "at least the longest terminationGracePeriodSeconds on this node",
+        help="how long an instance waits for CPUs that the kubelet has given to it while another instance still runs on them, which "
+        "then shares float's: at least the longest terminationGracePeriodSeconds on this node; with 0 neither waits nor shares",
     )
     _add_limits(parser.add_argument_group("limits of what instances run outside of their pods' cgroups"))
     _add_tuning(parser.add_argument_group("what else disturbs the CPUs of instances, and is put back at their end"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -112,7 +113,7 @@ async def control(options: Options, privileged: PrivilegedParts, output: NonBloc
         tree=Tree(Cgroup(options.root), None if options.partitions == "off" else privileged.cgroup_writer),
         source=CpuSource(files, options.sysfs, options.reserved_cpus) if kubelet else None,
         sys=options.sysfs,
-        intervals=Intervals(),
+        intervals=Intervals(handover=options.handover or math.inf),
         limits=choose_limits(options, pods, read_promised_pages(options.sysfs.parent)),
         pods=pods,
         cgroup_writer=privileged.cgroup_writer,

@@ -122,6 +122,32 @@ def test_an_instance_is_emptied_when_its_pods_cgroup_is_removed(machine: Machine
 
 
 def test_threads_that_are_put_back_again_and_again_do_not_keep_the_cpus(machine: Machine, tmp_path: Path) -> None:
+def test_what_enters_a_pods_own_cgroup_keeps_its_cpus_no_longer_than_a_handover(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """A gives its descriptors to B and ends; B is in A's own cgroup, which so stays, and its threads are on A's CPUs."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+    with machine.controller("--handover=20"):
+        registered(machine, a)
+        path = str(tmp_path / "passed")
+        b.execute("listen", path)
+        a.execute("give", path)
+        b.execute("take")
+        assert b.execute("write", 2, b.execute("anchor")) == 2, "into A's own cgroup"
+        b.execute("write", 0, 0)
+        b.execute("push", 1, b.execute("thread"))
+        until(lambda: machine.instance(A).threads())
+        os.kill(a.pid, signal.SIGKILL)
+        machine.put_state({B: machine.b, C: machine.a})
+        c = machine.pod(C, machine.a)
+        assert reason(c.call(machine.socket, "registerCgroup", uuid=C, cpuset=str(machine.a))) == "conflict"
+        until(lambda: "result" in c.call(machine.socket, "registerCgroup", uuid=C, cpuset=str(machine.a))[0])
+        assert machine.instance(C).effective_cpus() == machine.a
+        assert not machine.instance(A).exists() or machine.instance(A).effective_cpus().isdisjoint(machine.a)
+        assert b.execute("self") == 1, "nothing is ended while the pod has a cgroup"
+        assert f"instance without a pod uuid={A} rest=moved" in machine.log.read_text()
+
+
     """B writes its threads into A's cgroup in a loop, so that it may never be empty."""
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
     with machine.controller():

@@ -57,6 +57,9 @@ from runner.kubelet.state_files import KubeletFiles, parse_memory_state
 
 log = logging.getLogger(__name__)
 
+_TAKEN_SINCE = "user.instance-runner.cpus-taken-since"
+"""The extended attribute of an instance's domain with the time, in seconds since the boot, at which its CPUs were first seen to be another
+pod's."""
 _STRANGERS_NAMED = 8
 """Processes that the log names when the remains of a pod are ended."""
 
@@ -86,6 +89,9 @@ class Intervals:
     """From one reading of the number of processes to the next: a pod can make and move some ten thousand in this time."""
     mount: float = 1.0
     """From one reading of the mount's options to the next: the kernel reports no change of them."""
+    handover: float = 600.0
+    """Longest time for which an instance keeps CPUs that the kubelet has given to another pod, as long as its own pod has a cgroup: ten
+    times the grace period of our example pod."""
     recent: float = 0.1
     """Age up to which an observation answers questions: each reads 20 files of each instance, and any process may ask."""
 
@@ -174,9 +180,31 @@ class ReconcileLoop:
         candidates = ({*observed.domains} - {*known}).union(filter(observed.is_left_over, observed.domains))
         self._pass_log.add_oom_kills(observed)
         gone = frozenset(filter(self._pods.gone, candidates))
-        self.observed = attrs.evolve(observed, gone=gone, reclaimed=self._left_memory.reclaimed())
+        overdue = frozenset(self._overdue(observed))
+        self.observed = attrs.evolve(observed, gone=gone, overdue=overdue, reclaimed=self._left_memory.reclaimed())
         self._observed_at = time.monotonic()
         return self.observed
+
+    def _overdue(self, observed: Observed) -> Iterator[str]:
+        """Yield the pods that hold CPUs which the kubelet has given to others more than :attr:`Intervals.handover` ago.
+
+        That time is an attribute of their domains, so that it does not begin again when this program does.
+        """
+        if isinstance(self.state, Frozen):
+            return
+        named, now = self.state.assigned(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        given = CpuSet.union(named.values())
+        for pod_uid, group in observed.instances().items():
+            domain = self.tree.domain(pod_uid)
+            since = domain.attribute(_TAKEN_SINCE)
+            moved = bool(since) and observed.shares_float(pod_uid)
+            taken = pod_uid not in named and (moved or not given.isdisjoint(group.cpus))
+            if taken and since:
+                if now - float(since) > self._intervals.handover:
+                    yield pod_uid
+            elif taken or since:
+                with contextlib.suppress(CgroupError):  # removed meanwhile
+                    domain.set_attribute(_TAKEN_SINCE, str(now) if taken else "")
 
     def recently_observed(self) -> Observed:
         """Return the tree as observed at most :attr:`Intervals.recent` seconds ago: for reports, and for the result of a pass just made."""
@@ -270,7 +298,7 @@ class ReconcileLoop:
             log.warning(
                 ControllerEvent.PODLESS_INSTANCE_EMPTIED,
                 pod_uid,
-                "ended" if desired.kills else "moved",
+                "ended" if desired.kills and pod_uid in observed.gone else "moved",
                 len(processes),
                 "; ".join(self._pods.describe(processes[:_STRANGERS_NAMED])),
             )

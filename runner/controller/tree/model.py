@@ -115,6 +115,8 @@ class Observed:
     nothing but its domain is left."""
     reclaimed: frozenset[str] = frozenset()
     """The UIDs of pods that have nothing left but the domain, after the kernel has reclaimed as much of its memory as it could."""
+    overdue: frozenset[str] = frozenset()
+    """The UIDs of pods whose CPUs the kubelet has given to others so long ago that their instances should have ended."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)

@@ -128,7 +128,7 @@ def holders(cpus: CpuSet, observed: Observed, *, but: str) -> Mapping[str, Group
         for pod_uid, group in observed.instances().items()
         if pod_uid != but
         and not (group.cpus or group.effective).isdisjoint(cpus)
-        and not (pod_uid in observed.gone and observed.shares_float(pod_uid))
+        and not (pod_uid in observed.gone | observed.overdue and observed.shares_float(pod_uid))
     }
 
 
@@ -157,33 +157,38 @@ def evictions(desired: Desired, observed: Observed, requests: Mapping[str, Reque
     """Return the actions that end the remains of pods that are gone: foreign processes, or ones that a runtime has left.
 
     An instance whose pod still has a cgroup is left alone, although the kubelet may have forgotten the pod: its guest is
-    being powered down. An emptied group is removed by the pass that follows (:func:`reconcile`).
+    being powered down. If that takes too long, so that the pod is overdue, its threads are moved to its float, and none is ended.
+    An emptied group is removed by the pass that follows (:func:`reconcile`).
     """
     return tuple(_evictions(desired, observed, requests))
 
 
 def _evictions(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Iterator[Action]:
     for pod_uid in sorted(_without_pod(desired, observed, requests)):
+        gone = pod_uid in observed.gone
+        kills = desired.kills and gone
         vcpus, float_cgroup = observed.groups.get(vcpus_group(pod_uid)), observed.groups.get(float_group(pod_uid))
         of_vcpus, of_float = (group is not None and group.populated for group in (vcpus, float_cgroup))
-        if not of_vcpus and not (of_float and desired.kills):
+        if not of_vcpus and not (of_float and kills):
             continue
+        if not gone and observed.shares_float(pod_uid):
+            continue  # it may fill its cgroup again and again
         if vcpus is not None and of_vcpus:
             if vcpus.was_sealed:
                 yield Unseal(vcpus_group(pod_uid))
             if float_cgroup is not None and float_cgroup.cpus and not observed.shares_float(pod_uid):
                 yield Write(vcpus_group(pod_uid), "cpuset.cpus", str(float_cgroup.cpus))
-        if observed.domains[pod_uid].limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
+        if gone and observed.domains[pod_uid].limits.get("pids.max", NO_PROCESSES) != NO_PROCESSES:
             yield Restrict(instance_group(pod_uid), "pids.max", NO_PROCESSES)
-        if desired.kills:
+        if kills:
             yield Kill(pod_uid)
         elif float_cgroup is not None:
             yield Evict(pod_uid)
 
 
 def _without_pod(desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> frozenset[str]:
-    """Return the pods that are gone and that neither the kubelet nor a grant names."""
-    return observed.gone.intersection(observed.domains) - {*desired.choices, *granted(requests)}
+    """Return the pods that are gone or overdue and that neither the kubelet nor a grant names."""
+    return (observed.gone | observed.overdue).intersection(observed.domains) - {*desired.choices, *granted(requests)}
 
 
 @frozen
@@ -200,7 +205,7 @@ class _Pass:
     groups: Mapping[str, Group]
     """The groups that stay."""
     without_pod: frozenset[str]
-    """The pods that are gone and that neither the kubelet nor a grant names."""
+    """The pods that are gone or overdue and that neither the kubelet nor a grant names."""
 
     @classmethod
     def over(cls, desired: Desired, observed: Observed, requests: Mapping[str, Requested]) -> Self:
@@ -258,7 +263,7 @@ def _domains(this: _Pass) -> Iterator[Action]:
                 yield Make(instance_group(pod_uid))
             others = sum(promised.values()) - promised.get(pod_uid, 0)
             promised[pod_uid] = _memory_of(found, request.memory, desired.limits, others)
-            wanted = {**desired.limits.of_domain(promised[pod_uid], gone=pod_uid in this.without_pod)}
+            wanted = {**desired.limits.of_domain(promised[pod_uid], gone=pod_uid in this.without_pod & observed.gone)}
             if request.memory_nodes is not None:
                 wanted[MEMORY_NODES] = _memory_nodes(pod_uid, request.memory_nodes, desired, observed)
             yield from _restrictions(instance_group(pod_uid), wanted, found.limits if found else {}, observed)

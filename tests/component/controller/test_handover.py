@@ -18,6 +18,7 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.serve.registrations import MOST_WAITING
 from runner.controller.serve.timeouts import Timeouts
+from runner.controller.tree.loop import Intervals
 from runner.instance.gate import StopRequest, StopRequestedError
 from runner.instance.parts.cgroups.controller import registration_of
 from runner.instance.supervisor import Faults, Supervisor, open_supervisor
@@ -141,6 +142,30 @@ async def test_float_gets_none_of_the_cpus_and_the_old_instance_keeps_them(node:
         assert await connection.result("registerCgroup", uuid=A, cpuset=OURS)
         assert not node.instance(B).exists()
         assert str(node.instance(A).cpus()) == OURS
+
+
+async def test_after_the_time_of_a_handover_the_old_instance_has_floats_cpus(node: Node) -> None:
+    """Its time began under the controller before. Nothing of it is ended, and it gets no further CPUs of its own."""
+    taken_since = "user.instance-runner.cpus-taken-since"
+    for handover in (3600.0, 0.0):
+        intervals = Intervals(pause=0.005, readings=10, least=0.01, handover=handover)
+        async with controlled(node, timeouts=LONG, intervals=intervals) as controller:
+            if handover:
+                await run_instance(node, B)
+                give(node, A)
+            async with connected(node.socket) as connection:
+                if handover:
+                    assert (await connection.refusal("registerCgroup", uuid=A, cpuset=OURS))["reason"] == "conflict"
+                    assert node.domain(B).attribute(taken_since)
+                    assert str(node.instance(B).cpus()) == OURS
+                else:
+                    assert await connection.result("registerCgroup", uuid=A, cpuset=OURS)
+                    assert str(node.instance(A).cpus()) == OURS
+                    assert node.instance(B).cpus() == node.float_cgroup.cpus() == CpuSet.parse("0-13,18-19")
+                    assert (node.domain(B).path / "cgroup.kill").read_text() == ""
+                    assert node.domain(B).read("pids.max") != "0"
+                    give(node, B)
+                    await controller.until(lambda: not node.domain(B).attribute(taken_since))
 
 
 async def test_a_third_pod_waits_for_the_second(node: Node) -> None:

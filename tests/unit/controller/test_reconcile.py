@@ -684,6 +684,25 @@ def test_a_group_that_strangers_fill_again_and_again_follows_float() -> None:
             assert of_floats(observed) == state.shared_pool - held
 
 
+def test_an_overdue_instance_goes_to_float_once_and_nothing_of_it_is_ended() -> None:
+    """Its pod has a cgroup: what is left of it may be its guest, or another pod's threads that come back again and again."""
+    c = desire(CpuState("static", CpuSet([0, 2]), {"b": {"vm": CpuSet([1])}}), MACHINE, LIMITS)
+    found = tree(LIMITED, {"a": threaded(CpuSet([1]), populated=True)}, floats=threaded(CpuSet([0, 2])))
+    assert evictions(c, found, {}) == ()
+    assert [*holders(CpuSet([1]), found, but="b")] == ["a"]
+    observed = attrs.evolve(found, overdue=frozenset("a"))
+    actions = evictions(c, observed, {})
+    assert actions == (Write("instance-a/vcpus", "cpuset.cpus", "0,2"), Evict("a"))
+    filled = run(observed, actions[:1])
+    assert evictions(c, filled, {}) == reconcile(c, filled, {}) == ()
+    assert not holders(CpuSet([1]), filled, but="b")
+    grown = run(filled, reconcile(NO_POD, filled, {}))
+    assert grown.groups["instance-a/vcpus"].cpus == of_floats(grown) == ALL, "it follows float"
+    emptied = run(observed, (*actions, *reconcile(c, run(observed, actions), {})))
+    assert "a" not in emptied.instances()
+    assert evictions(POD, observed, {}) == (), "the kubelet names it again"
+
+
 def test_what_could_not_be_moved_keeps_its_cpus() -> None:
     full = threaded(CpuSet([1]), populated=True)
     observed = tree(LIMITED, {"a": full}, floats=threaded(CpuSet([0, 2])))
