@@ -244,7 +244,8 @@ class ReconcileLoop:
     def _hold(self) -> None:
         self._changed = False
         with contextlib.suppress(CgroupError):  # the pass has reported it
-            self.held_files.hold(self.tree.reachable())
+            pod_uids = () if self.observed is None else self.observed.domains
+            self.held_files.hold((*self.tree.reachable(), *self._pods.reachable(pod_uids)))
         if leased := self.held_files.leased:
             self.log_limit.log(log.error, ControllerEvent.CGROUP_FILES_LEASED, len(leased), min(leased))
         if self.held_files.error:

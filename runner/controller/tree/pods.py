@@ -62,6 +62,14 @@ class PodCgroups:
         possible = pod_groups(pod_uid) if self.kubelet else bare_groups(pod_uid)
         return [path for path in map(self.mount.path.joinpath, possible) if path.is_dir()]
 
+    def reachable(self, pod_uids: Iterable[str]) -> Iterator[str]:
+        """Yield the files by which :mod:`~runner.controller.tree.crowded_pods` ends the pods *pod_uids*, as far as these can reach them.
+
+        With a kubelet these are of a cgroup above those of the containers.
+        """
+        if not self.kubelet:
+            yield from (f"{path}/cgroup.kill" for pod_uid in pod_uids for path in self.existing(pod_uid))
+
     def gone(self, pod_uid: str) -> bool:
         """Tell whether pod *pod_uid* has no cgroup any more, so that none of its processes can be running.
 

@@ -359,6 +359,23 @@ async def test_a_pod_that_leases_its_own_files_is_refused_and_keeps_nobody_waiti
             assert controller.loop.error == ""
 
 
+async def test_a_container_cannot_lease_the_file_that_ends_it(node: Node) -> None:
+    """Without a kubelet this file is of the container's own cgroup. A lease from before the registration is outwaited."""
+    container = "5baab67f1daf9297c60974e50ad9f94f288077161a7c41376478e79aae671e07"
+    scope = Cgroup(node.mount.path / f"system.slice/docker-{container}.scope")
+    scope.path.mkdir(parents=True)
+    kill = scope.path / "cgroup.kill"
+    kill.write_text("")
+    async with controlled(node, own_cpus="4-15", trusting=True) as controller, connected(node.socket) as client:
+        with ExitStack() as lease:
+            lease.enter_context(leasing(kill))
+            await client.result("registerCgroup", uuid=container, cpuset="4-7")
+            assert controller.loop.held_files.leased == {str(kill)}
+        await controller.until(lambda: not controller.loop.held_files.leased)
+        with attempting_leases(kill) as results:
+            assert results == ["refused"]
+
+
 async def test_a_lease_from_before_the_start_is_outwaited_and_none_can_be_had_again(node: Node) -> None:
     node.become(B)
     async with controlled(node), connected(node.socket) as client:
