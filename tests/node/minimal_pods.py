@@ -44,7 +44,7 @@ def missing() -> str:
 
 POD = """
 import ctypes, fcntl, json, mmap, os, signal, socket, struct, subprocess, sys, threading, time
-fds, leases = [], []
+fds, leases, sockets = [], [], []
 signal.signal(signal.SIGIO, signal.SIG_IGN)  # with which the kernel asks to give a lease back
 MADV_POPULATE_WRITE, CLONE_NEWNS, MS_REC, MS_PRIVATE = 23, 0x20000, 1 << 14, 1 << 18
 def forbid(*calls):  # by a seccomp profile: EPERM for these numbers of system calls (seccomp(2))
@@ -134,6 +134,10 @@ for line in sys.stdin:
             for fd in fds:
                 os.close(fd)
             fds = []
+        elif do == "socket":
+            sockets.append(socket.socket())
+        elif do == "close":
+            sockets.clear()
         elif do == "leave":  # memory that is taken here, in a memfd that another process has afterwards
             path, mebibytes = arguments
             child = os.fork()

@@ -79,7 +79,7 @@ def test_half_built_domains_are_removed_and_made_by_a_registration(machine: Mach
     machine.pod_float(A).create()
     pod = machine.pod(A, machine.a)
     with machine.controller():
-        assert not machine.domain(A).exists()
+        until(lambda: not machine.domain(A).exists())
         assert result(pod.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a)))
         assert (machine.instance(A).kind(), machine.instance(A).effective_cpus()) == ("threaded", machine.a)
         assert (machine.pod_float(A).kind(), machine.pod_float(A).effective_cpus()) == ("threaded", machine.shared)

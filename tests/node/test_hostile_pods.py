@@ -23,6 +23,7 @@ import pytest
 
 from runner.base.cpuset import CpuSet
 from runner.controller.tree.held_files import FILES
+from runner.kernel.cgroup import flat_keyed
 from runner.protocol.controller_client import REPORT_SOCKET
 from tests.node.cgroups import SECONDS, pages_by_numa_node, until
 from tests.node.minimal_pods import BYSTANDER, A, B, C, Machine, Pod, cgroup_of, missing, reason, result
@@ -121,7 +122,6 @@ def test_an_instance_is_emptied_when_its_pods_cgroup_is_removed(machine: Machine
         until(lambda: machine.float_cgroup.effective_cpus() == machine.all - machine.b)
 
 
-def test_threads_that_are_put_back_again_and_again_do_not_keep_the_cpus(machine: Machine, tmp_path: Path) -> None:
 def test_what_enters_a_pods_own_cgroup_keeps_its_cpus_no_longer_than_a_handover(
     machine: Machine, tmp_path: Path
 ) -> None:
@@ -148,6 +148,7 @@ def test_what_enters_a_pods_own_cgroup_keeps_its_cpus_no_longer_than_a_handover(
         assert f"instance without a pod uuid={A} rest=moved" in machine.log.read_text()
 
 
+def test_threads_that_are_put_back_again_and_again_do_not_keep_the_cpus(machine: Machine, tmp_path: Path) -> None:
     """B writes its threads into A's cgroup in a loop, so that it may never be empty."""
     a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
     with machine.controller():
@@ -367,6 +368,37 @@ def test_a_pod_that_leaves_ended_threads_in_anothers_float_is_ended(machine: Mac
             b.execute("run", ["python3", "-c", TRACED, *paths, "150"])
         until(lambda: b.process.poll() is not None)
         until(lambda: int(machine.root.read("pids.current")) < 100)
+
+
+def test_a_pod_whose_removed_cgroups_stay_in_the_kernel_makes_no_more(machine: Machine) -> None:
+    """As long as sockets that were made there are open: the kernel's memory for each is charged to no cgroup."""
+    a, b = machine.pod(A, machine.a), machine.pod(B, machine.b)
+
+    def register_and_leave() -> tuple[dict[str, object], int]:
+        answer = a.call(machine.socket, "registerCgroup", uuid=A, cpuset=str(machine.a))
+        if "result" in answer[0]:
+            assert a.execute("write", 0, 0) == 2
+            assert a.execute("socket") is None
+            assert a.execute("write", 2, 0) == 2, "back to its own cgroup"
+            assert result(a.call(machine.socket, "deregisterCgroup", uuid=A)) == {"removed": True}
+            a.execute("forget")
+            until(lambda: not machine.pod_float(A).exists())
+        return answer
+
+    def kept() -> int:
+        return flat_keyed(machine.root.read("cgroup.stat"))["nr_dying_descendants"]
+
+    with machine.controller(before="from runner.controller.serve import registrations as r; r.MOST_REMOVED = 2"):
+        for number in range(1, 4):
+            assert "result" in register_and_leave()[0]
+            until(lambda number=number: kept() == number)  # type: ignore[misc]
+        answer = register_and_leave()
+        assert reason(answer) == "host"
+        assert "3 removed cgroups of it" in str(answer)
+        registered(machine, b)
+        a.execute("close")
+        until(lambda: kept() == 0)
+        assert "result" in register_and_leave()[0]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ REST = 10
 meanwhile."""
 
 
+MOST_REMOVED = 32
+"""Removed groups of an instance that the kernel may keep. Each takes some 2 KiB for each CPU of the machine (measured with 8 and 16), which
+are charged to no cgroup, and there may be as many as the pod holds sockets or ended processes."""
+
+
 @frozen
 class Registrations:
     """Registers the instances of *callers* in the tree of *loop*, and removes them."""
@@ -151,6 +156,13 @@ class Registrations:
         mems = None if caller is None else pods.mount.at(caller.cgroup).effective_mems()
         group = tree.vcpus_of(pod_uid)
         existed = group.exists()
+        if not existed and (removed := tree.removed_below(pod_uid)) > MOST_REMOVED:
+            raise RequestRefusedError(
+                identity.HOST,
+                f"cannot register instance {pod_uid!r}: {removed} removed cgroups of it are kept by open sockets or ended processes",
+                lasting=True,
+                remedy="end the program that has the sockets, or does not wait for its children",
+            )
         faults = self.loop.pass_over({pod_uid: Requested(asked, memory_max, mems)}, observed)
         reasons = [*self._reasons_against(pod_uid, asked, faults)]
         effective = group.effective_cpus() if not reasons else CpuSet()

@@ -76,6 +76,8 @@ class Domain:
     """Bytes charged to it; read only if nothing runs in it."""
     processes: int = 0
     """Processes that have ended and count in it until their parents have waited for them; read only if nothing runs in it."""
+    removed: int = 0
+    """Groups below it that were removed, and that the kernel keeps for what still refers to them; read only if nothing runs in it."""
 
     @property
     def charged_mebibytes(self) -> int:
@@ -113,10 +115,10 @@ class Observed:
     gone: frozenset[str] = frozenset()
     """The UIDs of pods that have a domain here but no cgroup of their own any more. A pod that the kubelet still names is included only if
     nothing but its domain is left."""
-    reclaimed: frozenset[str] = frozenset()
-    """The UIDs of pods that have nothing left but the domain, after the kernel has reclaimed as much of its memory as it could."""
     overdue: frozenset[str] = frozenset()
     """The UIDs of pods whose CPUs the kubelet has given to others so long ago that their instances should have ended."""
+    reclaimed: frozenset[str] = frozenset()
+    """The UIDs of pods that have nothing left but the domain, after the kernel has reclaimed as much of its memory as it could."""
     exclusive: CpuSet | None = None
     """The root's ``cpuset.cpus.exclusive``; ``None`` if the kernel has no remote partitions."""
     outdated: Mapping[str, bool] = attrs.field(factory=dict)

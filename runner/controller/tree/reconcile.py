@@ -273,18 +273,19 @@ def _domains(this: _Pass) -> Iterator[Action]:
 
 
 def keeps_domain(pod_uid: str, desired: Desired, observed: Observed) -> bool:
-    """Tell whether the domain of *pod_uid*, which has no groups, is to stay for the memory and the processes that are charged to it.
+    """Tell whether the domain of *pod_uid*, which has no groups, is to stay for the memory, processes and groups that count in it.
 
     Memory that others hold, such as a memfd that was passed on, a file in tmpfs or page cache in a pipe, stays charged when its processes
     have left; how much of it can be known once the kernel has reclaimed the rest. After the domain's removal only the root is charged,
     whose limit all pods share: a pod that registers and leaves again and again could use it up, and the kernel would end another pod's
-    guest. The same holds for processes that have ended, as long as their parents do not wait for them. While the pod may still register,
-    every byte and process counts; one that is gone for good may leave some kernel memory for a while, and the other processes end with it.
+    guest. The same holds for processes that have ended, as long as their parents do not wait for them, and for removed groups that the
+    kernel keeps: what stays of groups is known in the pass after their removal. While the pod may still register, every byte, process and
+    group counts; one that is gone for good may leave some kernel memory for a while, and the other processes end with it.
     """
     domain = observed.domains[pod_uid]
     if _has_gone(pod_uid, desired, observed):
         return domain.charged > LEFT_BEHIND
-    return domain.charged > 0 or domain.processes > 0
+    return not observed.is_left_over(pod_uid) or domain.charged > 0 or domain.processes > 0 or domain.removed > 0
 
 
 def left_behind(desired: Desired, observed: Observed) -> Mapping[str, int]:

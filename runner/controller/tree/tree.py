@@ -35,7 +35,7 @@ from runner.controller.tree.model import (
     Write,
     groups_below,
 )
-from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError
+from runner.kernel.cgroup import MEMORY_EVENTS, Cgroup, CgroupError, flat_keyed
 from runner.kubelet.pod_cgroups import FLOAT, VCPUS, float_group, instance_group, instance_uid, vcpus_group
 
 T = TypeVar("T")
@@ -84,6 +84,14 @@ class Tree:
         for name in self.root.children() if self.root.exists() else ():
             if (pod_uid := instance_uid(name)) is not None:
                 yield pod_uid, self.root.child(name)
+
+    def removed_below(self, pod_uid: str) -> int:
+        """Return how many groups below the domain of *pod_uid* were removed and are kept by the kernel (``nr_dying_descendants``).
+
+        Open sockets that were made in a group keep it, and so do ended processes that are not waited for.
+        """
+        stat = self.domain(pod_uid).read_if_there("cgroup.stat") or ""
+        return flat_keyed(stat).get("nr_dying_descendants", 0)
 
     def half_full(self) -> bool:
         """Tell whether all pods together have half of the processes that they may have, or more."""
@@ -135,7 +143,8 @@ class Tree:
                     groups[path] = group
             if not any(path in groups and groups[path].populated for path in groups_below(pod_uid)):
                 charged = _while_there(Cgroup.memory_in_use, each) if "memory" in enabled else 0
-                domains[pod_uid] = attrs.evolve(domain, charged=charged or 0, processes=each.tasks()[0])
+                processes, removed = each.tasks()[0], self.removed_below(pod_uid)
+                domains[pod_uid] = attrs.evolve(domain, charged=charged or 0, processes=processes, removed=removed)
         return Observed(
             offered,
             delegated,

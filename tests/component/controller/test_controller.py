@@ -660,7 +660,10 @@ async def test_a_restart_after_the_pod_is_gone_cleans_up(node: Node) -> None:
 
 
 async def test_without_a_kubelet_the_first_request_gets_the_cpus(node: Node) -> None:
-    async with controlled(node, own_cpus="4-15", trusting=True, timeouts=QUICK), connected(node.socket) as client:
+    async with (
+        controlled(node, own_cpus="4-15", trusting=True, timeouts=QUICK) as controller,
+        connected(node.socket) as client,
+    ):
         assert str(node.float_cgroup.cpus()) == "0-19"
         await client.result("registerCgroup", uuid="one", cpuset="4-7")
         assert str(node.float_cgroup.cpus()) == "0-3,8-19"
@@ -670,7 +673,7 @@ async def test_without_a_kubelet_the_first_request_gets_the_cpus(node: Node) -> 
         node.instance("one").populate(False)
         await client.result("registerCgroup", uuid="two", cpuset="7-8")  # an empty instance is removed for it
         assert str(node.float_cgroup.cpus()) == "0-6,9-19"
-        assert node.root.children() == ("instance-bystander", "instance-two")
+        await controller.until(lambda: node.root.children() == ("instance-bystander", "instance-two"))
         assert (await client.refusal("registerCgroup", uuid="three", cpuset="0-1"))["reason"] == "cpuset"
         assert await client.result("deregisterCgroup", uuid="two") == {"removed": True}
         assert str(node.float_cgroup.cpus()) == "0-19"

@@ -22,7 +22,7 @@ import trio.testing
 from runner.base.cpuset import CpuSet
 from runner.controller.command_line import LimitOptions
 from runner.controller.serve.callers import BETWEEN_CHECKPOINTS, MOST_PROCESSES
-from runner.controller.serve.registrations import REST
+from runner.controller.serve.registrations import MOST_REMOVED, REST
 from runner.controller.serve.timeouts import Timeouts
 from runner.controller.tree.faults import Fault
 from runner.controller.tree.held_files import FILES, HeldFiles
@@ -327,7 +327,7 @@ async def test_no_process_can_lease_what_a_registered_pod_reaches(node: Node) ->
         with attempting_leases(*filter(Path.exists, files)) as results:
             assert {*results} == {"refused"}
         assert await client.result("deregisterCgroup", uuid=B) == {"removed": True}
-        assert not [path for path in controller.loop.held_files._held if B in path], "closed with the group"
+        await controller.until(lambda: not any(B in path for path in controller.loop.held_files._held))
 
 
 def test_files_are_held_for_writing_whatever_their_mode_is(tmp_path: Path) -> None:
@@ -374,6 +374,24 @@ async def test_a_container_cannot_lease_the_file_that_ends_it(node: Node) -> Non
         await controller.until(lambda: not controller.loop.held_files.leased)
         with attempting_leases(kill) as results:
             assert results == ["refused"]
+
+
+async def test_removed_groups_that_the_kernel_keeps_are_limited(node: Node) -> None:
+    node.become(B)
+    async with controlled(node) as controller, connected(node.socket) as client:
+        await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        stat = node.domain(B).path / "cgroup.stat"
+        for number in (MOST_REMOVED, MOST_REMOVED + 1):
+            stat.write_text(f"nr_descendants 2\nnr_dying_descendants {number}\n")
+            await client.result("registerCgroup", uuid=B, cpuset="14-17")  # it makes none
+            node.instance(B).remove()
+            if number <= MOST_REMOVED:
+                await client.result("registerCgroup", uuid=B, cpuset="14-17")
+        refused = await client.refusal("registerCgroup", uuid=B, cpuset="14-17")
+        assert refused["reason"] == "host"
+        assert f"{MOST_REMOVED + 1} removed cgroups of it" in str(refused["message"])
+        assert not node.instance(B).exists()
+        assert not controller.loop.error
 
 
 async def test_a_lease_from_before_the_start_is_outwaited_and_none_can_be_had_again(node: Node) -> None:

@@ -767,9 +767,10 @@ def test_a_domain_stays_for_the_memory_that_is_charged_to_it_and_for_nothing_els
 
 
 def test_a_domain_stays_for_the_processes_that_count_in_it_while_its_pod_may_register_again() -> None:
-    """After its removal they would count in the root alone, and the next domain would begin with none."""
+    """After its removal they would count in the root alone, and the next domain would begin with none; the same holds for groups."""
     observed = attrs.evolve(LIMITED, domains={"a": Domain(processes=1)})
     assert Remove("instance-a") not in reconcile(POD, observed, {})
+    assert Remove("instance-a") not in reconcile(POD, attrs.evolve(LIMITED, domains={"a": Domain(removed=1)}), {})
     for gone in (attrs.evolve(observed, gone=frozenset("a")), attrs.evolve(observed, domains={"a": Domain()})):
         assert Remove("instance-a") in reconcile(POD, gone, {})
 
