@@ -96,16 +96,15 @@ def recover(bridges: Sequence[Bridge]) -> None:
 
 
 def build(bridges: Sequence[Bridge]) -> Mapping[str, frozenset[str]]:
-    """Build *bridges*, all or none; their taps exist already. Return, by name, what each of the pod's interfaces had before."""
+    """Build *bridges*; their taps exist already. Return, by name, what each of the pod's interfaces had before.
+
+    If it fails, parts are left, which :func:`remove` removes.
+    """
     with Rtnetlink() as rtnetlink:
         pods = [_find(rtnetlink, bridge.pod.name) for bridge in bridges if bridge.pod is not None]
         before = {pod.name: rtnetlink.belongings(pod) for pod in pods}
-        try:
-            for bridge in bridges:
-                _build(rtnetlink, bridge)
-        except HostError:
-            _remove_all(rtnetlink, bridges)
-            raise
+        for bridge in bridges:
+            _build(rtnetlink, bridge)
     return before
 
 
@@ -193,8 +192,11 @@ def _make(rtnetlink: Rtnetlink, bridge: Bridge) -> FoundLink:
             log.warning(InstanceEvent.PACKETS_UNFILTERED, explain(error))
         # With a MAC address of its own, the bridge keeps that address and its permanent neighbours, whichever ports it gets.
         rtnetlink.set_link(made, Change(alias=OURS, mac=_random_mac(), up=True))
-    except HostError:  # it has no alias yet, so nothing else would ever remove it
-        rtnetlink.delete_link(_find(rtnetlink, bridge.name))
+    except HostError as error:  # it has no alias yet, so nothing else would ever remove it
+        try:
+            rtnetlink.delete_link(_find(rtnetlink, bridge.name))
+        except HostError as left:
+            raise HostError(f"{explain(error)}; and the bridge is not removed: {explain(left)}") from None
         raise
     return made
 

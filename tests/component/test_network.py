@@ -261,6 +261,7 @@ async def test_the_interface_is_restored_after_a_killed_runner(fake_host: FakeHo
     bridge = Bridge("vmbr0", "vmtap0", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, link)
     with pytest.raises(HostError, match="cannot find the network interface 'vmtap0'"):
         build([bridge])
+    remove([bridge])
     assert state_of("eth0") == before, "a failed build is reversed"
 
     ip("tuntap", "add", "vmtap0", "mode", "tap")
@@ -494,7 +495,7 @@ def test_frames_to_the_guest_reach_its_tap_alone(pod: str) -> None:
 
 
 def test_every_refused_step_is_reversed(pod: str) -> None:
-    """Every request of a build fails once; afterwards the pod's interface is what it was and no bridge is left."""
+    """Every request of a build fails once; after the removal the pod's interface is what it was and no bridge is left."""
     del pod
     before = state_of("eth0")
     link = read_eth0()
@@ -525,6 +526,7 @@ def test_every_refused_step_is_reversed(pod: str) -> None:
                 break
             except HostError as error:
                 reason = explain(error)
+            remove(bridges)
             assert reason.endswith("Cannot allocate memory")
             assert ipv4(state_of("eth0")) == ipv4(before), reason
             assert "vmbr" not in ip("link", "show", "type", "bridge"), reason
@@ -538,6 +540,40 @@ def test_every_refused_step_is_reversed(pod: str) -> None:
     finally:
         for tap in ("vmtap0", "vmtap1"):
             ip("link", "delete", tap)
+
+
+@pytest.mark.parametrize("bridge_gone", [False, True])
+def test_a_failed_build_names_its_own_reason_though_it_cannot_be_reversed(pod: str, *, bridge_gone: bool) -> None:
+    """It is the reason of the failed start; what is not restored is reported by the release."""
+    del pod
+    bridge = Bridge("vmbr1", "vmtap1", IPv4Interface("169.254.77.1/32"), 1450, MAC, GUEST, read_eth0())
+    failed = False
+
+    def losing(event: str, _arguments: object) -> None:  # what Python announces before each request (PEP 578)
+        nonlocal failed
+        if event != "socket.sendto" or failed or "vmbr1" not in ip("link", "show", "type", "bridge"):
+            return
+        if bridge_gone or "vmbr1" in ip("link", "show", "eth0"):
+            failed = True
+            ip("link", "delete", "vmbr1" if bridge_gone else "eth0")
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    sys.addaudithook(losing)
+    ip("tuntap", "add", "vmtap1", "mode", "tap")
+    try:
+        with pytest.raises(HostError) as error:
+            build([bridge])
+        assert "Cannot allocate memory" in explain(error.value)
+        if bridge_gone:
+            assert "; and the bridge is not removed: cannot find the network interface 'vmbr1'" in explain(error.value)
+        else:
+            with pytest.raises(HostError, match="cannot restore 'eth0': it is gone"):
+                remove([bridge])
+    finally:
+        failed = True
+        ip("link", "delete", "vmtap1")
+        if not bridge_gone:
+            ip("link", "add", "eth0", "type", "veth", "peer", "gw1")  # the fixture deletes it
 
 
 def test_a_route_is_restored_with_its_protocol(pod: str) -> None:
