@@ -124,6 +124,19 @@ async def test_without_a_sign_it_is_ready_as_soon_as_it_runs(fake_host: FakeHost
     await run(fake_host, plan_of(fake_host, None), Guest.is_ready)
 
 
+async def test_the_file_stays_the_same_while_the_guest_stays_ready(fake_host: FakeHost) -> None:
+    """A probe that looks for it at the moment of any change would miss it otherwise."""
+
+    async def act(guest: Guest) -> None:
+        await guest.is_ready()
+        before = guest.ready_file.stat()
+        guest.host.guest_state.changes.announce()
+        await trio.sleep(0.1)
+        assert guest.ready_file.stat() == before
+
+    await run(fake_host, plan_of(fake_host, None), act)
+
+
 async def test_what_could_not_be_written_is_written_once_there_is_room(fake_host: FakeHost) -> None:
     plan = fake_host.plan()
     ready, receipt = (Path(plan.state_directory / name) for name in ("ready", "receipt.json"))

@@ -126,12 +126,18 @@ class Readiness:
                 assert_never(never)
 
     async def _show(self) -> None:
-        """Create the file while the guest is ready, and remove it otherwise; may be cancelled at any moment."""
+        """Create the file while the guest is ready, and remove it otherwise; may be cancelled at any moment.
+
+        While it stays ready, the file stays: a probe that looks for it never misses it.
+        """
         with ExitStack() as shown:
+            published = False
             while True:
                 changed, again = self._state.changes.next, math.inf
-                shown.close()
-                if not self._state.unready:
+                if self._state.unready:
+                    shown.close()
+                    published = False
+                elif not published:
                     try:
                         files.publish(self._path, b"")
                     except HostError as error:  # no reason to end a running guest: a full volume may have room again
@@ -139,6 +145,7 @@ class Readiness:
                         again = PUBLISHED_AGAIN
                     else:
                         shown.callback(self._withdraw)
+                        published = True
                 with trio.move_on_after(again):
                     await changed.wait()
 
