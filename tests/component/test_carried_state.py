@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 import trio
@@ -17,7 +17,7 @@ import trio.testing
 from runner.base.errors import HostError, RefusedError, Status, explain
 from runner.instance.gate import Kind
 from runner.instance.parts.qemu import GuestEnd
-from runner.instance.renewal import first_stage
+from runner.instance.renewal import first_stage, upgrade
 from runner.instance.renewal.first_stage import FirstStage, RenewalDocument
 from runner.instance.renewal.names import NAMES
 from runner.instance.renewal.upgrade import _become, _document, resume_after_fault, running_program, state_of
@@ -53,6 +53,27 @@ def inheritable() -> list[int]:
     """Return the descriptors beyond the standard streams that a program executed now would inherit."""
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
     return [number for number in numbers if number > 2 and os.get_inheritable(number)]
+
+
+async def test_no_client_is_told_to_attach_again_when_the_state_cannot_be_written(
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would leave a console that goes on."""
+    told = list[str]()
+
+    async def act(supervisor: Supervisor) -> None:
+        await trio.lowlevel.checkpoint()
+        supervisor.renewal.leaving.append(lambda: told.append("attach again"))
+        with monkeypatch.context() as patched:
+            patched.setattr(upgrade, "sealed_memory", full)
+            with pytest.raises(HostError, match="injected"):
+                upgrade._execute(supervisor, [running_program("")], "upgrade", "")
+
+    def full(_name: str, _content: bytes) -> NoReturn:
+        raise HostError("injected")
+
+    await run(fake_host, act)
+    assert told == []
 
 
 async def test_what_is_held_is_written_and_read(fake_host: FakeHost) -> None:

@@ -233,14 +233,15 @@ async def _signals_handled() -> None:
 def _execute(supervisor: Supervisor, programs: list[ProgramDocument], cause: str, reason: str) -> NoReturn:
     """Carry the state over to the first of *programs*, and execute it.
 
-    Raises :exc:`~runner.base.errors.HostError`, in which case nothing has changed.
+    Raises :exc:`~runner.base.errors.HostError`. Then nothing has changed, but if the kernel does not execute it, the console's clients
+    have been told to attach again.
     """
     supervisor.log_limit.log_left_out()
     with doing("carry over what this process holds"):
         document = _document(supervisor, programs, cause, reason)
-    for leave in supervisor.renewal.leaving:
-        leave()
     with _staged(document) as (argv, own):
+        for leave in supervisor.renewal.leaving:
+            leave()
         execute(argv("resume", 0), os.environ, (*own, *map(int, document["descriptors"])))
 
 
