@@ -331,6 +331,26 @@ async def test_a_failure_at_any_step_leaves_the_guest_where_it_is(fake_host: Fak
     assert (await run(fake_host, plan, act)).status is Status.STOPPED
 
 
+async def test_a_successor_is_ended_when_a_step_fails_right_after_its_start(fake_host: FakeHost) -> None:
+    """It is known from the moment at which it exists: nothing else would end it."""
+    plan = plan_of(fake_host)
+
+    @contextmanager
+    def failing(_size: int) -> Iterator[None]:
+        yield
+        raise HostError("injected")
+
+    async def act(supervisor: Supervisor) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(qemu_update, "lockable", failing)
+            with pytest.raises(RunnerError, match="injected; the one before continues"):
+                await update(plan)
+        assert [each.role for each in supervisor.processes].count("qemu") == 1
+        await update(plan)
+
+    assert (await run(fake_host, plan, act)).status is Status.STOPPED
+
+
 VIRTIOFSD = {
     "exit": "",
     "refuse": "; virtiofsd: fake-virtiofsd: cannot load it",

@@ -378,7 +378,7 @@ class _Move:
             _channel("cpr", type="fd", str=str(point.cpr.fileno())),
             _channel("main", type="fd", str=str(main.fileno())),
         )
-        successor = self.successor = self._start(plan, incoming, (point.cpr.fileno(), main.fileno()))
+        successor = self._start(plan, incoming, (point.cpr.fileno(), main.fileno()))
         point.cpr.close()
         main.close()
         beneath = f"/proc/self/fd/{number}"
@@ -440,7 +440,10 @@ class _Move:
             cgroup = self.running.active.memory_cgroup_fd
             lent.enter_context(lockable(plan.lockable))
             process = spawn_qemu(supervisor, plan, descriptors, cgroup, options, more)
-            return Qemu(process, Monitor(ours.dup()), None, supervisor.changes, supervisor.log_limit)
+            # Noted before anything else can fail: what is lent is released at the end of this block.
+            monitor = Monitor(Socket(ours.family, ours.type, ours.proto, ours.detach()))
+            self.successor = Qemu(process, monitor, None, supervisor.changes, supervisor.log_limit)
+        return self.successor
 
     @contextmanager
     def _start_virtiofsd(self, share: HeldShare) -> Iterator[Socket]:
