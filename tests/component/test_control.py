@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from runner.cli.ctl import answer_lines
 from runner.cli.instance_requests import ask_instance
 from runner.cli.refusal import print_refusal
 from runner.facts.host import User
-from runner.instance.change.disk_hotplug import refuse_elsewhere
+from runner.instance.change.disk_hotplug import DiskHotplug, refuse_elsewhere
 from runner.instance.control.method_table import METHODS
 from runner.instance.control.server import ACTIONS, ControlMethods
 from runner.instance.gate import Changes, Kind
@@ -35,6 +35,7 @@ from runner.kernel.peers import Peer, Peers
 from runner.plan.instance import InstancePlan
 from runner.protocol.jsonrpc import RpcError
 from runner.protocol.jsonrpc_client import CallRefusedError
+from runner.spec.instance import DiskSpec
 from tests.support.fake_host import FakeHost, hotplug_of
 from tests.support.json_schemas import fitting, fitting_answer
 from tests.support.sweep import FAULT_INJECTOR
@@ -297,14 +298,57 @@ async def test_a_change_is_not_waited_for_when_qemu_is_silent_and_goes_on_with_i
             reading = trio.socket.from_stdlib_socket(theirs)
             theirs.setblocking(False)
             await reading.recv(1 << 16)
-            await reading.send(b'{"return": {"fdset-id": 1}, "id": "1"}\n')
+            await reading.send(b'{"return": [], "id": "1"}\n')
             sent.append(json.loads(await reading.recv(1 << 16))["execute"])
             theirs.close()
             while "a change that no client waits for any longer has failed: cannot talk to QEMU" not in caplog.text:
                 await trio.sleep(0.005)
             nursery.cancel_scope.cancel()
-    assert sent == ["blockdev-add"]
+    assert sent == ["add-fd"]
     assert disks._changes.current is None
+
+
+async def test_an_overtaken_attachment_leaves_no_descriptor_in_qemu(fake_host: FakeHost) -> None:
+    (fake_host.root / "disk").write_bytes(bytes(4096))
+    plan = fake_host.plan("[hotplug]\ndisks = 1\n")
+    replies: dict[str, dict[str, object]] = {
+        "query-fdsets": {"return": [{"fdset-id": 4}]},
+        "remove-fd": {"return": {}},
+    }
+    async with hotplug_with_replies(plan, replies) as (disks, sent), trio.open_nursery() as nursery:
+        nursery.start_soon(disks.attach, DiskSpec(path=PurePosixPath(fake_host.root / "disk")))
+        while "add-fd" not in [command for command, _ in sent]:
+            await trio.sleep(0.005)
+        nursery.cancel_scope.cancel()
+    assert sent == [
+        ("query-fdsets", {}),
+        ("add-fd", {"fdset-id": 5, "opaque": "disk0"}),
+        ("remove-fd", {"fdset-id": 5}),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def hotplug_with_replies(
+    plan: InstancePlan, replies: Mapping[str, Mapping[str, object]]
+) -> AsyncIterator[tuple[DiskHotplug, list[tuple[str, object]]]]:
+    """Yield the disks of a QEMU that gives *replies* to these commands, and what it is sent: other commands get none in time."""
+    sent = list[tuple[str, object]]()
+
+    async def serve(end: trio.socket.SocketType) -> None:
+        while data := await end.recv(1 << 16):
+            for line in data.splitlines():
+                request = json.loads(line)
+                sent.append((request["execute"], request.get("arguments", {})))
+                if request["execute"] in replies:
+                    await end.send(json.dumps({**replies[request["execute"]], "id": request["id"]}).encode() + b"\n")
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with ours, theirs:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, trio.socket.from_stdlib_socket(theirs))
+            yield hotplug_of(plan, ours), sent
+            nursery.cancel_scope.cancel()
 
 
 async def test_the_operator_and_the_one_who_waits_learn_what_is_in_progress(fake_host: FakeHost) -> None:

@@ -175,20 +175,22 @@ class DiskHotplug:
         """Create the fdsets, nodes and iothread of *plan*; return the commands that undo each step, in the order of the steps."""
         done: list[UndoCommand] = []
 
-        async def execute(command: str, arguments: Mapping[str, object], undo: UndoCommand) -> None:
+        async def execute(
+            command: str, arguments: Mapping[str, object], undo: UndoCommand, fds: Sequence[int] = ()
+        ) -> None:
             done.append(undo)  # recorded first: an overtaken change does not wait for the answer
             try:
-                await self._machine.monitor.execute(command, arguments)
+                await self._machine.monitor.execute(command, arguments, fds=fds)
             except ExecuteError:
                 done.pop()
                 raise
 
         try:
             names: dict[str, str] = {}
-            for name, number in numbers.items():
-                fdset = await self._add_fd(number, name)
+            for fdset, (name, number) in enumerate(numbers.items(), await self._free_fdset()):
+                arguments = {"fdset-id": fdset, "opaque": name}
+                await execute("add-fd", arguments, ("remove-fd", {"fdset-id": fdset}), (number,))
                 names[name] = f"/dev/fdset/{fdset}"
-                done.append(("remove-fd", {"fdset-id": fdset}))
             for node in block_nodes(plan, names.__getitem__):
                 await execute("blockdev-add", node, ("blockdev-del", {"node-name": node["node-name"]}))
             if plan.iothread:
@@ -212,10 +214,13 @@ class DiskHotplug:
             await self._undo(attached.undo)
             raise failure
 
-    async def _add_fd(self, number: int, name: str) -> int:
-        return await self._machine.monitor.query(
-            "add-fd", lambda reply: whole_number(reply["fdset-id"]), {"opaque": name}, fds=(number,)
-        )
+    async def _free_fdset(self) -> int:
+        """Return the first number above those of all fdsets; if QEMU numbers one, only its answer says which one to remove."""
+
+        def parse(reply: Any) -> int:
+            return 1 + max((whole_number(each["fdset-id"]) for each in reply), default=0)
+
+        return await self._machine.monitor.query("query-fdsets", parse)
 
     async def _undo(self, done: Sequence[UndoCommand]) -> None:
         """Undo the steps *done*, even when this change is overtaken."""

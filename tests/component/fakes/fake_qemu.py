@@ -568,7 +568,7 @@ def change(command, arguments):
     """Add or take back a part of a disk, as QEMU does; return the reply."""
     adding = {"remove-fd": "add-fd", "blockdev-del": "blockdev-add", "object-del": "object-add"}.get(command)
     if command == "add-fd":
-        arguments["fdset-id"] = max(hotplugged["add-fd"], default=0) + 1
+        arguments.setdefault("fdset-id", max(hotplugged["add-fd"], default=0) + 1)
     name = next(arguments[key] for key in ("fdset-id", "node-name", "id") if key in arguments)
     if adding is not None:
         hotplugged[adding].remove(name)
