@@ -101,6 +101,11 @@ class ExecuteError(QmpError):
         self.description = received.error.desc[:LONGEST_TEXT]
         super().__init__(f"cannot execute {sent['execute']!r}: {self.description}", sent=sent, received=received)
 
+    @property
+    def in_process_of_unplug(self) -> bool:
+        """Return whether the guest is asked for the device already (``qmp_device_del`` of QEMU); "Hot-unplug failed: …" is a failure."""
+        return self.description.endswith("is already in the process of unplug")
+
 
 @frozen
 class QmpEvent:

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -25,6 +25,7 @@ from runner.cli.instance_requests import ask_instance
 from runner.cli.refusal import print_refusal
 from runner.facts.host import User
 from runner.instance.change.disk_hotplug import DiskHotplug, refuse_elsewhere
+from runner.instance.change.running_instance import AttachedDisk
 from runner.instance.control.method_table import METHODS
 from runner.instance.control.server import ACTIONS, ControlMethods
 from runner.instance.gate import Changes, Kind
@@ -32,6 +33,7 @@ from runner.instance.parts.qemu import GuestEnd
 from runner.instance.timeouts import InstanceTimeouts
 from runner.kernel.files import opened
 from runner.kernel.peers import Peer, Peers
+from runner.plan.disks import DiskPlan
 from runner.plan.instance import InstancePlan
 from runner.protocol.jsonrpc import RpcError
 from runner.protocol.jsonrpc_client import CallRefusedError
@@ -325,6 +327,25 @@ async def test_an_overtaken_attachment_leaves_no_descriptor_in_qemu(fake_host: F
         ("add-fd", {"fdset-id": 5, "opaque": "disk0"}),
         ("remove-fd", {"fdset-id": 5}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        ("Device disk0 is already in the process of unplug", "the guest has not released it within 0.1 s"),
+        ("Hot-unplug failed: guest is busy (power indicator blinking)", "Hot-unplug failed: guest is busy"),
+    ],
+)
+async def test_only_a_release_that_was_begun_is_waited_for(fake_host: FakeHost, refusal: str, message: str) -> None:
+    plan = fake_host.plan("[hotplug]\ndisks = 1\n")
+    replies = {"device_del": {"error": {"class": "GenericError", "desc": refusal}}}
+    async with hotplug_with_replies(plan, replies) as (disks, sent):
+        disks._released_within = 0.1
+        disks._attached["disk0"] = AttachedDisk(cast("DiskPlan", SimpleNamespace(name="disk0")), 0, ())
+        with pytest.raises(RunnerError, match=re.escape(message)):
+            await disks.detach("disk0")
+    assert sent == [("device_del", {"id": "disk0"})]
+    assert "disk0" in disks._attached
 
 
 @contextlib.asynccontextmanager

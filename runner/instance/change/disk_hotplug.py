@@ -256,7 +256,7 @@ class DiskHotplug:
         except ExecuteError as error:
             if error.kind == "DeviceNotFound":  # the guest has released it meanwhile, or unasked
                 unplugged.set()
-            elif "unplug" not in str(error):  # "… is already in the process of unplug"
+            elif not error.in_process_of_unplug:
                 raise
         with trio.move_on_after(self._released_within):
             await unplugged.wait()

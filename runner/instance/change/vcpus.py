@@ -383,7 +383,7 @@ class Vcpus:
             # Until the guest has switched to the hotplug registers that can unplug (piix4/ich9: "legacy" CPU hotplug).
             if "not supported device type" in error.description:
                 return False
-            if error.kind != "DeviceNotFound" and "in the process of unplug" not in error.description:
+            if error.kind != "DeviceNotFound" and not error.in_process_of_unplug:
                 raise RefusedError("cannot unplug a vCPU") from error
         return True
 
